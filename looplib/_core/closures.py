@@ -11,8 +11,8 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from functools import partial, singledispatch
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,7 @@ _MODULES_OWN = {"training", "call_super_init", "dump_patches"}  # attributes tha
 
 _MANY = 64  # a container with more entries holds data, not settings
 
-_SEARCHED = "<searched>"  # not a name that occurs in code
-
-_NAMING = (nn.Module, types.FunctionType, types.MethodType)  # their references depend only on their own code
+Reference = tuple[str, str, Callable[[], Any]]  # key, path, and function that reads the current value
 
 
 class Variable(NamedTuple):
@@ -43,7 +41,6 @@ class Variable(NamedTuple):
         path: its name in messages, starting at the nearest function or module.
         read: function that returns its current value.
         value: its value during the walk.
-        mentioned: attributes named by code on the way; only these are searched in an object.
     """
 
     owner: Any
@@ -51,32 +48,43 @@ class Variable(NamedTuple):
     path: str
     read: Callable[[], Any]
     value: Any
-    mentioned: Set[str]
 
 
-def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> Iterator[Variable]:
-    """Depth-first search through references: yields the roots first, then each variable once.
+def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> list[Variable]:
+    """Depth-first search through references: lists the roots and each variable once.
 
     Args:
         roots: functions, modules, objects, or containers of these.
-        in_whole: selects functions and objects to search completely. In others, only attributes that code on the way
-            names are searched, and none in objects of looplib's and torch's classes.
+        in_whole: selects functions and objects to search completely. In others, only attributes whose names occur in
+            the user's code are searched, and none in objects of looplib's and torch's classes.
     """
-    yielded: set[tuple[int, str]] = set()
-    searched: dict[int, tuple[Any, set[str]]] = {}  # id -> the thing (kept alive by this), and the names mentioned
-    waiting = [_constant(None, f"root {index}", "it", root, frozenset()) for index, root in enumerate(roots)][::-1]
+    names: set[str] = set()
+    while True:  # until the code that was found mentions no new names
+        count = len(names)
+        found = _search(roots, names, in_whole)
+        if len(names) == count:
+            return found
+
+
+def _search(roots: tuple[Any, ...], names: set[str], in_whole: Callable[[Any], bool]) -> list[Variable]:
+    """One search for attributes with these names, to which those in the code on the way are added."""
+    found: list[Variable] = []
+    seen: dict[int, Any] = {}  # by id, and kept alive for it
+    waiting = [
+        Variable(None, f"root {index}", "it", partial(_itself, root), root) for index, root in enumerate(roots)
+    ]
+    waiting.reverse()
     while waiting:
-        variable = waiting.pop()
-        if (id(variable.owner), variable.key) not in yielded:
-            yielded.add((id(variable.owner), variable.key))
-            yield variable
-        value, mentioned = variable.value, variable.mentioned
-        if is_plain(value):
+        found.append(variable := waiting.pop())
+        thing = variable.value
+        if is_plain(thing) or id(thing) in seen:
             continue
-        names = searched.setdefault(id(value), (value, set()))[1]
-        if _SEARCHED not in names or not (mentioned <= names or isinstance(value, _NAMING)):
-            names |= {_SEARCHED, *mentioned}  # an object is searched again if other code mentions more of its names
-            waiting += list(_referred_to(value, variable, in_whole))[::-1]
+        seen[id(thing)] = thing
+        if isinstance(thing, types.FunctionType) and not is_installed(thing):
+            names |= _names(thing.__code__)
+        references = _references(thing, variable.path, names, in_whole(thing))
+        waiting += [Variable(thing, key, path, read, read()) for key, path, read in references][::-1]
+    return found
 
 
 def is_plain(value: Any) -> bool:
@@ -94,123 +102,82 @@ def is_installed(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(_INSTALLED)
 
 
-def _constant(owner: Any, key: str, path: str, value: Any, mentioned: Set[str]) -> Variable:
-    """A variable that cannot be reassigned."""
-    return Variable(owner, key, path, partial(_itself, value), value, mentioned)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-@singledispatch
-def _referred_to(thing: Any, variable: Variable, in_whole: Callable[[Any], bool]) -> Iterator[Variable]:
-    """Variables that a value refers to directly: here, an object of any other type than those below."""
-    kind, attributes, whole = type(thing), _attributes(thing), in_whole(thing)
-    if not whole and kind.__module__.split(".")[0] in ("looplib", "torch"):
-        return
-    mentioned = variable.mentioned
-    called = [method for method in _methods(kind) if method.__name__ in mentioned | {"__call__"}]
-    yield from _method_variables(thing, called, mentioned)
-    mentioned = _all_names(called) | mentioned
-    for key in attributes if whole else sorted(mentioned & attributes.keys()):
-        in_dict = key in getattr(thing, "__dict__", ())
-        read = partial(vars(thing).get, key) if in_dict else partial(getattr, thing, key, None)
-        yield Variable(thing, key, f"{variable.path}.{key}", read, attributes[key], mentioned)
-    yield _constant(thing, "class", variable.path, kind, mentioned)
-
-
-@_referred_to.register
-def _of_module(model: nn.Module, *_: Any) -> Iterator[Variable]:
-    for prefix, module in named_modules(model):
-        name = prefix or type(module).__name__
-        yield from _entries(module, vars(module), own_attributes(module), frozenset(), f"{name}.", f"{name}.")
-        methods = _methods(type(module))
-        yield from _method_variables(module, methods, frozenset())
-        yield _constant(module, f"{prefix}'s class", name, type(module), _all_names(methods))
-
-
 def own_attributes(module: nn.Module) -> list[str]:
     """Names of the attributes that a module's own code has set."""
     return [name for name in vars(module) if not name.startswith("_") and name not in _MODULES_OWN]
 
 
-@_referred_to.register
-def _of_function(
-    function: types.FunctionType, variable: Variable, in_whole: Callable[[Any], bool]
-) -> Iterator[Variable]:
-    code, installed = function.__code__, is_installed(function)
-    mentioned = _names(code)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        yield Variable(function, name, name, partial(_content, cell), _content(cell), mentioned)
-    attributes = vars(function)
-    whole = in_whole(function)
-    if whole or not installed:
-        read = attributes if whole else sorted(mentioned & attributes.keys())
-        yield from _entries(function, attributes, read, mentioned, ".", f"{function.__name__}.")
-    if not installed:
-        yield from _globals_and_defaults(function, mentioned)
+def _references(thing: Any, path: str, names: set[str], whole: bool) -> Iterator[Reference]:
+    """What a value refers to directly."""
+    parts = next((parts for kind, parts in _PARTS.items() if isinstance(thing, kind)), None)
+    if parts is not None:
+        yield from ((part, path, partial(getattr, thing, part)) for part in parts)
+    elif isinstance(thing, types.FunctionType):
+        yield from _of_function(thing, names, whole)
+    elif isinstance(thing, nn.Module):
+        yield from _of_module(thing)
+    elif isinstance(thing, (dict, list, tuple)):
+        for key in _keys(thing):
+            yield f"[{key!r}]", f"{path}[{key!r}]", partial(_member, thing, key)
+    elif isinstance(thing, (type, types.ModuleType)):
+        yield from _of_namespace(thing, path, names)
+    elif whole or type(thing).__module__.split(".")[0] not in ("looplib", "torch"):
+        attributes = _attributes(thing)
+        for name in attributes if whole else sorted(names & attributes):
+            yield name, f"{path}.{name}", partial(getattr, thing, name, None)
+        yield from _of_class(type(thing), path, names | {"__call__"})
 
 
-def _globals_and_defaults(function: types.FunctionType, mentioned: Set[str]) -> Iterator[Variable]:
-    space = function.__globals__
-    yield from _entries(function, space, sorted(mentioned & space.keys()), mentioned, "global ")
-    for index, value in enumerate(function.__defaults__ or ()):
-        yield _constant(function, f"default {index}", f"a default of {function.__name__}", value, mentioned)
+_PARTS = {partial: ("func", "args", "keywords"), types.MethodType: ("__func__", "__self__"), Host: ("model",)}
 
 
-@_referred_to.register
-def _of_partial(bound: partial, variable: Variable, _: Any) -> Iterator[Variable]:  # type: ignore[type-arg]
-    for key, value in (("func", bound.func), ("args", bound.args), ("keywords", bound.keywords)):
-        yield _constant(bound, key, variable.path, value, variable.mentioned)
+def _of_module(model: nn.Module) -> Iterator[Reference]:
+    for prefix, module in named_modules(model):
+        path = prefix or type(module).__name__
+        for name in own_attributes(module):
+            yield f"{path}.{name}", f"{path}.{name}", partial(vars(module).get, name)
+        yield from _of_class(type(module), path, None)
 
 
-@_referred_to.register
-def _of_method(method: types.MethodType, variable: Variable, _: Any) -> Iterator[Variable]:
-    yield _constant(method, "__func__", variable.path, method.__func__, variable.mentioned)
-    mentioned = _names(getattr(method.__func__, "__code__", None))
-    yield _constant(method, "__self__", variable.path, method.__self__, mentioned)
-
-
-@_referred_to.register(dict)
-@_referred_to.register(list)
-@_referred_to.register(tuple)
-def _of_container(values: Any, variable: Variable, _: Any) -> Iterator[Variable]:
-    members = values if isinstance(values, dict) else dict(enumerate(values))
-    read = values.get if isinstance(values, dict) else partial(_member, values)
-    for key, value in list(members.items()) if len(values) <= _MANY else ():
-        path = f"[{key!r}]"
-        yield Variable(values, path, variable.path + path, partial(read, key), value, variable.mentioned)
-
-
-@_referred_to.register
-def _of_host(host: Host, variable: Variable, _: Any) -> Iterator[Variable]:
-    yield _constant(host, "model", variable.path, host.model, frozenset())
-
-
-@_referred_to.register(type)
-@_referred_to.register(types.ModuleType)
-def _of_namespace(space: type | types.ModuleType, variable: Variable, _: Any) -> Iterator[Variable]:
-    """Variables of a user's class or module that code on the way names: `settings.scale`."""
+def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) -> Iterator[Reference]:
+    """Variables of a user's class or module: `settings.scale`."""
     for owner in space.__mro__ if isinstance(space, type) else (space,):
         module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
-        if _is_installed_module(module):
-            continue
-        names = sorted(variable.mentioned & vars(owner).keys())
-        yield from _entries(owner, vars(owner), names, variable.mentioned, path=f"{variable.path}.")
+        if not _is_installed_module(module):
+            for name in sorted(names & vars(owner).keys()):
+                yield f"{owner.__name__}.{name}", f"{path}.{name}", partial(vars(owner).get, name)
 
 
-def _entries(
-    owner: Any, space: Mapping[str, Any], names: Iterable[str], mentioned: Set[str], key: str = "", path: str = ""
-) -> Iterator[Variable]:
-    """Variables in a mapping of the owner's; `key` and `path` are put before their names."""
-    for name in names:
-        yield Variable(owner, key + name, path + name, partial(space.get, name), space[name], mentioned)
+def _of_function(function: types.FunctionType, names: set[str], whole: bool) -> Iterator[Reference]:
+    installed = is_installed(function)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield name, name, partial(_content, cell)
+    for name in vars(function):
+        if whole or (name in names and not installed):
+            yield f".{name}", f"{function.__name__}.{name}", partial(vars(function).get, name)
+    if not installed:
+        space = function.__globals__
+        for name in sorted(_names(function.__code__) & space.keys()):
+            yield f"global {name}", name, partial(space.get, name)
+        for index, value in enumerate(function.__defaults__ or ()):
+            yield f"default {index}", f"a default of {function.__name__}", partial(_itself, value)
 
 
-def _method_variables(owner: Any, methods: Iterable[types.FunctionType], mentioned: Set[str]) -> Iterator[Variable]:
-    for method in methods:
-        yield _constant(owner, f"{method.__qualname__}()", method.__name__, method, mentioned)
+def _of_class(kind: type, path: str, called: set[str] | None) -> Iterator[Reference]:
+    """The class of an object, and its methods that are called and not from an installed package."""
+    for owner in kind.__mro__:
+        for name, method in vars(owner).items():
+            users = isinstance(method, types.FunctionType) and not is_installed(method)
+            if users and name != "__init__" and (called is None or name in called):
+                yield f"{owner.__name__}.{name}()", name, partial(_itself, method)
+    yield f"{path}'s class", path, partial(_itself, kind)
+
+
+def _attributes(thing: Any) -> set[str]:
+    """Names of the attributes of an object itself, including slots."""
+    members = [member for kind in type(thing).__mro__ for member in vars(kind).items()]
+    slots = {name for name, member in members if inspect.ismemberdescriptor(member) and hasattr(thing, name)}
+    return slots | getattr(thing, "__dict__", {}).keys()
 
 
 def _is_installed_module(module: types.ModuleType | None) -> bool:
@@ -219,19 +186,14 @@ def _is_installed_module(module: types.ModuleType | None) -> bool:
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED)
 
 
-def _attributes(thing: Any) -> dict[str, Any]:
-    """Attributes of an object itself, including slots."""
-    members = {name: member for kind in type(thing).__mro__[::-1] for name, member in vars(kind).items()}
-    slots = [name for name in sorted(members) if inspect.ismemberdescriptor(members[name]) and hasattr(thing, name)]
-    return {name: getattr(thing, name) for name in slots} | getattr(thing, "__dict__", {})
+def _keys(values: Any) -> Iterable[Any]:
+    if len(values) > _MANY:
+        return ()
+    return list(values) if isinstance(values, dict) else range(len(values))
 
 
-def _methods(kind: type) -> list[types.FunctionType]:
-    """Methods of a class that is not from an installed package."""
-    functions = [
-        value for cls in kind.__mro__ for value in vars(cls).values() if isinstance(value, types.FunctionType)
-    ]
-    return [function for function in functions if not is_installed(function)]
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _content(cell: types.CellType) -> Any:
@@ -241,17 +203,14 @@ def _content(cell: types.CellType) -> Any:
         return None  # the variable has no value yet
 
 
-def _member(values: list[Any] | tuple[Any, ...], index: int) -> Any:
-    return values[index] if index < len(values) else None
+def _member(values: Any, key: Any) -> Any:
+    try:
+        return values[key]
+    except LookupError:
+        return None
 
 
-def _all_names(functions: Iterable[types.FunctionType]) -> frozenset[str]:
-    return frozenset[str]().union(*(_names(function.__code__) for function in functions))
-
-
-def _names(code: types.CodeType | None) -> frozenset[str]:
+def _names(code: types.CodeType) -> set[str]:
     """Globals and attributes that a function mentions, including those of nested functions."""
-    if code is None:
-        return frozenset()
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    return set(code.co_names).union(*inner)

@@ -48,11 +48,10 @@ def fits(
 
 
 def _uniform(rows: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> bool:
-    """True if parameters, gradients and states differ in shape only."""
+    """True if parameters, gradients and states are float tensors on the CPU that differ in shape only."""
     keys = rows[0][2].keys()
-    if any(
-        state.keys() != keys or not all(isinstance(value, Tensor) for value in state.values()) for *_, state in rows
-    ):
+    entries = [entry for *_, state in rows for entry in state.values()]
+    if any(state.keys() != keys for *_, state in rows) or not all(isinstance(entry, Tensor) for entry in entries):
         return False
     moments = [[param, *(state[key] for key in keys if key != "step")] for param, _, state in rows]
     kinds = {(tensor.device.type, tensor.dtype) for column in moments for tensor in column}
@@ -64,41 +63,34 @@ def _uniform(rows: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> bool:
 
 def _settled(group: Mapping[str, Any]) -> bool:
     """True if a kernel can be called with these hyperparameters: it takes no tuple of which a member is a schedule."""
-    moving = any(
-        isinstance(value, tuple) and any(isinstance(one, Tensor) for one in value) for value in group.values()
-    )
+    members = [member for value in group.values() if isinstance(value, tuple) for member in value]
+    moving = any(isinstance(member, Tensor) for member in members)
     return not (moving or group.get("capturable") or group.get("differentiable"))
 
 
 def by_kernels(
     recipe: Recipe, grads: Grads, states: Mapping[str, Any], tensors: Params, groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Update these tensors and their states in place."""
+    """Update these tensors and their states in place, by one operation for each group."""
     names_of = {id(tensor): name for name, tensor in tensors.items()}
     for group in groups:
         names = [names_of[id(tensor)] for tensor in group["params"]]
-        if names:
-            _update_in_graph(recipe, group, [grads[name] for name in names], [states[name] for name in names])
-
-
-def _update_in_graph(
-    recipe: Recipe, group: Mapping[str, Any], grads: Sequence[Tensor], states: Sequence[Any]
-) -> None:
-    """Update a group's parameters and their states in place, by one operation."""
-    values = {key: value for key, value in group.items() if key not in {"params", *KERNEL_OPTIONS}}
-    moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    settled = {key: value for key, value in values.items() if key not in moving}
-    keys = [*states[0]]
-    FUSED_UPDATE(
-        recipe.cls.__name__,
-        json.dumps(settled, default=float),
-        [*moving],
-        [*moving.values()],
-        grads,
-        group["params"],
-        keys,
-        [state[key] for key in keys for state in states],
-    )
+        if not names:
+            continue
+        values = {key: value for key, value in group.items() if key not in {"params", *KERNEL_OPTIONS}}
+        moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        settled = {key: value for key, value in values.items() if key not in moving}
+        keys = [*states[names[0]]]
+        FUSED_UPDATE(
+            recipe.cls.__name__,
+            json.dumps(settled, default=float),
+            [*moving],
+            [*moving.values()],
+            [grads[name] for name in names],
+            group["params"],
+            keys,
+            [states[name][key] for key in keys for name in names],
+        )
 
 
 def fused_update(

@@ -63,14 +63,21 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
 
 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
-    cls, advice = recipe.cls.__name__, "take the step without ll.compile_step, or one of torch.optim's classes"
-    message = f"{cls} decides by the values of losses how often to evaluate them: {advice}"
-    check(not recipe.needs_closure, message, UntraceableError)
-    message = f"{cls} keeps objects for its parameters, whose numbers a graph would keep for ever: {advice}"
     kept = chain.from_iterable(map(dict.values, opt_state["state"].values()))
-    check(not any(isinstance(value, dict) for value in kept), message, UntraceableError)
-    message = f"{cls} changes numbers of its own at each update, which a graph would keep for ever: {advice}"
-    check(not {"groups", "shared"} & opt_state.keys(), message, UntraceableError)
+    refused = {
+        "decides by the values of losses how often to evaluate them": recipe.needs_closure,
+        "keeps objects for its parameters, whose numbers a graph would keep for ever": any(
+            isinstance(value, dict) for value in kept
+        ),
+        "changes numbers of its own at each update, which a graph would keep for ever": bool(
+            {"groups", "shared"} & opt_state.keys()
+        ),
+    }
+    for reason, applies in refused.items():
+        message = (
+            f"{recipe.cls.__name__} {reason}: take the step without ll.compile_step, or one of torch.optim's classes"
+        )
+        check(not applies, message, UntraceableError)
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
     check(
         not sparse,
@@ -147,15 +154,12 @@ def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 
 def _working(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _precise(key, value) for key, value in state.items()}
-
-
-def _precise(key: str, value: Any) -> Any:
-    """A value to update in a trace: counts in double precision, from which bias corrections are computed."""
-    if not isinstance(value, Tensor):
-        return value
-    wide = (key, value.dtype, value.dim()) == ("step", torch.float32, 0) and value.device.type != "mps"
-    return value.double() if wide else value
+    """A state to update in a trace, with counts in double precision, from which bias corrections are computed."""
+    count = state.get("step")
+    wide = (
+        isinstance(count, Tensor) and count.dtype is torch.float32 and not count.dim() and count.device.type != "mps"
+    )
+    return {**state, "step": count.double()} if wide else {**state}  # type: ignore[union-attr]
 
 
 class _Numbers(TorchFunctionMode):
@@ -187,7 +191,7 @@ class _Numbers(TorchFunctionMode):
                 "the optimizer draws random numbers in its step, which a graph would draw from another stream: take "
                 "the step without ll.compile_step"
             )
-        return _WITH_TENSORS.get(name, _plainly)(func, args, kwargs)
+        return _WITH_TENSORS[name](func, *args, **kwargs) if name in _WITH_TENSORS else func(*args, **kwargs)
 
     def _compared(self, name: str, args: Any) -> Any:
         _, value, source = self.known[id(args[0])]
@@ -206,60 +210,48 @@ _DRAWS |= {"multinomial", "poisson", "uniform", "exponential", "cauchy", "geomet
 _DRAWS |= {"dropout"}
 
 
-def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+# What torch's functions do with numbers, for tensors in place of the numbers.
 
 
-def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0]
+def _item(func: Any, number: Tensor) -> Tensor:
+    return number
 
 
-def _root(func: Any, args: Any, kwargs: Any) -> Any:
-    if _tracing.differentiated() and args[1] == 0.5:
+def _power(func: Any, base: Any, exponent: Any) -> Any:
+    if _tracing.differentiated() and exponent == 0.5:
         # RAdam takes the root of a negative number in its first steps and does not use it; its gradient would be NaN.
-        return func(args[0].clamp(min=1e-30), 0.5)
-    return func(*args, **kwargs)
+        base = base.clamp(min=1e-30)
+    return func(base, exponent)
 
 
-def _if_tensor(argument: str, form: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """Another form of a function for calls in which a factor is a tensor."""
-    return lambda func, args, kwargs: (form if isinstance(kwargs.get(argument), Tensor) else _plainly)(
-        func, args, kwargs
-    )
-
-
-def _addc(func: Any, args: Any, kwargs: Any) -> Any:
-    into, one, two = args
+def _addc(func: Any, into: Tensor, one: Any, two: Any, **kwargs: Any) -> Any:
+    if not isinstance(kwargs.get("value"), Tensor):
+        return func(into, one, two, **kwargs)
     return into.add_((one / two if func.__name__ == "addcdiv_" else one * two) * kwargs["value"])
 
 
-def _add(func: Any, args: Any, kwargs: Any) -> Any:
-    into, other = args
+def _add(func: Any, into: Any, other: Any, **kwargs: Any) -> Any:
+    if not isinstance(kwargs.get("alpha"), Tensor):
+        return func(into, other, **kwargs)
     wide = torch.promote_types(into.dtype, other.dtype)  # the dtype in which torch's kernel multiplies, for Muon
     return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
 
 
-def _equal(func: Any, args: Any, kwargs: Any) -> Any:
-    one, other = args
+def _equal(func: Any, one: Any, other: Any) -> Any:
     if isinstance(other, Tensor) and not other.dim() and one.is_floating_point():
-        other = other.to(
-            one.dtype
-        )  # as a number would be; two tensors without dimensions are compared in the wider dtype
+        other = other.to(one.dtype)  # as a number would be; two of these are compared in the wider dtype
     return func(one, other)
 
 
-def _lerp(func: Any, args: Any, kwargs: Any) -> Any:
-    weight = kwargs.get("weight", args[2] if args[2:] else None)
-    if not isinstance(weight, Tensor):
-        return func(*args, **kwargs)
-    return args[0].add_((args[1] - args[0]) * weight)
+def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
+    return into.add_((end - into) * weight) if isinstance(weight, Tensor) else func(into, end, weight)
 
 
-_WITH_TENSORS: dict[str, Callable[[Any, Any, Any], Any]] = {
+_WITH_TENSORS: dict[str, Callable[..., Any]] = {
     "item": _item,
-    **dict.fromkeys(("pow", "__pow__"), _root),
-    **dict.fromkeys(("addcdiv_", "addcmul_"), _if_tensor("value", _addc)),
-    **dict.fromkeys(("add_", "add", "sub", "sub_"), _if_tensor("alpha", _add)),
+    **dict.fromkeys(("pow", "__pow__"), _power),
+    **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
+    **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
     "lerp_": _lerp,
     "eq": _equal,
 }

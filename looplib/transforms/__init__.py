@@ -1,8 +1,7 @@
 """Transforms: a step goes in and a step comes out (compiled, vectorized, differentiable)."""
 
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.transforms._compile_blocks import compile_blocks
-from looplib.transforms._compile_step import compile_step
+from looplib.transforms._compile_step import compile_blocks, compile_step
 from looplib.transforms._differentiable import differentiable
 from looplib.transforms._per_member import per_member
 from looplib.transforms._stacks import (

@@ -1,4 +1,4 @@
-"""Compilation of a step: forward pass, backward pass and update as one graph."""
+"""Compilation: a whole step as one graph, or the repeated blocks of a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
+from torch import nn
+
 from looplib._core import interrupts as _interrupts
 from looplib._core.calls import remember
 from looplib._core.forgotten import Watch
+from looplib._core.kinds import check_kind
 from looplib._core.lease import give_up
 from looplib.gradients import check_history
+from looplib.losses._recompute import Classes, choice, outermost
 from looplib.steps import Parts, advanced, parts_of, with_parts
 from looplib.transforms._compiler import Compiler
 from looplib.types import Metric, TrainState, TrainStep, trees_of
@@ -139,3 +143,34 @@ def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], An
         return outputs
 
     return compiled
+
+
+def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module], bool], **options: Any) -> nn.Module:
+    """Regional compilation: compile each of a model's blocks in place, and leave the rest of the step eager.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)])
+    >>> model = ll.transforms.compile_blocks(model, torch.nn.TransformerEncoderLayer, backend="eager")
+    >>> list(dict(model.named_parameters()))[0]
+    '0.self_attn.in_proj_weight'
+
+    Use it for large models whose whole step would take long to compile: blocks of one class share their code, so only
+    the first is compiled. It works with DDP (call it before wrapping), FSDP2, hooks, and models that cannot be traced
+    completely. Parameter names do not change.
+
+    Args:
+        model: the module, changed in place and returned.
+        blocks: a module class, a tuple of classes, or `(name, module) -> bool`. The outermost matching modules are
+            compiled.
+        options: arguments of `torch.compile`.
+
+    Raises:
+        ValueError: the model has no such module.
+        TypeError: `blocks` is of a different type.
+
+    Source: "regional compilation" in PyTorch's tutorials; `torch.nn.Module.compile`.
+    """
+    check_kind(model, "compile_blocks", "model")
+    for module in outermost(model, choice(blocks), "compile_blocks"):
+        module.compile(**options)
+    return model

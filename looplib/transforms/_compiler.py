@@ -30,10 +30,9 @@ from looplib._core.random import mix
 from looplib._core.ranks import is_sharded, rank, several
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
-from looplib.transforms._donation import donated, with_results_apart
 from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
-from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question
+from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question, program_of
 from looplib.transforms._trace import trace
 from looplib.transforms._watch import changed, held_by
 from looplib.types import TrainState
@@ -74,7 +73,7 @@ def _is_watched() -> bool:
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
-class Machine:
+class CompiledProgram:
     """A program with its machine code.
 
     Attributes:
@@ -104,7 +103,7 @@ class Machine:
 class Ready(NamedTuple):
     """Prepared inputs of one run: everything is decided and checked, and nothing is written yet."""
 
-    machine: Machine
+    machine: CompiledProgram
     flat: list[Tensor]
     answers: list[Tensor]
     counts: dict[str, Any]
@@ -172,7 +171,7 @@ class Compiler:
 
     def find(
         self, questions: Mapping[Any, Any], flat: list[Tensor], counts: Mapping[str, Any]
-    ) -> tuple[Machine | None, list[Tensor]]:
+    ) -> tuple[CompiledProgram | None, list[Tensor]]:
         """Ask the host until its answers lead to a machine, or to none yet. Also returns the tensors in the answers."""
         tensors: list[Tensor] = []
         node: Any = questions.get(None)
@@ -193,7 +192,8 @@ class Compiler:
         if shown:
             print("looplib: compiling the step ...", file=sys.stderr, flush=True)
         with tracing.one_at_a_time(), collector_paused():
-            answers, key, machine = self.make(inputs)
+            machine = self.make(inputs)
+        answers, key = machine.program.traced.place
         answers[key] = machine
         self.compilations += 1
         seconds = time.perf_counter() - begin
@@ -211,16 +211,14 @@ class Compiler:
         answer = as_answer(question.function(*question.arguments(flat, counts)))
         return answer.key(), answer.tensors
 
-    def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
-        """Make a program for such inputs, with the table and key under which it is stored."""
+    def make(self, inputs: Inputs) -> CompiledProgram:
+        """Make a program for such inputs."""
 
         def evaluate(question: Question) -> Any:
             return question.function(*question.arguments(inputs.flat, inputs.counts))
 
-        program, answers, key = trace(self.core, inputs, evaluate, kernels_from=self.kernels_from)
-        program = with_results_apart(program)
-        program = donated(program) if self.donate else program
-        return answers, key, Machine(program, self.build(program))
+        program = program_of(trace(self.core, inputs, evaluate, kernels_from=self.kernels_from), self.donate)
+        return CompiledProgram(program, self.build(program))
 
     def run(self, ready: Ready, state: TrainState) -> Outcome:
         """Run the program. With `donate`, the state's tensors are overwritten."""
@@ -251,9 +249,9 @@ class Compiler:
                 for generator, stream in zip(generators, streams, strict=True):
                     generator.set_state(stream)
         out = Outcome(*outcome)
-        if program.afterwards:
+        if checks := program.traced.checks:
             self.intact = not (self.donate and out.applied)
-            for function, values in zip(program.afterwards, arguments, strict=True):
+            for function, values in zip(checks, arguments, strict=True):
                 function(*values)
         return machine.finish(out)
 

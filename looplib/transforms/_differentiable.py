@@ -6,7 +6,6 @@ can differentiate it.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,9 +35,9 @@ from looplib._core.trees import map_tensors
 from looplib.steps import Outcome, parts_of
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
-from looplib.transforms._compiler import Compiler, Machine, Ready
+from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._program import Core, Inputs, Question, fakes, memory_like
+from looplib.transforms._program import Core, Inputs, Question, fakes, memory_like, program_of
 from looplib.transforms._trace import trace
 from looplib.types import TrainState, TrainStep
 
@@ -98,8 +97,9 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     Raises:
         TypeError: `train_step` is a different function.
         UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
-            surrounding `torch.func` transform; or for an update that may be skipped, such as with `apply_if_finite`,
-            under torch.vmap or in a compiled outer step.
+            surrounding `torch.func` transform; for an update that may be skipped, such as with `apply_if_finite`,
+            under torch.vmap or in a compiled outer step; or if torch.vmap maps over a number in `opt_state` that
+            decides what the update does, such as the counter of `lookahead`.
         RuntimeError: from torch, for an operation without a second derivative.
 
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
@@ -136,7 +136,7 @@ class _Differentiable(Compiler):
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         ready = super().prepare(state, batch)
         program = ready.machine.program
-        decides = bool(program.afterwards) or isinstance(Outcome(*program.outcome[0]).applied, Tensor)
+        decides = bool(program.traced.checks) or isinstance(Outcome(*program.traced.outcome[0]).applied, Tensor)
         if decides and any(isinstance(tensor, FakeTensor) or _is_mapped(tensor) for tensor in ready.flat):
             raise UntraceableError(
                 "whether this step updates (apply_if_finite, skip_spikes, dynamic_loss_scale) is read from a tensor, "
@@ -149,7 +149,7 @@ class _Differentiable(Compiler):
         answer = _answer(question.function, question.arguments(flat, counts))
         return answer.key(), answer.tensors
 
-    def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
+    def make(self, inputs: Inputs) -> CompiledProgram:
         state = inputs.state
         with _written_apart() as interpreters:
 
@@ -164,11 +164,10 @@ class _Differentiable(Compiler):
             example = TrainState(params=params, buffers=buffers, opt_state=opt_state, epoch_length=state.epoch_length)
             batch = expression(inputs.batch).build()(flat[len(trees.tensors) :])
             plain = inputs._replace(state=example, batch=batch, flat=flat)
-            program, answers, key = trace(self.core, plain, evaluate, differentiable=True)
-            graph = _without_cuts(program.graph)
-        program = replace(program, graph=graph, trained=frozenset())
-        machine = Machine(program, lambda values: graph.forward(*values), finish=_with_detached_buffers)
-        return answers, key, machine
+            traced = trace(self.core, plain, evaluate, differentiable=True)
+            graph = _without_cuts(traced.graph)
+        program = program_of(replace(traced, graph=graph, trained=frozenset()), apart=False)
+        return CompiledProgram(program, lambda values: graph.forward(*values), finish=_with_detached_buffers)
 
 
 def _with_detached_buffers(out: Outcome) -> Outcome:
@@ -204,47 +203,27 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
-    """The host's answer about these values, which must be the same for all tasks if torch.vmap maps over them."""
-    indices = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
-    if indices:
-        return _answer_for_all(function, values, indices)
+    """The host's answer about these values."""
+    check(
+        not any(isinstance(value, Tensor) and _is_mapped(value) for value in values),
+        "torch.vmap maps over a number in opt_state that the host is asked about (on_host), and it is not one number "
+        "there: let it be the same for all tasks, or take them one by one",
+        UntraceableError,
+    )
     # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
     answer = as_answer(function(*map_tensors(Tensor.detach, values)))
     tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
     return as_answer(function(*values)) if tracked else answer
 
 
-def _answer_for_all(function: Callable[..., Any], values: list[Any], mapped: list[int]) -> Expression:
-    """The host's one answer for all tasks."""
-    first, *others = (as_answer(function(*one)) for one in _one_by_one(values, mapped))
-    check(
-        not first.tensors and all(other.key() == first.key() for other in others),
-        "torch.vmap maps over a number in opt_state that a graph is chosen by, and the tasks would need different "
-        "graphs: let it be the same for all tasks, or take them one by one",
-        UntraceableError,
-    )
-    return first
-
-
-def _one_by_one(values: list[Any], mapped: list[int]) -> Iterator[list[Any]]:
-    columns: list[Any] = [[value] for value in values]
-    for index in mapped:
-        *_, innermost = _unwrapped(values[index])
-        columns[index] = innermost.detach().reshape(-1, *values[index].shape)
-    yield from map(list, itertools.product(*columns))
-
-
-def _unwrapped(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, and what it is within each of the surrounding transforms, from the inside out."""
-    yield tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-        yield tensor
-
-
 def _is_mapped(tensor: Tensor) -> bool:
-    """True if torch.vmap is mapping over a tensor."""
-    return any(map(torch._C._functorch.is_batchedtensor, _unwrapped(tensor)))
+    """True if torch.vmap is mapping over a tensor, within other transforms too."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def _without_cuts(graph: GraphModule) -> GraphModule:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from looplib.optim._fused_op import FUSED_UPDATE, fused_update
 from looplib.transforms._expression import kind_of
@@ -174,32 +175,31 @@ def _values(arguments: Any) -> Any:
 def _calls(function: Any, operation: Any, args: Any, kwargs: Any) -> bool:
     """True if a function of torch calls an operation with these arguments, and nothing else."""
     try:
-        with torch.no_grad(), _Expecting((operation, args, kwargs)) as mode:
+        with torch.no_grad(), _Recording() as mode:
             function(*args, **kwargs)
-    except Exception:  # of any kind: the function takes different arguments or calls something else
+    except Exception:  # of any kind: the function takes different arguments
         return False
-    return bool(mode.calls == 1)
+    return len(mode.calls) == 1 and _is_equal(mode.calls[0], (operation, args, kwargs))
 
 
-class _Expecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raise at any call of an operation but one."""
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record the operations that are called."""
 
-    def __init__(self, expected: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.expected, self.calls = expected, 0
+        self.calls: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace != "prim":  # such as a question for the device
-            self.calls += 1
-            if self.calls > 1 or not _is_equal((func, args, kwargs), self.expected):
-                raise LookupError(func)
+            self.calls.append((func, args, kwargs))
         return func(*args, **kwargs)
 
 
 def _is_equal(one: Any, two: Any) -> bool:
-    if isinstance(one, (list, tuple)):
-        return isinstance(two, (list, tuple)) and len(one) == len(two) and all(map(_is_equal, one, two))
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_is_equal(one[key], two[key]) for key in one)
-    return one is two or (not isinstance(one, Tensor) and type(one) is type(two) and bool(one == two))
+    leaves, structure = tree_flatten(one)
+    others, other_structure = tree_flatten(two)
+    return structure == other_structure and all(
+        a is b or (not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b))
+        for a, b in zip(leaves, others, strict=True)
+    )

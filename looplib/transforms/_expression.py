@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -69,59 +69,47 @@ def _hashable(value: Any) -> Any:
 
 def expression(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, index: f"v[{index}]") -> Expression:
     """Expression that rebuilds such a tree from other tensors. `leaf` gives the code for a tensor and its index."""
-    writer = _Writer(leaf)
-    return Expression(writer.write(tree), writer.tensors, writer.constants)
+    tensors: list[Tensor] = []
+    constants: list[Any] = []
 
+    def constant(value: Any) -> str:
+        constants.append(value)
+        return f"c[{len(constants) - 1}]"
 
-class _Writer:
-    """Code generator for one tree."""
+    def joined(members: Iterable[Any]) -> str:
+        return ", ".join([write(member) for member in members])
 
-    def __init__(self, leaf: Callable[[Tensor, int], str]) -> None:
-        self.leaf = leaf
-        self.tensors: list[Tensor] = []
-        self.constants: list[Any] = []
-
-    def write(self, node: Any) -> str:
+    def write(node: Any) -> str:
+        kind = type(node)
         if isinstance(node, Tensor):
-            self.tensors.append(node)
-            return self.leaf(node, len(self.tensors) - 1)
-        if type(node) is Count:
+            tensors.append(node)
+            return leaf(node, len(tensors) - 1)
+        if kind is Count:
             return f"n[{node.name!r}]"
-        if type(node) in _LITERALS:
+        if kind in _LITERALS:
             return repr(node)
-        if type(node) in (dict, list, tuple) or (isinstance(node, tuple) and hasattr(node, "_fields")):
-            return self.container(node)
-        return self.record(node)
+        if kind is dict:
+            return f"{{{', '.join([f'{write(name)}: {write(value)}' for name, value in node.items()])}}}"
+        if kind is list:
+            return f"[{joined(node)}]"
+        if kind is tuple:
+            return f"({joined(node)}{',' * bool(node)})"
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            return f"{constant(kind)}({joined(node)})"
+        return record(node)
 
-    def constant(self, value: Any) -> str:
-        self.constants.append(value)
-        return f"c[{len(self.constants) - 1}]"
-
-    def container(self, node: Any) -> str:
-        if isinstance(node, dict):
-            entries = [f"{self.key(key)}: {self.write(value)}" for key, value in node.items()]
-            return f"{{{', '.join(entries)}}}"
-        if type(node) not in (list, tuple):  # a named tuple
-            return f"{self.constant(type(node))}({self.joined(node)})"
-        members = self.joined(node)
-        return f"[{members}]" if type(node) is list else f"({members}{',' * bool(members)})"
-
-    def record(self, node: Any) -> str:
+    def record(node: Any) -> str:
         """Write a node of torch's pytrees, a mapping, a record with attributes, or a leaf."""
         leaves, spec = pytree.tree_flatten(node)
         if len(leaves) != 1 or leaves[0] is not node:
-            return f"{self.constant(pytree.tree_unflatten)}([{self.joined(leaves)}], {self.constant(spec)})"
+            return f"{constant(pytree.tree_unflatten)}([{joined(leaves)}], {constant(spec)})"
         if isinstance(node, Mapping):  # such as a tokenizer's
-            return f"{self.constant(type(node))}({self.write(dict(node))})"
+            return f"{constant(type(node))}({write(dict(node))})"
         if (fields := _fields(node)) is not None:
-            return f"{self.constant(_with_fields)}({self.constant(type(node))}, {self.write(fields)})"
-        return self.constant(node)
+            return f"{constant(_with_fields)}({constant(type(node))}, {write(fields)})"
+        return constant(node)
 
-    def key(self, key: Any) -> str:
-        return repr(key) if type(key) in (str, int) else self.constant(key)
-
-    def joined(self, members: Any) -> str:
-        return ", ".join([self.write(member) for member in members])
+    return Expression(write(tree), tensors, constants)
 
 
 def _fields(node: Any) -> dict[str, Any] | None:
@@ -164,8 +152,6 @@ def _paths(node: Any, path: str) -> Iterator[str]:
 
 def as_answer(returned: Any) -> Expression:
     """Expression of a host function's result, with floats as tensors."""
-    if type(returned) is float:
-        return Expression("v[0]", [torch.tensor(returned, dtype=torch.float64)], [])
     return expression(_floats_as_tensors(returned))
 
 

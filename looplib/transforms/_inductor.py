@@ -1,4 +1,7 @@
-"""Compiler backends: machine code for a graph, by Inductor or another backend of `torch.compile`."""
+"""Compiler backends: machine code for a graph, by Inductor or another backend of `torch.compile`.
+
+Before that, a graph is rewritten so that Inductor generates correct and fast code.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from looplib._core.checks import check
 from looplib.transforms._eager import eager
-from looplib.transforms._kernels import compiled_together
-from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
+from looplib.transforms._kernels import compiled_together, without_isa_check
 from looplib.transforms._program import Program, fakes
-from looplib.transforms._vector_isa import without_isa_check
 
 Compiled = Callable[[list[Tensor]], Any]
 
 _ALIGNMENT = 16  # bytes, of the widest loads
+_SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_")}
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -44,10 +47,9 @@ def backend(
 
 def _built(compile_graph: Callable[..., Compiled], program: Program) -> Compiled:
     without_alpha(program.graph)
-    stacked_where_it_goes(program.graph)
     powers_once(program.graph)
     with torch.no_grad():
-        return compile_graph(program.graph, fakes(program.graph), program.in_place())
+        return compile_graph(program.graph, fakes(program.graph), program.in_place)
 
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Compiled]:
@@ -107,3 +109,56 @@ def _run_apart(compiled: Callable[..., Any], in_place: Sequence[int], values: li
     for index, tensor in shifted.items():
         tensor.copy_(values[index])
     return outputs
+
+
+def without_alpha(graph: GraphModule) -> None:
+    """Rewrite `x + alpha * y` as two operations: Inductor fuses x + alpha * (a @ b) and drops alpha."""
+    for node in graph.graph.nodes:
+        if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1 and isinstance(node.args[1], Node):
+            x, y = node.args
+            wide = torch.result_type(x.meta["val"], y.meta["val"])  # the dtype in which torch multiplies
+            with graph.graph.inserting_before(node):
+                y = _as_dtype(graph, y, wide)
+                product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
+            product.meta["val"] = y.meta["val"]
+            node.args, node.kwargs = (x, product), {}
+    graph.recompile()
+
+
+def _as_dtype(graph: GraphModule, node: Node, dtype: torch.dtype) -> Node:
+    """A node for the same value in a dtype."""
+    value = node.meta["val"]
+    if value.dtype is dtype:
+        return node
+    converted = graph.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    converted.meta["val"] = value.to(dtype)
+    return converted
+
+
+def powers_once(graph: GraphModule) -> None:
+    """Compute a power, and values that follow from it, once instead of for each element that it scales.
+
+    Inductor computes `1 - beta**step` inside the loop over a weight's elements, where two double-precision powers
+    take as long as everything else. A value whose strides are requested is written to memory first.
+    """
+    aten = torch.ops.aten
+    powers = {aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
+    sizes: dict[Node, int] = {}  # powers, and values of the same size computed from one
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or not isinstance(value := node.meta.get("val"), Tensor):
+            continue
+        for power in node.all_input_nodes:
+            if sizes.get(power, value.numel()) < value.numel():
+                _write_first(graph, power, node)
+        if node.target in powers or any(sizes.get(power) == value.numel() for power in node.all_input_nodes):
+            sizes[node] = value.numel()
+    graph.recompile()
+
+
+def _write_first(graph: GraphModule, value: Node, user: Node) -> None:
+    """Write a value to memory before it is used."""
+    like = value.meta["val"]
+    with graph.graph.inserting_before(user):
+        arguments = (value, list(like.size()), list(like.stride()), like.storage_offset())
+        written = graph.graph.call_function(torch.ops.aten.as_strided.default, arguments)
+    user.replace_input_with(value, written)

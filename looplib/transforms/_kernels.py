@@ -1,9 +1,14 @@
-"""Kernels for the CPU, compiled together.
+"""The first compilation of kernels for the CPU: in few files, and without a check of the CPU's vector instructions.
 
 Inductor compiles each kernel of a graph as a file of its own. Most of the C++ compiler's time is spent on starting and
 on reading the same header, so here the kernels of one graph share as many files as there are compilers at work. Each
 kernel keeps its code and its flags, and with them its results. If kernels do not compile together, each is compiled as
-Inductor does it.
+Inductor does it. For a small network, this takes the C++ compiler about half of its processor time.
+
+Before its first kernel, Inductor builds and loads a small C++ file for each set of vector instructions that the CPU
+has, which takes the C++ compiler 6 s in a new cache, and then uses the first set that works. That is nearly always the
+first, so here it is used at once, by Inductor's own setting. If the kernels do not compile or load then, they are
+compiled again with the check.
 """
 
 from __future__ import annotations
@@ -11,11 +16,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+R = TypeVar("R")
+
+_OPTION = "cpp.vec_isa_ok"
 _INCLUDES = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _MACROS = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)\w", re.MULTILINE)
 
@@ -70,15 +78,16 @@ def load(kernels: Sequence[Kernel]) -> list[Any]:
     files = min(len(kernels), max(1, get_compile_threads()))
     submit = AsyncCompile.submit if files > 1 else None
     longest_first = sorted(range(len(kernels)), key=lambda index: -len(kernels[index].source))
-    shares = [longest_first[number::files] for number in range(files)]
     compiled = []
-    for share in shares:
-        source = one_file([kernels[index] for index in share])
-        last = kernels[share[-1]]
-        compiled.append(CppPythonBindingsCodeCache.load_pybinding_async(last.argtypes, source, submit_fn=submit))
+    for number in range(files):
+        indices = longest_first[number::files]
+        source, argtypes = one_file([kernels[index] for index in indices]), kernels[indices[-1]].argtypes
+        compiled.append(
+            (indices, CppPythonBindingsCodeCache.load_pybinding_async(argtypes, source, submit_fn=submit))
+        )
     functions: dict[int, Any] = {}
-    for share, result in zip(shares, compiled, strict=True):
-        functions.update(zip(share, functions_of(result(), len(share)), strict=True))
+    for indices, result in compiled:
+        functions.update(zip(indices, functions_of(result(), len(indices)), strict=True))
     return [functions[index] for index in range(len(kernels))]
 
 
@@ -121,3 +130,31 @@ def _loaded(name: str, path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def without_isa_check(compile: Callable[[dict[str, Any]], R], options: Mapping[str, Any]) -> R:
+    """`compile(settings)` with the setting that leaves out the check, and without it if that fails.
+
+    If the user has decided about the check, in the options or for the process, that holds.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    if _OPTION in options or config.cpp.vec_isa_ok is not None:
+        return compile({})
+    try:
+        return compile({_OPTION: True})
+    except Exception:  # of any kind: what is wrong with the graph is said again
+        _forget(cpu_vec_isa)
+        return compile({})
+    finally:
+        _forget(cpu_vec_isa)
+
+
+def _forget(cpu_vec_isa: Any) -> None:
+    """Forget which instructions work, which Inductor keeps whatever the setting was."""
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        for kind in type(isa).__mro__:
+            for value in vars(kind).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()

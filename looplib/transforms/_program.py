@@ -1,4 +1,4 @@
-"""Programs: a step as a graph of tensor operations, with its inputs and outputs."""
+"""Programs: a traced step as a graph, with the inputs that it needs and the outputs that it computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from looplib.optim._fused_op import FUSED_UPDATE
 from looplib.steps import Outcome
 from looplib.transforms._expression import expression, kind_of
 from looplib.transforms._watch import Held
@@ -23,6 +24,7 @@ COUNTS = (*_COUNTS, "extra")  # values outside a graph
 RESULT, GIVEN, ANSWER, DRAWN = range(4)
 
 Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
+Source = tuple[int | None, Any]  # (kind, index), or (None, function that reads a value that the step holds in Python)
 
 
 class Question(NamedTuple):
@@ -31,7 +33,7 @@ class Question(NamedTuple):
     Attributes:
         function: the function passed to `on_host`.
         sources: source of each argument: ("input", index), ("count", name) or ("value", the value itself).
-        answers: the next Question, or a Program, by the part of the answer that is not a tensor.
+        answers: the next Question, or a compiled program, by the part of the answer that is not a tensor.
     """
 
     function: Callable[..., Any]
@@ -66,55 +68,190 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A step as it was recorded.
+
+    Attributes:
+        graph: takes a tensor for each of `inputs`, and returns every tensor of the outcome.
+        inputs: source of each placeholder.
+        outcome: an `Outcome` and the arguments of `checks`, as a tree.
+        checks: functions to call after a run.
+        replaced: index of a tensor of the outcome -> index in the state of the one that it replaces.
+        trained: indices of the parameters of the outcome that require a gradient.
+        held: values outside the state that it may have read.
+        streams: for each operation that draws random numbers, the index of its microbatch.
+        place: table of answers, and the key under which the compiled program belongs there.
+    """
+
+    graph: GraphModule
+    inputs: list[Source]
+    outcome: Any
+    checks: list[Callable[..., None]]
+    replaced: dict[int, int]
+    trained: frozenset[int]
+    held: list[Held]
+    streams: list[int]
+    place: tuple[dict[Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Program:
     """A graph and its calling convention.
 
     Attributes:
-        graph: takes the tensors of `inputs` as arguments, and returns a list of tensors.
-        inputs: source of each placeholder: `(GIVEN, i)`, `(ANSWER, i)` or `(DRAWN, i)`, or `(None, read)` for values
-            that the step holds in Python.
-        outputs: source of each tensor of the outcome: `(RESULT, i)`, or an unchanged input, `(GIVEN, i)` or
-            `(ANSWER, i)`.
-        outcome: an `Outcome` and the arguments of `afterwards`, as a tree.
-        afterwards: functions to call after a run.
-        successors: (index among `outputs`, index in the state) of each tensor and the one it replaces.
-        trained: indices among `outputs` of parameters that require a gradient.
-        held: values outside the state that it may have read.
-        streams: for each operation that draws random numbers, the index of its microbatch.
+        graph: takes the tensors of `inputs` as arguments, and returns those that it computes.
+        inputs: source of each placeholder.
+        outputs: source of each tensor of the outcome: `(RESULT, i)`, or an unchanged input.
         written: names of the parameters, and of the buffers, that it writes in place.
+        in_place: indices of the inputs that are tensors of a donated state, which keep their addresses.
+        traced: the step that it was made from.
     """
 
     graph: GraphModule
-    inputs: list[tuple[int | None, Any]]
-    outputs: list[tuple[int, int]]
-    outcome: Any
-    afterwards: list[Callable[..., None]]
-    successors: list[tuple[int, int]]
-    trained: frozenset[int]
-    held: list[Held]
-    streams: list[int]
-    written: tuple[set[str], set[str]] = (set(), set())
+    inputs: list[Source]
+    outputs: list[Source]
+    written: tuple[set[str], set[str]]
+    in_place: list[int]
+    traced: Traced
+
+    @property
+    def held(self) -> list[Held]:
+        """Values outside the state that it may have read."""
+        return self.traced.held
 
     def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
         """`rebuild(result, given, answers, counts) -> (outcome, arguments)`."""
-        return expression(self.outcome, self._code_of).build("r, g, a, n")
+        return expression(self.traced.outcome, self._code_of).build("r, g, a, n")
 
     def _code_of(self, _: Tensor, index: int) -> str:
         """Code for a tensor of the outcome: in the graph's result, in what it was given, or in the host's answers."""
         kind, source = self.outputs[index]
-        trained = kind == RESULT and index in self.trained
-        return f"{'rga'[kind]}[{source}]{'.requires_grad_()' * trained}"
-
-    def in_place(self) -> list[int]:
-        """Indices of the inputs that are tensors of a donated state, which stay at their addresses from step to step."""
-        if not any(self.written):
-            return []
-        state = {(1, index) for _, index in self.successors}
-        return [index for index, source in enumerate(self.inputs) if source in state]
+        trained = kind == RESULT and index in self.traced.trained
+        return f"{'rga'[kind or 0]}[{source}]{'.requires_grad_()' * trained}"
 
     def random(self) -> bool:
         """True if it draws random numbers."""
         return any(map(draws, self.graph.graph.nodes))
+
+
+def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Program:
+    """Program of a traced step, whose graph is changed for it.
+
+    Args:
+        traced: the step.
+        donate: if True, the graph overwrites the old state with the new one as its last operation.
+        apart: if True, results share no memory with the states, which a later step may overwrite, nor do tensors of
+            the new state with each other.
+    """
+    graph = traced.graph.graph
+    (output,) = graph.find_nodes(op="output")
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs = dict(zip(placeholders, traced.inputs, strict=True))
+    given = {source[1]: node for node, source in inputs.items() if source[0] == GIVEN}
+    old = {index: given[place] for index, place in traced.replaced.items()}
+    results: list[Node] = list(output.args[0])
+    graph.erase_node(output)
+
+    written = _written(graph)
+    for index, node in old.items():
+        if _is_copy(results[index], node, written):
+            results[index] = node
+    if apart:
+        _separate(
+            graph, results, old, {*map(storage, given.values())}, len(expression(traced.outcome[0][:3]).tensors)
+        )
+    names = _overwrite(traced, graph, results, old) if donate else (set[str](), set[str]())
+
+    sources = {node: source for node, source in inputs.items() if source[0] is not None}
+    computed = {node: index for index, node in enumerate(dict.fromkeys(n for n in results if n not in sources))}
+    graph.output(list(computed))
+    graph.eliminate_dead_code()
+    for node in placeholders:
+        if not node.users:
+            graph.erase_node(node)
+            del inputs[node]
+    graph.lint()
+    traced.graph.recompile()
+    kept = {*old.values()} if any(names) else set()
+    return Program(
+        graph=traced.graph,
+        inputs=list(inputs.values()),
+        outputs=[sources.get(node) or (RESULT, computed[node]) for node in results],
+        written=names,
+        in_place=[index for index, node in enumerate(inputs) if node in kept],
+        traced=traced,
+    )
+
+
+def _written(graph: Graph) -> set[int]:
+    """Storages that may be written, at most: batch norm's kernels write without declaring it."""
+    writers = filter(_may_write, graph.nodes)
+    return {storage(node) for writer in writers for node in writer.all_input_nodes if "val" in node.meta}
+
+
+def _may_write(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or "batch_norm" in str(target))
+
+
+def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
+    """True if an output is a tensor of the state that a gradient function has copied in case it is written."""
+    while node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+        if storage(node) in written:
+            return False
+        (node,) = node.all_input_nodes
+    return node is of
+
+
+def _separate(graph: Graph, results: list[Node], old: Mapping[int, Node], taken: set[int], of_state: int) -> None:
+    """Copy results that share memory in `taken` or with the new state, whose tensors come first and are `of_state`."""
+    for index, node in enumerate(results):
+        if node is old.get(index):
+            continue
+        if storage(node) in taken or (index < of_state and node.op == "placeholder"):
+            clone = graph.call_function(torch.ops.aten.clone.default, (node,))
+            clone.meta["val"] = node.meta["val"].clone()
+            results[index] = clone
+        if index < of_state:
+            taken.add(storage(results[index]))
+
+
+def _overwrite(
+    traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]
+) -> tuple[set[str], set[str]]:
+    """Overwrite the old state with the new one, and return the names of the parameters and the buffers written."""
+    new = {index: results[index] for index, node in old.items() if results[index] is not node}
+    for index in new:
+        results[index] = old[index]
+    for index in new.keys() - _written_by_kernels(graph, results, old, new):
+        copy = graph.call_function(torch.ops.aten.copy_.default, (old[index], new[index]))
+        copy.meta["val"] = old[index].meta["val"]
+    params, opt_state, buffers = traced.outcome[0][:3]
+    first_buffer = len(params) + len(expression(opt_state).tensors)
+    return (
+        {name for index, name in enumerate(params) if index in new},
+        {name for index, name in enumerate(buffers, first_buffer) if index in new},
+    )
+
+
+def _written_by_kernels(
+    graph: Graph, results: Sequence[Node], old: Mapping[int, Node], new: Mapping[int, Node]
+) -> set[int]:
+    """Let fused kernels write to tensors of the state that nothing reads later, in place of copies of them."""
+    last_read: dict[int, Node] = {}
+    for node in graph.nodes:
+        last_read |= {storage(read): node for read in node.all_input_nodes if is_tensor(read)}
+    returned, changed = {*results}, set[int]()
+    for index, copy in new.items():
+        state = old[index]
+        copied = copy.target is torch.ops.aten.clone.default and is_same(copy.all_input_nodes[0], state)
+        written = [node.target for node in copy.users] == [FUSED_UPDATE]
+        alike = kind_of(copy.meta["val"]) == kind_of(state.meta["val"])
+        if copied and written and alike and copy not in returned and last_read[storage(state)] is copy:
+            copy.replace_all_uses_with(state)
+            graph.erase_node(copy)
+            changed.add(index)
+    return changed
 
 
 def draws(node: Node) -> bool:

@@ -69,22 +69,19 @@ def _stacked(trees: Sequence[Any], name: str) -> Any:
 def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     for number, leaf in enumerate(leaves):
-        _check_like_first(path, first, leaf, number)
+        if isinstance(first, Tensor) and isinstance(leaf, Tensor):
+            check(
+                same_kind(first, leaf),
+                f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
+                f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each",
+            )
+        elif not same(first, leaf):
+            raise ValueError(
+                f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ"
+            )
     if not isinstance(first, Tensor):
         return first
     return torch.stack([*map(Tensor.detach, leaves)]).requires_grad_(first.requires_grad)
-
-
-def _check_like_first(path: str, first: Any, leaf: Any, number: int) -> None:
-    """Raise ValueError for a leaf of a member that cannot be stacked with that of member 0."""
-    if isinstance(first, Tensor) and isinstance(leaf, Tensor):
-        check(
-            same_kind(first, leaf),
-            f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
-            f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each",
-        )
-    elif not same(first, leaf):
-        raise ValueError(f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ")
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:

@@ -9,40 +9,39 @@ graph, so the former are requested from the host at each step, and the latter ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing
+from looplib._core.closures import is_library
 from looplib._core.tracing import Count, UntraceableError
 from looplib.steps import Outcome
-from looplib.transforms._explain import explained
-from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question
-from looplib.transforms._signature import HOSTS, Recorded, signed
-from looplib.transforms._watch import changed
+from looplib.transforms._expression import as_answer, expression
+from looplib.transforms._program import ANSWER, COUNTS, GIVEN, Core, Inputs, Question, Source, Traced, draws
+from looplib.transforms._watch import Held, changed
 from looplib.types import TrainState
 
+HOSTS = "looplib_host"  # key in a node's metadata: index of the tensor in the host's answers
 
-class Traced(NamedTuple):
-    """A program, with the table and key under which it belongs among the questions."""
-
-    program: Program
-    answers: dict[Any, Any]
-    key: Any
+_SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a tracing tensor", "numpy")
 
 
 def trace(
     core: Core,
     inputs: Inputs,
     evaluate: Callable[[Question], Any],
-    begin: Callable[[], None] = lambda: None,
     differentiable: bool = False,
     kernels_from: float = math.inf,
 ) -> Traced:
@@ -52,7 +51,6 @@ def trace(
         core: the step without its counts.
         inputs: the inputs for which the program is made.
         evaluate: function that returns the host's answer for this state.
-        begin: called when the step's Python starts to run.
         differentiable: True if the graph itself is to be differentiated.
         kernels_from: number of parameters from which on a fused kernel updates them.
     """
@@ -60,34 +58,105 @@ def trace(
     in_batch = expression(inputs.batch)
     without_values = FakeTensorMode(allow_non_fake_inputs=True)  # and no symbols for values, so reading one raises
     without_values._allow_unsafe_data_ptr_access = False
-    runs: list[tuple[_Branch, Recorded]] = []
+    branch = _Branch(inputs.questions, evaluate, without_values)
+    recorded: list[Any] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        begin()
-        # The caller's table is filled from the first question on, so questions of a failed attempt are asked again.
-        branch = _Branch(inputs.questions, evaluate, without_values)
+        """Run the step on a state made of these tensors."""
+        known = {id(tensor): index for index, tensor in enumerate(tensors)}
+        record = tracing.Trace(known, branch.ask, differentiable, kernels_from)
+        counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
+        params, buffers, opt_state = in_state.build()(tensors)
+        state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
         batch = in_batch.build()(tensors[len(in_state.tensors) :])
-        recorded = _recorded(core, in_state, tensors, batch, branch, differentiable, kernels_from)
-        runs.append((branch, recorded))
-        return expression(recorded.outcome).tensors
+        with tracing.within(record), _DrawnOnce(record) as draws:
+            out = core(state, batch)
+            out = out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))
+        outcome = tuple(out), [values for _, values in record.afterwards]
+        checks = [function for function, _ in record.afterwards]
+        recorded[:] = outcome, checks, _replaced(out, state, known), draws.streams
+        return expression(outcome).tensors
 
     examples = [without_values.from_tensor(tensor.detach()) for tensor in inputs.flat]
-    with torch.no_grad(), torch.random.fork_rng(devices=()), _AsWhenCompiling(), _LSTMInParts():
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _as_when_compiling(), _LSTMInParts():
         try:
             graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         except UntraceableError:
             raise
         except Exception as error:
-            if (reason := explained(error)) is error:
+            if (better := _better_error(error)) is None:
                 raise
-            raise reason from error
+            raise better from error
     if names := changed(inputs.held):
         raise UntraceableError(
             f"the forward pass changes {', '.join(sorted(set(names)))}, which is kept as a plain Python value: "
             "a graph would keep what they were. Make them buffers (register_buffer), which are part of the state"
         )
-    branch, recorded = runs[-1]
-    return Traced(signed(graph, recorded, inputs), branch.table, branch.key)
+    outcome, checks, replaced, streams = recorded
+    sources, streams = _tidied(graph, inputs.held, streams)
+    trained = (i for i, name in enumerate(outcome[0][0]) if inputs.state.params[name].requires_grad)
+    place = branch.table, branch.key
+    return Traced(graph, sources, outcome, checks, replaced, frozenset(trained), inputs.held, streams, place)
+
+
+def _better_error(error: Exception) -> UntraceableError | None:
+    """An UntraceableError with the user's line if it was the value of a tensor that could not be read."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+    if not frames or not any(sign in f"{type(error).__name__}: {error}" for sign in _SIGNS):
+        return None
+    frame = frames[-1]
+    return UntraceableError(
+        f"{frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}` cannot be part of a compiled step, which is a "
+        "graph of tensor operations: it asks for the value of a tensor (by if, .item(), bool(), int(), float(), a "
+        "shape that depends on values, or NumPy). Write it with torch.where or masks, take it out of the step, or "
+        f"leave out ll.compile_step. torch says: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    )
+
+
+def _replaced(out: Outcome, old: TrainState, known: dict[int, int]) -> dict[int, int]:
+    """Map each tensor of the outcome to the tensor of the state that it replaces, in trees that keep their structure."""
+    pairs: list[tuple[Tensor, Tensor | None]] = []
+    for new, before in zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True):
+        made, replaced = expression(new), expression(before)
+        kept = made.source == replaced.source
+        pairs += zip(made.tensors, replaced.tensors if kept else [None] * len(made.tensors), strict=True)
+    return {
+        index: known[id(was)]
+        for index, (now, was) in enumerate(pairs)
+        if was is not None and (now.shape, now.dtype) == (was.shape, was.dtype)
+    }
+
+
+def _tidied(graph: GraphModule, held: list[Held], streams: list[int]) -> tuple[list[Source], list[int]]:
+    """Make inputs of all that a graph reads, and return their sources, and the microbatch of each draw that is used."""
+    nodes = graph.graph
+    nodes.set_codegen(CodeGen())
+    placeholders = nodes.find_nodes(op="placeholder")
+    given = [node for node in placeholders if HOSTS not in node.meta]
+    answers = [node for node in placeholders if HOSTS in node.meta]
+    for node in answers:  # they are at the point where they were requested
+        given[0].prepend(node)
+    sources: list[Source] = [(ANSWER, node.meta[HOSTS]) for node in answers]
+    sources += [(GIVEN, index) for index in range(len(given))]
+    # Tensors that the step holds in Python are read at each run.
+    reads = {id(value): read for _, read, value in held if isinstance(value, Tensor)}
+    for node in nodes.find_nodes(op="get_attr"):
+        if isinstance(value := getattr(graph, str(node.target), None), Tensor):
+            with nodes.inserting_before(next(iter(nodes.nodes))):
+                constant = nodes.placeholder(f"constant_{len(sources)}")
+            constant.meta.update(node.meta)
+            node.replace_all_uses_with(constant)
+            nodes.erase_node(node)
+            sources.insert(0, (None, reads.get(id(value), partial(_itself, value))))
+    for node, stream in zip(filter(draws, nodes.nodes), streams, strict=True):
+        node.meta["stream"] = stream
+    nodes.eliminate_dead_code()
+    graph.recompile()
+    return sources, [node.meta["stream"] for node in nodes.nodes if draws(node)]
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class _Branch:
@@ -118,48 +187,6 @@ class _Branch:
             self.tensors += 1
         self.table, self.key = question.answers, answer.key()
         return answer.build()(inputs)
-
-
-def _recorded(
-    core: Core,
-    in_state: Expression,
-    tensors: Sequence[Tensor],
-    batch: Any,
-    branch: _Branch,
-    differentiable: bool,
-    kernels_from: float,
-) -> Recorded:
-    """Run the step on a state made of these tensors."""
-    counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
-    params, buffers, opt_state = in_state.build()(tensors)
-    state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
-    known = {id(tensor): index for index, tensor in enumerate(tensors)}
-    trace = tracing.Trace(known, branch.ask, differentiable, kernels_from)
-    draws = _DrawnOnce(trace)
-    with tracing.within(trace), draws:
-        out = _decided(core(state, batch), state)
-    outcome = tuple(out), [values for _, values in trace.afterwards]
-    checks = [function for function, _ in trace.afterwards]
-    return Recorded(outcome, checks, _successors(out, state, known), draws.streams)
-
-
-def _decided(out: Outcome, state: TrainState) -> Outcome:
-    """The outcome, with everything that depends on whether the update is applied."""
-    return out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))
-
-
-def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tuple[int, int]]:
-    """Map each tensor of the outcome to the tensor of the state that it replaces, in trees that keep their structure."""
-    pairs: list[tuple[Tensor, Tensor | None]] = []
-    for new, before in zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True):
-        made, replaced = expression(new), expression(before)
-        kept = made.source == replaced.source
-        pairs += zip(made.tensors, replaced.tensors if kept else [None] * len(made.tensors), strict=True)
-    return [(i, known[id(was)]) for i, (is_, was) in enumerate(pairs) if was is not None and _fits(is_, was)]
-
-
-def _fits(new: Tensor, old: Tensor) -> bool:
-    return (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -206,12 +233,12 @@ class _LSTMInParts(TorchFunctionMode):
             torch._C._set_mkldnn_enabled(before)
 
 
-class _AsWhenCompiling:
+@contextmanager
+def _as_when_compiling() -> Iterator[None]:
     """Tell torch that it is compiling, which its optimizers check, for example before dividing by a CPU tensor."""
-
-    def __enter__(self) -> None:
-        self.before = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True
-
-    def __exit__(self, *_: Any) -> None:
-        torch.compiler._is_compiling_flag = self.before
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -7,16 +7,14 @@ member as it would a single run, and small models use the device together.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress, product
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,22 +23,48 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from looplib._core.calls import remember
-from looplib._core.tracing import Count, UntraceableError
+from looplib._core.random import mix
+from looplib._core.ranks import rank
+from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
 from looplib.steps import Outcome, parts_of
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
-from looplib.transforms._compiler import Compiler, Machine, Ready
+from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._decompositions import mappable
-from looplib.transforms._donation import donated, with_results_apart
-from looplib.transforms._draws import Drawing, draw_members, drawn_beforehand
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._per_member import LEAST, asking
-from looplib.transforms._program import ANSWER, DRAWN, GIVEN, Core, Inputs, Program, Question, fakes
+from looplib.transforms._program import (
+    ANSWER,
+    DRAWN,
+    GIVEN,
+    Core,
+    Inputs,
+    Question,
+    Traced,
+    draws,
+    fakes,
+    is_tensor,
+    memory_like,
+    program_of,
+)
 from looplib.transforms._stacks import _member, _Records, members_of
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState
 
 S = TypeVar("S", bound=Callable[..., Any])
+
+# Operations whose numbers depend on the shape of a tensor, and not on its values.
+_IN_PLACE = {
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "normal_functional",
+    "random",
+    "uniform",
+}
+_LIKE = {"rand_like", "randn_like", "randint_like"}
 
 
 def vmap_step(step: S, *, own_batches: bool = False) -> S:
@@ -134,7 +158,7 @@ class _Stacked(Compiler):
         columns = zip(*(answer.tensors for answer in answers), strict=True)
         return answers[0].key(), [torch.stack(column) for column in columns]
 
-    def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
+    def make(self, inputs: Inputs) -> CompiledProgram:
         in_batch = expression(inputs.batch)
         stacked = len(inputs.flat) - len(in_batch.tensors) * (not self.own_batches)
         varied: list[bool] = []  # for each number from the host, True if each member has its own
@@ -147,14 +171,13 @@ class _Stacked(Compiler):
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
         batch = in_batch.build()(flat[-len(in_batch.tensors) :]) if in_batch.tensors else inputs.batch
         member = inputs._replace(state=_member(inputs.state, 0), batch=batch, flat=flat)
-        program, answers, key = trace(partial(_mappable, self.core), member, evaluate, varied.clear)
-        mapped, drawings = _mapped(program, self.count, inputs.flat[:stacked], varied)
-        mapped = with_results_apart(mapped)
-        mapped = donated(mapped) if self.donate else mapped
-        draw = partial(draw_members, list(zip(drawings, program.streams, strict=True)))
-        machine = Machine(mapped, self.build(mapped), draw, partial(_of_all, self.count))
+        traced = trace(partial(_mappable, self.core), member, evaluate)
+        mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
+        program = program_of(mapped, self.donate)
+        draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True)))
+        machine = CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
         machine.random = bool(drawings)
-        return answers, key, machine
+        return machine
 
 
 def _mappable(core: Core, state: TrainState, batch: Any) -> Outcome:
@@ -180,30 +203,25 @@ def _answers(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any]
 ) -> tuple[list[Expression], bool]:
     """The host's answer for each member, and True if members may have different answers."""
-    answers, varies = _asked_for_each(question, count, flat, counts)
-    number = _parting(answers)
-    if number is not None and {answer.source for answer in answers} == {"True", "False"}:
+    for without_zeros in (False, True):
+        answers, varies = _asked_for_each(question, count, flat, counts, without_zeros)
+        keys = [answer.key() for answer in answers]
+        number = next((number for number, key in enumerate(keys) if key != keys[0]), None)
+        if number is None:
+            return answers, varies
         # torch's optimizers skip a term whose factor is 0. Unless it is 0 for all members, all have the term.
-        answers, varies = _asked_for_each(question, count, flat, counts, without_zeros=True)
-        number = _parting(answers)
-    if number is not None:
-        raise ValueError(
-            f"members 0 and {number} of the stack part in what their step does (on_host said "
-            f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
-            "of an average when some updates were skipped. Step them in stacks of their own, by "
-            "ll.transforms.select_members"
-        )
-    return answers, varies
-
-
-def _parting(answers: Sequence[Expression]) -> int | None:
-    """The first member whose answer selects a different graph than that of member 0, or None."""
-    keys = [answer.key() for answer in answers]
-    return next((number for number, key in enumerate(keys) if key != keys[0]), None)
+        if {answer.source for answer in answers} != {"True", "False"}:
+            break
+    raise ValueError(
+        f"members 0 and {number} of the stack part in what their step does (on_host said "
+        f"{answers[0].source} and {answers[number or 0].source}): a counter of theirs differs, such as that "
+        "of an average when some updates were skipped. Step them in stacks of their own, by "
+        "ll.transforms.select_members"
+    )
 
 
 def _asked_for_each(
-    question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any], without_zeros: bool = False
+    question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any], without_zeros: bool
 ) -> tuple[list[Expression], bool]:
     known: dict[str, Expression] = {}  # by argument: most members of most stacks get the same answer
     indices = [value for kind, value in question.sources if kind == "input"]
@@ -225,59 +243,37 @@ def _without_zero(value: Tensor, now: bool) -> Tensor:
 
 
 def _mapped(
-    program: Program, count: int, stacked: Sequence[Tensor], varied: list[bool]
-) -> tuple[Program, list[Drawing]]:
-    """The program of one member mapped over all members, and the operations that draw its random numbers beforehand."""
+    traced: Traced, count: int, stacked: Sequence[Tensor], varied: list[bool]
+) -> tuple[Traced, list[Drawing]]:
+    """The step of one member mapped over all members, and the operations that draw its random numbers beforehand."""
     with torch.no_grad():
-        pure = functionalize(program.graph, remove="mutations")
-        one = make_fx(pure, mappable(), tracing_mode="fake")(*fakes(program.graph))
+        pure = functionalize(traced.graph, remove="mutations")
+        one = make_fx(pure, mappable(), tracing_mode="fake")(*fakes(traced.graph))
     _without_copies(one)
     _with_numbers_moved(one)
     drawings = drawn_beforehand(one)
-    drawn = list(product([DRAWN], range(len(drawings))))
-    inputs = [*drawn, *program.inputs]
-    of_members = {
-        *drawn,
-        *product([GIVEN], range(len(stacked))),
-        *product([ANSWER], compress(itertools.count(), varied)),
-    }
-    dims = [0 if source in of_members else None for source in inputs]
+    inputs = [*product([DRAWN], range(len(drawings))), *traced.inputs]
     stacks = {
-        place: stacked[index]
-        for place, (kind, index) in enumerate(inputs)
-        if kind == GIVEN and (kind, index) in of_members
+        place: stacked[index] for place, (kind, index) in enumerate(inputs) if kind == GIVEN and index < len(stacked)
     }
-    examples = fakes(one, [None if dim is None else count for dim in dims], stacks)
+    of_members = [
+        place in stacks or kind == DRAWN or (kind == ANSWER and varied[index])
+        for place, (kind, index) in enumerate(inputs)
+    ]
+    examples = fakes(one, [count if mapped else None for mapped in of_members], stacks)
+    dims = tuple(0 if mapped else None for mapped in of_members)
     with torch.no_grad():
-        all_of_them = torch.vmap(lambda *values: one(*values), in_dims=tuple(dims), randomness="error")
+        all_of_them = torch.vmap(lambda *values: one(*values), in_dims=dims, randomness="error")
         graph = make_fx(lambda *values: [*map(_of_own_memory, all_of_them(*values))], tracing_mode="fake")(*examples)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    outcome: Any = program.outcome[0], []  # an error of one member is not raised
-    shapes = expression(outcome)
-    with FakeTensorMode():
-        wide = [torch.empty((count, *t.shape), dtype=t.dtype, device=t.device) for t in shapes.tensors]
-    batched = replace(
-        program,
-        graph=graph,
-        inputs=inputs,
-        outputs=program.outputs[: len(wide)],
-        outcome=shapes.build("v, n")(wide, _Same()),
-        afterwards=[],
-    )
-    return batched, drawings
+    outcome: Any = traced.outcome[0], []  # an error of one member is not raised
+    (output,) = graph.graph.find_nodes(op="output")
+    output.args = (output.args[0][: len(expression(outcome).tensors)],)
+    return replace(traced, graph=graph, inputs=inputs, outcome=outcome, checks=[]), drawings
 
 
 def _of_own_memory(value: Tensor) -> Tensor:
     """A copy of a value that is the same for all members, which `torch.vmap` expands: a step may write to it later."""
     return value.clone() if value.dim() and not value.stride(0) else value
-
-
-class _Same(dict[str, Any]):
-    """Counts of an outcome, which are the same for all members."""
-
-    def __missing__(self, name: str) -> Any:
-        return Count(name)
 
 
 def _without_copies(graph: GraphModule) -> None:
@@ -296,14 +292,13 @@ def _is_needless_copy(node: Node) -> bool:
 def _with_numbers_moved(graph: GraphModule) -> None:
     """Move numbers on the CPU to the device that uses them, which takes one of them from there, but not a stack."""
     for node in list(graph.graph.nodes):
-        devices = {
-            one: one.meta["val"].device for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)
-        }
-        for device in {*devices.values()} - {torch.device("cpu")} if node.op == "call_function" else ():
-            for one in [one for one, place in devices.items() if place.type == "cpu"]:
-                with graph.graph.inserting_before(node):
-                    moved = graph.graph.call_function(torch.ops.aten._to_copy.default, (one,), {"device": device})
-                node.replace_input_with(one, moved)
+        inputs = [one for one in node.all_input_nodes if node.op == "call_function" and is_tensor(one)]
+        numbers = [one for one in inputs if one.meta["val"].device.type == "cpu"]
+        device = next((one.meta["val"].device for one in inputs if one not in numbers), None)
+        for one in numbers if device is not None else ():
+            with graph.graph.inserting_before(node):
+                moved = graph.graph.call_function(torch.ops.aten._to_copy.default, (one,), {"device": device})
+            node.replace_input_with(one, moved)
 
 
 def _of_all(count: int, out: Outcome) -> Outcome:
@@ -322,3 +317,83 @@ def _of_members(metric: Any, count: int) -> Any:
     leaves, spec = tree_flatten(metric)
     rows = [leaf.unbind() if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
     return _Records(tuple(tree_unflatten(list(row), spec) for row in zip(*rows, strict=True)))
+
+
+# Random numbers
+
+
+def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
+    """Turn the random numbers of a graph into its first inputs, and return the operations that draw them.
+
+    Each member's numbers then come from its own stream, as they would alone.
+    """
+    nodes = graph.graph
+    first = next(iter(nodes.nodes))
+    drawn: list[Drawing] = []
+    for node in list(filter(draws, nodes.nodes)):
+        drawn.append(_drawing(node))
+        with nodes.inserting_before(first):
+            placeholder = nodes.placeholder(f"drawn_{len(drawn)}")
+        placeholder.meta.update(node.meta)
+        node.replace_all_uses_with(placeholder)
+    nodes.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.recompile()
+    return drawn
+
+
+class Drawing(NamedTuple):
+    """Operation that draws random numbers: `fill(into)` draws those of one member, in memory order."""
+
+    like: Tensor
+    fill: Callable[[Tensor], Any]
+
+    def empty(self, count: int) -> Tensor:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.like.size(), self.like.stride(), strict=True))
+        size, stride = (count, *self.like.size()), (span, *self.like.stride())
+        return torch.empty_strided(size, stride, dtype=self.like.dtype, device=self.like.device)
+
+
+def _drawing(node: Node) -> Drawing:
+    """The drawing of an operation, independent of its graph. Its distribution may depend only on shapes, not on tensors."""
+    target = cast(Any, node.target)
+    name = str(target).split(".")[1]
+    if node.all_input_nodes and name not in _IN_PLACE | _LIKE:
+        raise UntraceableError(
+            f"the step draws random numbers by {target}, whose distribution depends on tensors, and which cannot be "
+            "mapped over members: draw them from torch.rand, and make of them what is needed"
+        )
+    args: Any = torch.fx.node.map_aggregate(node.args, _like)
+    kwargs = node.kwargs
+    if name in _IN_PLACE:  # draws like a single step; the functional forms in a graph do not keep memory order
+        method = getattr(Tensor, f"{name.removesuffix('_functional')}_")
+        return Drawing(args[0], lambda into: method(into, *args[1:], **kwargs))
+    return Drawing(_like(node), lambda into: into.copy_(target(*args, **kwargs)))
+
+
+def _like(value: Any) -> Any:
+    """Memory with the layout of a node's value; anything else unchanged."""
+    return memory_like(value.meta["val"]) if isinstance(value, Node) else value
+
+
+def draw_members(
+    drawings: Sequence[tuple[Drawing, int]], state: TrainState, generators: Sequence[torch.Generator]
+) -> list[Tensor]:
+    """Draw for each member from its own stream, as its step alone would.
+
+    Args:
+        drawings: the operations, each with the index of its microbatch.
+        state: the stack.
+        generators: generators of the device that is used.
+    """
+    seeds: Any = state.seed
+    drawn = [drawing.empty(len(seeds)) for drawing, _ in drawings]
+    rows = list(zip(*(tensor.unbind() for tensor in drawn), strict=True))
+    for seed, row in zip(seeds, rows, strict=True):
+        before = None
+        for (drawing, stream), into in zip(drawings, row, strict=True):
+            if stream != before:  # each microbatch has its own stream, and draws everything at once
+                begin, before = mix(seed, state.step, rank(), stream), stream
+                for generator in generators:
+                    generator.manual_seed(begin)
+            drawing.fill(into)
+    return [tensor.contiguous() for tensor in drawn]

@@ -1,4 +1,4 @@
-"""The compiled step against the eager one: every optimizer and wrapper, what is counted, what is refused.
+"""The compiled step against the eager one: every optimizer, wrapper and model, what is counted, what is refused.
 
 Dynamo has no part in a compiled step, so its counters of graph breaks stand still by construction: what cannot be
 written down raises. What is counted instead is how often a graph is handed to the backend.
@@ -7,7 +7,6 @@ written down raises. What is counted instead is how often a graph is handed to t
 import collections
 import copy
 import dataclasses
-import functools
 import gc
 import io
 import math
@@ -26,6 +25,8 @@ import torch.nn.functional as F
 from shared import make_train_step
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves
+from transform_cases import MODELS, OPTIMIZERS, ROUGH, WRAPPERS, batches, dropping, normalized, seeded, with_a_number
+from transform_cases import classify as loss_fn
 
 import looplib as ll
 
@@ -33,29 +34,8 @@ QUICK = {"backend": "eager"}  # the graph as it was written down, run operation 
 both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
 
-def net(norm=nn.BatchNorm1d, dtype=torch.float64):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6, bias=False), norm(6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
-
-
-def dropping():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
-def batches(count, size=6, dtype=torch.float64, **scales):
-    """Some batches, of which `at_7=inf` multiplies the eighth by that."""
-    generator = torch.Generator().manual_seed(2)
-    found = []
-    for number in range(count):
-        x = torch.randn(size, 4, generator=generator, dtype=dtype) * scales.get(f"at_{number}", 1.0)
-        found.append((x, torch.randint(0, 3, (size,), generator=generator)))
-    return found
+def net():
+    return seeded(normalized)
 
 
 def train(step, state, data):
@@ -89,10 +69,6 @@ def assert_close(one, other, rtol, atol):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def ramp(first, last, steps=30):
-    return lambda step: first + (last - first) * min(step, steps) / steps
-
-
 LR = ll.warmup_cosine(1e-2, warmup=3, total=50)
 
 
@@ -100,80 +76,29 @@ def adamw(**options):
     return ll.optimizer(optim.AdamW, **{"lr": LR, **options})
 
 
-OPTIMIZERS = {
-    "SGD": lambda: ll.optimizer(optim.SGD, lr=LR),
-    "SGD maximize": lambda: ll.optimizer(optim.SGD, lr=1e-3, maximize=True, weight_decay=0.1),
-    "SGD momentum": lambda: ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "SGD nesterov": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=0.9, nesterov=True),
-    "SGD dampening": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
+def ramp(first, last, steps=30):
+    return lambda step: first + (last - first) * min(step, steps) / steps
+
+
+# Those in which more changes than the learning rate.
+CHANGING = {
     "SGD scheduled": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=ramp(0.8, 0.95), weight_decay=ramp(0.1, 0.01)),
-    "Adam": lambda: ll.optimizer(optim.Adam, lr=LR),
-    "Adam amsgrad": lambda: ll.optimizer(optim.Adam, lr=LR, amsgrad=True, weight_decay=0.1),
     "Adam betas": lambda: ll.optimizer(optim.Adam, lr=1e-2, betas=(ramp(0.8, 0.95), 0.99), maximize=True),
-    "AdamW": lambda: adamw(weight_decay=ramp(0.1, 0.01)),
     "AdamW groups": lambda: adamw(groups=[(lambda name, t: t.ndim < 2, {"weight_decay": 0.0, "lr": 1e-3})]),
     "AdamW injected": lambda: adamw(lr=ll.optim.injected(1e-2)),
-    "RMSprop": lambda: ll.optimizer(optim.RMSprop, lr=LR),
-    "RMSprop centered": lambda: ll.optimizer(optim.RMSprop, lr=LR, momentum=0.9, centered=True, weight_decay=0.1),
-    "Adadelta": lambda: ll.optimizer(optim.Adadelta, lr=LR, weight_decay=0.1),
-    "Adafactor": lambda: ll.optimizer(optim.Adafactor, lr=LR),
-    "Adagrad": lambda: ll.optimizer(optim.Adagrad, lr=LR, lr_decay=0.01, initial_accumulator_value=0.1),
-    "Adamax": lambda: ll.optimizer(optim.Adamax, lr=LR),
-    "ASGD": lambda: ll.optimizer(optim.ASGD, lr=LR, t0=20),
-    "NAdam": lambda: ll.optimizer(optim.NAdam, lr=LR, decoupled_weight_decay=True, weight_decay=0.1),
-    "RAdam": lambda: ll.optimizer(optim.RAdam, lr=LR),
-    "Rprop": lambda: ll.optimizer(optim.Rprop, lr=1e-2),
+    "NumPy": lambda: ll.optimizer(optim.SGD, lr=lambda step: np.float32(0.1) / (step + 1)),
     "Muon": lambda: ll.optim.partition(
         {"matrices": ll.optimizer(optim.Muon, lr=LR), "rest": adamw()},
         lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
     ),
 }
 
-# How often a program is made of each: where a wrapper does another thing at some steps, it is one more.
-WRAPPERS = {
-    "ema": (lambda: ll.ema(adamw(), 0.9), 1),
-    "ema warmup": (lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.99), every=2, start=1, buffers=True), 3),
-    "swa": (lambda: ll.optim.swa(adamw(), start=3, every=2), 3),
-    "lookahead": (lambda: ll.contrib.lookahead(adamw(), 3), 2),
-    "apply_if_finite": (lambda: ll.optim.apply_if_finite(adamw(), 3), 1),
-    "ema of finite": (lambda: ll.ema(ll.optim.apply_if_finite(adamw(), 3), 0.9), 1),
-    "lookahead of finite": (lambda: ll.contrib.lookahead(ll.optim.apply_if_finite(adamw(), 3), 3), 2),
-    "skip_spikes": (lambda: ll.optim.skip_spikes(adamw(), window=8, sigmas=3.0), 1),
-    "partition": (
-        lambda: ll.optim.partition(
-            {
-                "matrices": ll.optim.apply_if_finite(ll.optimizer(optim.SGD, lr=0.1, momentum=0.9), 3),
-                "rest": ll.ema(adamw()),
-            },
-            lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
-        ),
-        1,
-    ),
-    "freeze": (lambda: ll.optim.freeze(adamw(), lambda name, step: name.startswith("0.") and step < 20), 2),
-    "freeze all": (lambda: ll.optim.freeze(adamw(), lambda name, step: step < 20), 2),
-}
 
-
-def grads_by(wrap):
-    return lambda model: wrap(ll.make_grad_fn(model, loss_fn))
-
-
-def ragged(model, batch):
-    x, y = batch
-    counted = torch.arange(len(y)) % 3 > 0
-    return ll.Mean((F.cross_entropy(model(x), y, reduction="none") * counted).sum(), counted.sum())
-
-
-GRAD_FNS = {
-    "clip_by_global_norm": grads_by(lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.3)),
-    "clip_by_value": grads_by(lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.05)),
-    "adaptive_grad_clip": grads_by(lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn, 0.05)),
-    "sam": grads_by(lambda grad_fn: ll.contrib.sam(grad_fn, 0.1)),
-    "accumulate": grads_by(lambda grad_fn: ll.accumulate(grad_fn, 4)),
-    "accumulate ragged": lambda model: ll.clip_by_global_norm(
-        ll.accumulate(ll.make_grad_fn(model, ragged), size=4), 0.5
-    ),
-}
+def optimizer_of(name):
+    if name in CHANGING:
+        return CHANGING[name]()
+    cls, lr, options = OPTIMIZERS[name]
+    return ll.optimizer(cls, lr=lr if name == "Rprop" else ll.warmup_cosine(lr, warmup=3, total=50), **options)
 
 
 def compare(model, grad_fn, optimizer, data, donate, *, compile=QUICK, rtol=1e-10, atol=1e-12, seed=0):
@@ -191,108 +116,66 @@ def compare(model, grad_fn, optimizer, data, donate, *, compile=QUICK, rtol=1e-1
     return step, state
 
 
-# torch keeps the count's products (NAdam) and rates (ASGD) in float32 on both sides, rounded in another order.
-ROUGH = {"NAdam": 1e-5, "ASGD": 1e-5}
-
-
 @both
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *CHANGING])
 def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
-    model, optimizer = net(), OPTIMIZERS[name]()
-    rtol = ROUGH.get(name, 1e-10)
-    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(50), donate, rtol=rtol, atol=rtol)
-    assert step.compiler.compilations == (2 if name == "SGD dampening" else 1)
-
-
-class Numbers(nn.Module):
-    """Parameters without dimensions."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = (nn.Parameter(torch.tensor(value).double()) for value in (0.5, -1.0))
-
-    def forward(self, x):
-        return x[:, :3] * self.scale + self.shift
-
-
-@pytest.mark.parametrize("name", ["Rprop", *sorted(OPTIMIZERS.keys() - {"Rprop", "Muon"})])
-def test_parameters_without_dimensions(name):
-    model, optimizer = Numbers(), OPTIMIZERS[name]()
-    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(6), donate=False, rtol=ROUGH.get(name, 1e-10))
-
-
-def test_scheduled_factors_of_rprop_in_float32():
-    model = Numbers().float()
-    optimizer = ll.optimizer(optim.Rprop, lr=0.5, etas=(lambda step: 0.3, lambda step: 1.2))
-    data = batches(6, dtype=torch.float32)
-    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, data, donate=False, rtol=1e-6, atol=1e-6)
+    model, rtol = seeded(with_a_number), ROUGH.get(name, 1e-10)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    step, _ = compare(model, grad_fn, optimizer_of(name), batches(30), donate, rtol=rtol, atol=rtol)
+    assert step.compiler.compilations == (2 if name == "SGD, dampening" else 1)
 
 
 def test_every_first_order_class_of_torch_is_among_these():
-    classes = {
-        cls.__name__ for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)
-    }
-    assert classes - {name.split()[0] for name in OPTIMIZERS} == {"Optimizer", "LBFGS", "SparseAdam"}
+    classes = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
+    elsewhere = {optim.Optimizer, optim.LBFGS, optim.SparseAdam, optim.Muon}
+    assert classes - elsewhere == {cls for cls, *_ in OPTIMIZERS.values()}
+
+
+def compare_wrapper(name, donate, compile, tolerance):
+    grads, updates, programs = WRAPPERS[name]
+    model = seeded(
+        lambda: normalized(nn.Identity if name == "spikes" else nn.BatchNorm1d)
+    )  # which would level a spike
+    data = batches(35, at_7=math.inf if name == "finite" else 1.0, at_30=500.0 if name == "spikes" else 1.0)
+    grad_fn = grads(ll.make_grad_fn(model, loss_fn))
+    step, state = compare(model, grad_fn, updates(adamw()), data, donate, compile=compile, rtol=tolerance)
+    assert step.compiler.compilations == programs
+    assert (state.step < 35) == (name in ("finite", "spikes"))
 
 
 @both
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_every_wrapper_of_an_optimizer(name, donate):
-    make, programs = WRAPPERS[name]
-    model = net(nn.Identity if "spike" in name else nn.BatchNorm1d)  # BatchNorm would level the spike
-    data = batches(50, at_7=math.inf if "finite" in name else 1.0, at_30=500.0 if "spike" in name else 1.0)
-    step, state = compare(model, ll.make_grad_fn(model, loss_fn), make(), data, donate)
-    assert step.compiler.compilations == programs
-    assert (state.step < 50) == ("finite" in name or "spike" in name)
+def test_every_wrapper(name, donate):
+    compare_wrapper(name, donate, QUICK, 1e-10)
 
 
 @both
-@pytest.mark.parametrize("name", GRAD_FNS)
-def test_every_wrapper_of_gradients(name, donate):
-    model = net()
-    step, _ = compare(model, GRAD_FNS[name](model), adamw(), batches(50, size=10), donate)
+@pytest.mark.parametrize("name", [*MODELS, "channels last"])
+def test_models(name, donate):
+    make, loss, data = MODELS.get(name, MODELS["convolutions"])
+    model = seeded(make)
+    if name == "channels last":
+        model = model.to(memory_format=torch.channels_last)
+    # oneDNN's operation for an LSTM rounds elsewhere than those of a graph.
+    step, _ = compare(model, ll.make_grad_fn(model, loss), ll.optimizer(optim.SGD, lr=0.1), data(), donate)
     assert step.compiler.compilations == 1
 
 
-class Language(nn.Module):
-    """Tied weights, attention, dropout at 0, a buffer that is replaced, and a frozen layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
-        self.head.weight = self.tokens.weight
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, tokens):
-        self.calls = self.calls + 1
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
-        return self.head(self.frozen(self.layer(self.tokens(tokens), src_mask=mask)))
+def test_scheduled_factors_of_rprop_in_float32():
+    model = seeded(with_a_number, dtype=torch.float32)
+    optimizer = ll.optimizer(optim.Rprop, lr=0.5, etas=(lambda step: 0.3, lambda step: 1.2))
+    data = batches(6, dtype=torch.float32)
+    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, data, donate=False, rtol=1e-5, atol=1e-6)
 
 
-def next_token(model, batch):
-    tokens = batch["text"]["tokens"]
-    losses = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    total = ll.Mean(losses.sum(), losses.numel())
-    return total, {"largest": losses.max(), "many": ll.Mean((losses > 2).sum(), losses.numel()), "constant": 2.0}
-
-
-def texts(count):
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(0, 12, (4, 7), generator=generator) for _ in range(count)]
-    return [{"text": {"tokens": row}, "name": "a text", "length": 7, "none": None} for row in rows]
-
-
-@both
-def test_a_language_model_with_nested_batches_and_metrics_of_its_own(donate):
-    torch.manual_seed(0)
-    model = Language().double()
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, next_token, batch_size=lambda batch: 4), 1.0)
-    # The gradient of the keys' biases is 0 but for rounding, which Adam would divide by itself.
-    step, state = compare(model, grad_fn, adamw(eps=1e-4), texts(20), donate)
-    assert step.compiler.compilations == 1
-    assert state.buffers["calls"] == 20
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compile", [QUICK, True], ids=["graph", "machine code"])
+def test_an_lstm_of_less_precision(dtype, compile):
+    make, loss, data = MODELS["LSTM"]
+    model, rtol = seeded(make, dtype=dtype), {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    grad_fn, sgd = ll.make_grad_fn(model, loss), ll.optimizer(optim.SGD, lr=0.1)
+    compare(model, grad_fn, sgd, data(), False, compile=compile, rtol=rtol, atol=rtol)
 
 
 @both
@@ -313,49 +196,6 @@ def test_recomputed_blocks_draw_their_dropout_once(donate, microbatches):
         compare(model, lean, adamw(), data, donate)
 
 
-class Sequences(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.out(self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
-
-
-class Images(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.out(self.conv(x.reshape(-1, 2, 2, 1).expand(-1, -1, -1, 2)).flatten(1))
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [Sequences, Images])
-def test_recurrent_and_convolutional_models(cls, dtype, donate):
-    torch.manual_seed(0)
-    model, optimizer = cls().to(dtype), ll.optimizer(optim.SGD, lr=0.1)
-    # oneDNN's operation for an LSTM rounds elsewhere than those of a graph.
-    rtol = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.05}[dtype]
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    step, _ = compare(model, grad_fn, optimizer, batches(10, dtype=dtype), donate, rtol=rtol, atol=rtol)
-    assert step.compiler.compilations == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_in_machine_code(cls):
-    torch.manual_seed(0)
-    layer = cls(4, 5, num_layers=2, bidirectional=True)
-    grad_fn = ll.make_grad_fn(
-        layer, lambda model, batch: model(batch[0].unsqueeze(1).expand(-1, 3, -1))[0].square().mean()
-    )
-    optimizer = ll.optimizer(optim.SGD, lr=0.1)
-    compare(layer, grad_fn, optimizer, batches(2, dtype=torch.float32), False, compile=True, rtol=1e-5, atol=1e-6)
-
-
 @both
 def test_per_sample_clipping(donate):
     torch.manual_seed(0)
@@ -364,15 +204,6 @@ def test_per_sample_clipping(donate):
         ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.1), size=4
     )
     compare(model, grad_fn, adamw(), batches(10, size=10), donate)
-
-
-@pytest.mark.slow
-@both
-def test_neftune_draws_for_each_step(donate):
-    torch.manual_seed(0)
-    model = Language().double()
-    grad_fn = ll.make_grad_fn(model, ll.contrib.neftune(next_token, "tokens", 5.0), batch_size=lambda batch: 4)
-    compare(model, grad_fn, adamw(eps=1e-4), texts(10), donate)
 
 
 @both
@@ -390,44 +221,23 @@ def test_a_loss_scale_that_overflows(donate):
     assert step.compiler.compilations == 1
 
 
-@both
-def test_master_weights_of_a_model_in_bfloat16(donate):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
-    optimizer = ll.optim.master_weights(ll.contrib.lookahead(adamw(), 3), torch.float64)
-    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(50, dtype=torch.bfloat16), donate)
-
-
-@both
-def test_autocast(donate):
-    model = net(dtype=torch.float32)
-    grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn))
-    # Sums of float32 rounded in another order, in 50 steps of Adam, which divides small gradients by small ones.
-    compare(model, grad_fn, adamw(), batches(50, dtype=torch.float32), donate, rtol=1e-4, atol=1e-5)
-
-
 # Machine code. Float32 is what machine code is made for, and its sums are rounded in another order than the eager
-# step's. Where a gradient is next to 0, Adam divides one rounding by another: hence eps=1e-5, and 1e-4 in 50 steps.
-
-
-def inductor(model, donate, optimizer=None, size=16, steps=50, compile=True, loss_fn=loss_fn, tolerance=1e-4):
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
-    data = batches(steps, size=size, dtype=torch.float32)
-    optimizer = adamw(eps=1e-5) if optimizer is None else optimizer
-    return compare(model, grad_fn, optimizer, data, donate, compile=compile, rtol=tolerance, atol=tolerance)
+# step's. Where a gradient is next to 0, Adam divides one rounding by another: hence eps=1e-5.
 
 
 @both
 def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
-    options = {"options": {"fallback_random": True}}
-    step, state = inductor(dropping(), donate, ll.ema(adamw(eps=1e-5)), compile=options)
+    model, optimizer = seeded(dropping, dtype=torch.float32), ll.ema(adamw(eps=1e-5))
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
+    data, options = batches(30, size=16, dtype=torch.float32), {"options": {"fallback_random": True}}
+    step, state = compare(model, grad_fn, optimizer, data, donate, compile=options, rtol=1e-4, atol=1e-4)
     assert len(handed) == step.compiler.compilations == 1
     places = [tensor.untyped_storage().data_ptr() for tensor in tensors(state)]
     assert len(places) == len(set(places))
 
 
 def test_machine_code_draws_numbers_of_the_seed_and_step(handed):
-    model, optimizer = dropping(), adamw()
+    model, optimizer = seeded(dropping, dtype=torch.float32), adamw()
     grad_fn, data = ll.make_grad_fn(model, loss_fn), batches(4, dtype=torch.float32)
     one, other = (make_train_step(grad_fn, optimizer, compile=True) for _ in range(2))
     start = ll.init_state(model, optimizer, seed=7)
@@ -453,15 +263,16 @@ def test_machine_code_scales_a_product_that_is_added():
 
 @pytest.mark.large
 @both
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *WRAPPERS])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *CHANGING, *WRAPPERS])
 def test_machine_code_of_every_optimizer_and_wrapper(name, donate):
-    make = OPTIMIZERS.get(name) or WRAPPERS[name][0]
-    model = net(nn.Identity if "spike" in name else nn.BatchNorm1d)
-    data = batches(50, at_7=math.inf if "finite" in name else 1.0, at_30=500.0 if "spike" in name else 1.0)
     # Muon computes in bfloat16, and Inductor would leave out the rounding between operations that it fuses.
-    options = {"options": {"emulate_precision_casts": True}}
-    rtol = ROUGH.get(name, 1e-7)
-    compare(model, ll.make_grad_fn(model, loss_fn), make(), data, donate, compile=options, rtol=rtol, atol=rtol)
+    options, rtol = {"options": {"emulate_precision_casts": True}}, ROUGH.get(name, 1e-7)
+    if name in WRAPPERS:
+        compare_wrapper(name, donate, options, rtol)
+        return
+    model = net()
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    compare(model, grad_fn, optimizer_of(name), batches(50), donate, compile=options, rtol=rtol, atol=rtol)
 
 
 # What is counted
@@ -479,30 +290,6 @@ def handed(monkeypatch):
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", counting)
     return graphs
-
-
-class Attention(nn.Module):
-    """With the usual way to queries, keys and values, whose gradient is a stack."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x.unflatten(0, (4, 4))).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-        attended = (q @ k.transpose(-1, -2)).softmax(-1) @ v
-        return self.out(attended.transpose(1, 2).flatten(2)).flatten(0, 1)
-
-
-def test_the_gradient_of_a_split_is_written_to_memory_once(handed):
-    model, optimizer = Attention().double(), ll.optimizer(optim.SGD, lr=0.1)
-    data = [torch.randn(16, 6, dtype=torch.float64) for _ in range(3)]
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    compare(model, grad_fn, optimizer, data, False, compile=True)
-    aten = torch.ops.aten
-    stacks = handed[0].graph.find_nodes(op="call_function", target=aten.stack.default)
-    assert stacks
-    assert not any(user.target is aten.permute.default for stack in stacks for user in stack.users)
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.NAdam, optim.RAdam, optim.ASGD])
@@ -569,98 +356,6 @@ def test_numbers_and_strings_of_a_batch_belong_to_its_shape():
         assert step.compiler.compilations == programs
 
 
-# Outside of the state
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.scale, self.shift = nn.Linear(4, 3).double(), 1.0, torch.zeros(3)
-
-    def forward(self, x):
-        return self.inner(x) * self.scale + self.shift + OFFSET["value"]
-
-
-OFFSET = {"value": 0.0}
-
-
-class Settings:
-    weight = 1.0
-
-    def __init__(self):
-        self.factor = 1.0
-        self.unread = 0
-
-
-def test_values_from_elsewhere_compile_anew_and_tensors_are_read():
-    torch.manual_seed(0)
-    model, settings, own, tensor = Scaled(), Settings(), 1.0, torch.ones(())
-
-    def loss_fn(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1]) * own * settings.factor * tensor
-
-    optimizer = ll.optimizer(optim.SGD, lr=0.1)
-    step, state, _, _ = quick_step(model=model, loss_fn=loss_fn, optimizer=optimizer)
-    eager = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
-    batch = batches(1)[0]
-
-    def agrees(programs):
-        torch.testing.assert_close(step(state, batch)[0].params, eager(state, batch)[0].params, rtol=1e-12, atol=0)
-        assert step.compiler.compilations == programs
-
-    agrees(1)
-    tensor.fill_(3.0)
-    agrees(1)
-    tensor = torch.full((), 4.0)
-    agrees(1)
-    model.shift = torch.ones(3)
-    agrees(1)
-    settings.unread = 1
-    agrees(1)
-    try:
-        for number, (name, change) in enumerate(
-            {
-                r"Scaled\.scale": lambda: setattr(model, "scale", 2.0),
-                r"settings\.factor": lambda: setattr(settings, "factor", 3.0),
-                r"OFFSET\['value'\]": lambda: OFFSET.update(value=1.0),
-            }.items()
-        ):
-            change()
-            with pytest.warns(UserWarning, match=f"^{name} changed since the step was compiled"):
-                agrees(number + 2)
-        own = 5.0
-        with pytest.warns(UserWarning, match="^own changed"):
-            agrees(5)
-        agrees(5)
-    finally:
-        OFFSET["value"] = 0.0
-
-
-def test_what_a_method_and_a_partial_hold_is_watched():
-    class Task:
-        def __init__(self):
-            self.alpha, self.steps = 1.0, 0
-
-        def factor(self):
-            return self.alpha
-
-        def loss(self, scale, model, batch):
-            return self.factor() * scale["by"] * loss_fn(model, batch)
-
-    task, scale = Task(), {"by": 1.0}
-    step, state, _, _ = quick_step(loss_fn=functools.partial(task.loss, scale))
-    batch = batches(1)[0]
-    step(state, batch)
-    task.steps = 1  # of a loop, which the loss does not read
-    step(state, batch)
-    task.alpha = 2.0
-    with pytest.warns(UserWarning, match=r"\.alpha changed"):
-        step(state, batch)
-    scale["by"] = 2.0
-    with pytest.warns(UserWarning, match=r"\['by'\] changed"):
-        step(state, batch)
-
-
 # What cannot be part of a graph
 
 
@@ -697,47 +392,63 @@ def of_another_shape(model, batch):
     return loss_fn(model, (x[x[:, 0] > 0], y[x[:, 0] > 0]))
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (read, r"return loss_fn\(model, batch\) \* float"),
-        (branch, "if loss > 1:"),
-        (through_numpy, r"np\.tanh"),
-        (of_another_shape, r"x\[x\[:, 0\] > 0\]"),
-    ],
-)
-def test_what_asks_for_values_is_named_with_its_line(loss, words):
-    step, state, _, _ = quick_step(loss_fn=loss)
-    line = rf"{__file__}:\d+, in {loss.__name__}: `.*{words}"
-    for _ in range(2):
-        with pytest.raises(ll.transforms.UntraceableError, match=line + ".*cannot be part of a compiled step"):
-            step(state, batches(1)[0])
+def asking_for_what_it_computes(model, batch):
+    return loss_fn(model, batch) * ll.transforms.on_host(lambda x: 1.0, batch[0] * 2)
 
 
-@pytest.mark.parametrize(("loss", "name"), [(counting, r"Sequential\.calls"), (counting_global, r"CALLS\['n'\]")])
-def test_what_changes_python_values_is_named(loss, name):
-    model = net()
+def counted(state):
+    return (state.step + 1) * (state.seed + 1) * (state.epoch_length or 1)
+
+
+def scaled_by_a_count(grad_fn):
+    def scaled(state, batch, *part):
+        out = grad_fn(state, batch, *part)
+        return out._replace(grads={key: grad / counted(state) for key, grad in out.grads.items()})
+
+    return scaled
+
+
+def embedding():
+    return nn.Sequential(nn.Embedding(5, 3, sparse=True)), torch.tensor([1, 2])
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def schedule_free():
+    return ll.optimizer(pytest.importorskip("schedulefree").AdamWScheduleFree, lr=0.1)
+
+
+LINE = "cannot be part of a compiled step"
+REFUSED = {  # name -> (arguments of `refused`, what the message names)
+    "read": ({"loss": read}, [__file__, "in read:", "float", LINE]),
+    "branch": ({"loss": branch}, ["in branch: `if loss > 1:`", LINE]),
+    "NumPy": ({"loss": through_numpy}, ["in through_numpy:", "np.tanh", LINE]),
+    "shape": ({"loss": of_another_shape}, ["in of_another_shape:", "x[x[:, 0] > 0]", LINE]),
+    "attribute": ({"loss": counting}, ["Sequential.calls", "register_buffer"]),
+    "global": ({"loss": counting_global}, ["CALLS['n']", "register_buffer"]),
+    "count": ({"wrap": scaled_by_a_count}, ["state.step", "ll.transforms.on_host(function, state.step)"]),
+    "computed": ({"loss": asking_for_what_it_computes}, ["on_host", "computed"]),
+    "array": ({"batch": (np.ones((2, 4)), 0)}, ["ndarray", "torch.from_numpy"]),
+    "sparse": ({"model": embedding, "loss": squares}, ["0.weight", "sparse=True"]),
+    "retries": ({"wrap": ll.grads.retry_on_oom}, ["retry_on_oom", "ll.accumulate(grad_fn, size="]),
+    "numbers of its own": ({"optimizer": schedule_free}, ["AdamWScheduleFree"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_part_of_a_graph_is_named(name):
+    given, words = REFUSED[name]
+    model, batch = given["model"]() if "model" in given else (net(), given.get("batch", batches(1)[0]))
     model.calls = 0
-    step, state, _, _ = quick_step(model=model, loss_fn=loss)
-    with pytest.raises(ll.transforms.UntraceableError, match=f"changes {name}, .*register_buffer"):
-        step(state, batches(1)[0])
-
-
-@pytest.mark.parametrize("name", ["step", "seed", "epoch_length"])
-def test_a_number_of_the_state_is_to_be_asked_for(name):
-    model, optimizer = net(), adamw()
-    inner = ll.make_grad_fn(model, loss_fn)
-
-    def grad_fn(state, batch, *part):
-        out = inner(state, batch, *part)
-        return out._replace(grads={key: grad / (1 + getattr(state, name)) for key, grad in out.grads.items()})
-
-    step = make_train_step(grad_fn, optimizer, compile=QUICK)
-    with pytest.raises(
-        ll.transforms.UntraceableError,
-        match=rf"state\.{name} was read .*ll\.transforms\.on_host\(function, state\.{name}\)",
-    ):
-        step(ll.init_state(model, optimizer, epoch_length=3), batches(1)[0])
+    optimizer = given.get("optimizer", adamw)()
+    grad_fn = given.get("wrap", lambda grad_fn: grad_fn)(ll.make_grad_fn(model, given.get("loss", loss_fn)))
+    step, state = make_train_step(grad_fn, optimizer, compile=QUICK), ll.init_state(model, optimizer, epoch_length=3)
+    for _ in range(2):  # what failed is traced again
+        with pytest.raises(ll.transforms.UntraceableError) as error:
+            step(state, batch)
+        assert all(word in str(error.value) for word in words)
 
 
 @both
@@ -762,41 +473,6 @@ def test_numbers_that_are_asked_for(donate):
     found, _ = train(step, ll.copy_state(state), batches(10))
     assert_close(expected, found, 1e-10, 1e-12)
     assert step.compiler.compilations == 2
-
-
-def test_on_host_takes_what_the_step_was_given():
-    def loss(model, batch):
-        return loss_fn(model, batch) * ll.transforms.on_host(lambda x: 1.0, batch[0] * 2)
-
-    step, state, _, _ = quick_step(loss_fn=loss)
-    with pytest.raises(ll.transforms.UntraceableError, match="a tensor that the step has computed"):
-        step(state, batches(1)[0])
-
-
-def test_arrays_in_a_batch_are_refused():
-    step, state, _, _ = quick_step()
-    x, y = batches(1)[0]
-    with pytest.raises(ll.transforms.UntraceableError, match=r"a ndarray stands in .*torch\.from_numpy"):
-        step(state, (x.numpy(), y))
-
-
-@pytest.mark.parametrize("cls", [optim.SparseAdam, optim.SGD])
-def test_sparse_gradients_are_refused(cls):
-    model, optimizer = nn.Sequential(nn.Embedding(5, 3, sparse=True)), ll.optimizer(cls, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    step = make_train_step(grad_fn, optimizer, compile=QUICK)
-    with pytest.raises(ll.transforms.UntraceableError, match=r"the gradient of 0.weight is sparse, .*sparse=True"):
-        step(ll.init_state(model, optimizer), torch.tensor([1, 2]))
-
-
-def test_retries_are_refused():
-    model, optimizer = net(), adamw()
-    grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(model, loss_fn))
-    step = make_train_step(grad_fn, optimizer, compile=QUICK)
-    with pytest.raises(
-        ll.transforms.UntraceableError, match=r"retry_on_oom cannot try again .* ll.accumulate\(grad_fn, size="
-    ):
-        step(ll.init_state(model, optimizer), batches(1)[0])
 
 
 def test_an_engine_is_refused(tmp_path):
@@ -827,13 +503,6 @@ def test_an_engine_is_refused(tmp_path):
 def test_unknown_options_are_refused_when_the_step_is_made(options, words):
     with pytest.raises(TypeError, match=words):
         ll.compile_step(ll.make_train_step(ll.make_grad_fn(net(), loss_fn), adamw()), **options)
-
-
-def test_an_optimizer_with_numbers_of_its_own_is_refused():
-    schedulefree = pytest.importorskip("schedulefree")
-    step, state, _, _ = quick_step(optimizer=ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.1))
-    with pytest.raises(ll.transforms.UntraceableError, match="AdamWScheduleFree changes numbers of its own"):
-        step(state, batches(1)[0])
 
 
 # Purity, donation, interrupts
@@ -923,26 +592,6 @@ def test_tensors_of_a_state_may_change_places(donate):
 
     model = net()
     compare(model, ll.make_grad_fn(model, loss_fn), ll.types.Optimizer(init, update_), batches(3), donate)
-
-
-@both
-def test_numbers_of_numpy_from_a_schedule(donate):
-    model, optimizer = net(), ll.optimizer(optim.SGD, lr=lambda step: np.float32(0.1) / (step + 1))
-    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(5), donate)
-    assert step.compiler.compilations == 1
-
-
-@both
-def test_metrics_are_of_the_state_that_was_given(donate):
-    # The scale is a tensor of the state, which the step then writes over.
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double()
-    optimizer = ll.optim.dynamic_loss_scale(adamw(), init_scale=8.0, growth_interval=1)
-    step = make_train_step(
-        ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)), optimizer, donate=donate, compile=QUICK
-    )
-    _, numbers = train(step, ll.init_state(model, optimizer), batches(3))
-    assert [number["loss_scale"] for number in numbers] == [8.0, 16.0, 32.0]
 
 
 @both
@@ -1091,17 +740,16 @@ class Example:
 @both
 def test_metrics_of_other_kinds(donate):
     def loss(model, batch):
-        value = loss_fn(model, batch)
         x = batch[0]
-        return value, {"highest": Highest(x.max()), "sum": Together([x.sum(), x.mean()], "s"), "two": ll.Mean(2, 1)}
+        sums = Together([x.sum(), x.mean()], "s")
+        metrics = {"highest": Highest(x.max()), "sum": sums, "two": ll.Mean(2, 1), "constant": 2.0}
+        return loss_fn(model, batch), metrics
 
     model = net()
-    compare(model, ll.make_grad_fn(model, loss), adamw(), batches(5), donate)
-    step, state, _, _ = quick_step(donate, loss_fn=loss)
+    step, state = compare(model, ll.make_grad_fn(model, loss), adamw(), batches(5), donate)
     _, metrics = step(state, batches(1)[0])
     assert type(metrics["highest"]) is Highest
-    assert metrics["highest"].names == ("a", "b")
-    assert metrics["sum"].label == "s"
+    assert (metrics["highest"].names, metrics["sum"].label) == (("a", "b"), "s")
 
 
 @pytest.mark.parametrize(
@@ -1127,31 +775,19 @@ def test_batches_of_other_kinds(make, read):
 
 @both
 def test_compiled_blocks_in_an_eager_step(donate):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    plain = nn.Sequential(nn.Linear(4, 8), *[copy.deepcopy(layer) for _ in range(3)], nn.Linear(8, 3)).double()
-    model = copy.deepcopy(plain)
+    plain, model = (seeded(lambda: nn.Sequential(normalized(), nn.Tanh(), nn.Linear(3, 3))) for _ in range(2))
     names = list(dict(model.named_parameters()))
-    assert ll.transforms.compile_blocks(model, nn.TransformerEncoderLayer, backend="aot_eager") is model
-    assert list(dict(model.named_parameters())) == names
-
-    def loss(model, batch):
-        return F.cross_entropy(model(batch[0].unsqueeze(1))[:, 0], batch[1])
-
-    optimizer = adamw(eps=1e-4)
-    expected, _ = train(
-        ll.make_train_step(ll.make_grad_fn(plain, loss), optimizer), ll.init_state(plain, optimizer), batches(3)
-    )
-    step = ll.make_train_step(ll.make_grad_fn(model, loss), optimizer, donate=donate)
     torch._dynamo.utils.counters.clear()
-    for start in (ll.init_state(model, optimizer), ll.copy_state(ll.init_state(model, optimizer))):
-        state, _ = train(step, start if donate else ll.copy_state(start), batches(3))
-    counters = torch._dynamo.utils.counters
-    assert not counters["graph_break"]
+    assert ll.transforms.compile_blocks(model, nn.Sequential, backend="aot_eager") is model
+    steps = [ll.make_train_step(ll.make_grad_fn(one, loss_fn), adamw(), donate=donate) for one in (plain, model)]
+    (expected, _), (found, _) = (
+        train(step, ll.init_state(one, adamw()), batches(3)) for step, one in zip(steps, (plain, model), strict=True)
+    )
+    assert torch._dynamo.utils.counters["frames"]["ok"]
+    assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
-    assert state.params.keys() == set(names)
-    if not donate:
-        assert_close(expected, state, 1e-10, 1e-12)
+    assert list(found.params) == names
+    assert_close(expected, found, 1e-10, 1e-12)
 
 
 def test_compile_blocks_names_what_there_is():
@@ -1174,19 +810,11 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [Terminal, io.StringIO], ids=["terminal", "file"])
-def test_a_terminal_shows_that_the_step_compiles_and_how_long_it_took(monkeypatch, stream):
-    shown = stream()
-    monkeypatch.setattr("sys.stderr", shown)
+def test_a_terminal_shows_that_the_step_compiles_and_how_long_it_took(monkeypatch):
+    monkeypatch.setattr("sys.stderr", shown := Terminal())
     model, optimizer = net(), adamw()
     step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, compile=True)
-    state = ll.init_state(model, optimizer)
-    step(state, batches(1)[0])
-    step(state, batches(1)[0])
-    lines = shown.getvalue().splitlines()
-    if stream is io.StringIO:
-        assert lines == []
-    else:
-        assert lines[0] == "looplib: compiling the step ..."
-        assert re.fullmatch(r"looplib: compiled the step in \d+ s", lines[1])
-        assert len(lines) == 2
+    train(step, ll.init_state(model, optimizer), batches(2))
+    first, last = shown.getvalue().splitlines()
+    assert first == "looplib: compiling the step ..."
+    assert re.fullmatch(r"looplib: compiled the step in \d+ s", last)

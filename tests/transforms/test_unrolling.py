@@ -1,9 +1,9 @@
 """Gradients through training, against finite differences, loops written out by hand, and torch's own optimizers."""
 
-import copy
 import math
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,25 +14,14 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transform_cases import MODELS, OPTIMIZERS, ROUGH, WRAPPERS, batches, encoder, seeded, with_a_number
+from transform_cases import classify as loss_fn
 
 import looplib as ll
 
 
 def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-def batches(count, size=6):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 3, generator=generator).double(), torch.randint(0, 2, (size,), generator=generator))
-        for _ in range(count)
-    ]
-
-
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)))
 
 
 def make(model, loss_fn=loss_fn, optimizer=None, wrap=lambda grad_fn: grad_fn, **options):
@@ -80,143 +69,33 @@ def close(one, other, tolerance=1e-12):
     )
 
 
-OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
-    "SGD with momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "SGD with dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
-    "SGD with Nesterov's momentum": (
-        torch.optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
-    ),
-    "Adam": (torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.1}),
-    "AdamW": (torch.optim.AdamW, {"lr": ll.warmup_cosine(0.02, warmup=2, total=10)}),
-    "AMSGrad": (torch.optim.AdamW, {"lr": 0.02, "amsgrad": True}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.02}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.02}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.02}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
-    "RMSprop, centered, with momentum": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.1}),
-    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
-}
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_against_finite_differences_and_the_plain_step(name):
-    cls, options = OPTIMIZERS[name]
-    model, data = net(), batches(9)
-    step, plain, start = make(model, optimizer=ll.optimizer(cls, **options))
+    cls, lr, options = OPTIMIZERS[name]
+    model, data = seeded(with_a_number), batches(9)
+    step, plain, start = make(model, optimizer=ll.optimizer(cls, lr=lr, **options))
     # Some plain steps first: in the first one the update of Adam and its kin is a sign, and its slope huge.
     state, _ = ll.transforms.unroll(plain, start, data[:6])
-    function = after(model, step, state, data[6:])
-    check(function, state.params, size=1e-6)
+    check(after(model, step, state, data[6:]), state.params, size=1e-6)
     assert step.compiler.compilations == 1
 
     found, expected = ll.transforms.unroll(step, start, data)[0], ll.transforms.unroll(plain, start, data)[0]
     assert (found.step, found.batch, found.samples) == (expected.step, expected.batch, expected.samples)
-    # NAdam and ASGD keep products of theirs in float32.
-    assert close(found.params, expected.params, 1e-6 if cls in (torch.optim.NAdam, torch.optim.ASGD) else 1e-12)
+    assert close(found.params, expected.params, ROUGH.get(name, 1e-12))
 
 
-def test_muon_against_finite_differences():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False))
-    model, data = model.double(), batches(2)
-    step, _, start = make(model, optimizer=ll.optimizer(torch.optim.Muon, lr=0.02))
-    # It works in bfloat16 inside, where differences are coarse, so this is for the gradient to exist and be finite.
-    found = grad(after(model, step, start, data))(start.params)
-    assert all(tensor.isfinite().all() and tensor.any() for tensor in found.values())
-
-
-WRAPPERS = {
-    "accumulate": (lambda g: ll.accumulate(g, 3), lambda o: o),
-    "clip": (lambda g: ll.clip_by_global_norm(g, 0.3), lambda o: o),
-    "adaptive_grad_clip": (lambda g: ll.contrib.adaptive_grad_clip(g, 0.1), lambda o: o),
-    "clip and accumulate": (lambda g: ll.clip_by_global_norm(ll.accumulate(g, 2), 0.3), lambda o: o),
-    "ema": (lambda g: g, lambda o: ll.ema(o, 0.9)),
-    "lookahead": (lambda g: g, lambda o: ll.contrib.lookahead(o, 2, 0.5)),
-    "apply_if_finite": (lambda g: g, lambda o: ll.optim.apply_if_finite(o, 3)),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_each_wrapper_against_finite_differences(name):
-    grads, updates = WRAPPERS[name]
-    model, data = net(), batches(3)
+@pytest.mark.parametrize(
+    "name", ["accumulate ragged", "clip_by_global_norm", "adaptive_grad_clip", "ema", "lookahead", "finite"]
+)
+def test_wrappers_against_finite_differences(name):
+    grads, updates, _ = WRAPPERS[name]
+    model, data = net(), batches(4)
     optimizer = updates(ll.optimizer(torch.optim.SGD, lr=0.3, momentum=0.9))
     step, plain, start = make(model, optimizer=optimizer, wrap=grads)
     check(after(model, step, start, data), start.params)
     assert close(
         ll.transforms.unroll(step, start, data)[0].params, ll.transforms.unroll(plain, start, data)[0].params
     )
-
-
-def test_the_average_of_weights_has_a_gradient_too():
-    model, data = net(), batches(3)
-    step, _, start = make(model, optimizer=ll.ema(ll.optimizer(torch.optim.SGD, lr=0.3), 0.8))
-
-    def function(params):
-        state, _ = ll.transforms.unroll(step, start.replace(params=params), data)
-        return loss_fn(lambda x: functional_call(model, state.opt_state["average"]["params"], x), data[0])
-
-    check(function, start.params)
-
-
-def by_hand(model, data, update, moments):
-    """A loop of torch.autograd.grad(create_graph=True) and a formula, as a function of the first weights."""
-
-    def function(params):
-        state = {name: tuple(torch.zeros_like(t) for _ in range(moments)) for name, t in params.items()}
-        for count, batch in enumerate(data, 1):
-            loss = loss_fn(lambda x, now=params: functional_call(model, now, x), batch)
-            found = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-            new = {
-                name: update(tensor, one, state[name], count)
-                for (name, tensor), one in zip(params.items(), found, strict=True)
-            }
-            params, state = {name: n[0] for name, n in new.items()}, {name: n[1] for name, n in new.items()}
-        return loss_fn(lambda x: functional_call(model, params, x), data[0])
-
-    def gradient(params):
-        params = {name: tensor.clone().requires_grad_() for name, tensor in params.items()}
-        return dict(zip(params, torch.autograd.grad(function(params), list(params.values())), strict=True))
-
-    return gradient
-
-
-def momentum(w, g, state, count):
-    velocity = 0.9 * state[0] + g
-    return w - 0.1 * velocity, (velocity,)
-
-
-def adamw(w, g, state, count):
-    m, v = 0.9 * state[0] + 0.1 * g, 0.999 * state[1] + 0.001 * g * g
-    w = w - 0.02 * 0.1 * w
-    return w - 0.02 * (m / (1 - 0.9**count)) / ((v / (1 - 0.999**count)).sqrt() + 1e-8), (m, v)
-
-
-def rmsprop(w, g, state, count):
-    v = 0.99 * state[0] + 0.01 * g * g
-    return w - 0.01 * g / (v.sqrt() + 1e-8), (v,)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "update", "moments"),
-    [
-        (ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), momentum, 1),
-        (ll.optimizer(torch.optim.AdamW, lr=0.02, weight_decay=0.1), adamw, 2),
-        (ll.optimizer(torch.optim.RMSprop, lr=0.01), rmsprop, 1),
-    ],
-    ids=["momentum", "adamw", "rmsprop"],
-)
-def test_equals_a_loop_with_the_formula_written_out(optimizer, update, moments):
-    model, data = net(), batches(4)
-    step, _, start = make(model, optimizer=optimizer)
-    expected = by_hand(model, data, update, moments)(start.params)
-    assert close(grad(after(model, step, start, data))(start.params), expected, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -241,18 +120,25 @@ def test_equals_torchs_own_differentiable_optimizers(cls):
     assert close(grad(after(model, step, start, data))(start.params), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "AMSGrad", "NAdam", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RMSprop", "Adagrad"])
 def test_a_dead_unit_makes_no_nan(name):
     # Its weights have a mean square of 0, of which the root has no slope; torch's differentiable=True has NaN there.
-    cls, options = OPTIMIZERS[name]
+    cls, lr, options = OPTIMIZERS[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).double()
     with torch.no_grad():
         model[2].bias[0] = -20
     data = batches(6)
-    step, plain, start = make(model, optimizer=ll.optimizer(cls, **options))
+    step, plain, start = make(model, optimizer=ll.optimizer(cls, lr=lr, **options))
     state, _ = ll.transforms.unroll(plain, start, data[:3])
     check(after(model, step, state, data[3:]), state.params, size=1e-6)
+
+
+def test_radam_in_its_first_steps():
+    model, data = net(), batches(7)
+    step, _, start = make(model, optimizer=ll.optimizer(torch.optim.RAdam, lr=0.02))
+    check(after(model, step, start, data), start.params, size=1e-6)
+    assert equal(*[grad(after(model, step, start, data, every))(start.params) for every in (None, 3)])
 
 
 # What the gradient reaches
@@ -276,17 +162,16 @@ def test_a_learned_learning_rate_in_the_state():
         assert step.compiler.compilations == 1
 
 
-def test_a_learning_rate_of_a_group():
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam])
+def test_a_weight_decay_of_0_has_a_gradient(cls):
     model, data = net(), batches(3)
-    groups = [(lambda name, tensor: tensor.ndim < 2, {"lr": ll.optim.injected(0.2)})]
-    step, _, start = make(model, optimizer=ll.optimizer(torch.optim.SGD, lr=0.1, groups=groups))
-    assert [sorted(numbers) for numbers in start.opt_state["hyperparameters"]] == [["lr"], []]
+    step, _, start = make(model, optimizer=ll.optimizer(cls, lr=0.05, weight_decay=ll.optim.injected(0.0)))
 
     def function(numbers):
-        opt_state = {**start.opt_state, "hyperparameters": [numbers, {}]}
+        opt_state = {**start.opt_state, "hyperparameters": [numbers]}
         return ll.transforms.unroll(step, start.replace(opt_state=opt_state), data)[1][-1]["loss"].compute()
 
-    check(function, start.opt_state["hyperparameters"][0])
+    check(function, start.opt_state["hyperparameters"][0], size=1e-6)
 
 
 def test_a_schedule_that_computes_from_a_tensor():
@@ -343,6 +228,23 @@ def test_the_gradient_of_each_metric():
 
         check(function, start.params)
     assert ll.compute(step(start, data[0])[1])["count"] == 3
+
+
+def test_a_tensor_that_a_loss_closes_over_has_a_gradient_and_keeps_it_clean():
+    model, data = net(), batches(3)
+    power = torch.tensor(1.3).double().requires_grad_()
+    step, _, start = make(model, lambda model, batch: loss_fn(model, batch) ** power)
+
+    def function():
+        return ll.transforms.unroll(step, start, data)[1][-1]["loss"].compute()
+
+    (found,) = torch.autograd.grad(function(), power)
+    assert power.grad is None
+    with torch.no_grad():
+        power += 1e-5
+        up = function()
+        power -= 2e-5
+        assert found.item() == pytest.approx((up - function()).item() / 2e-5, rel=1e-6)
 
 
 # What it does not reach: what the loss function cuts off
@@ -418,27 +320,6 @@ def test_gradients_within_the_loss(create_graph):
     assert torch.allclose(grad(function)(start.params)["weight"], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_target_network_in_the_batch_gets_a_gradient_and_a_teacher_elsewhere_none():
-    model, teacher, data = net(), net(), batches(2)
-
-    def distill(model, batch):
-        x, target = batch
-        with torch.no_grad():
-            taught = teacher(x)
-        return (model(x) - taught).square().mean() + (model(x) - target).square().mean()
-
-    step, _, start = make(model, distill)
-    x, target = data[0][0], torch.ones(6, 2).double()
-
-    def function(values):
-        return ll.transforms.unroll(step, start, [(x, values["target"])] * 3, recompute_every=2)[1][-1][
-            "loss"
-        ].compute()
-
-    check(function, {"target": target})
-    assert all(p.grad is None for p in teacher.parameters())
-
-
 class Cube(torch.autograd.Function):
     """Gradients are off within its forward, which is no cut."""
 
@@ -462,7 +343,7 @@ def test_an_autograd_function_is_gone_through():
     assert close(*found)
 
 
-def test_a_module_that_is_detached_by_the_step_itself_is_gone_through():
+def test_the_weight_of_a_mean_belongs_to_the_update():
     # The weight of a Mean is taken as a constant by the inner gradient, and belongs to the update all the same.
     model, data = net(), batches(2)
 
@@ -474,69 +355,47 @@ def test_a_module_that_is_detached_by_the_step_itself_is_gone_through():
     check(after(model, step, start, data), start.params)
 
 
+def test_what_a_checkpoint_runs_again_stays_cut_off():
+    torch.manual_seed(0)
+
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3).double())
+
+        def forward(self, x):
+            y = torch.tanh(x @ self.weight)
+            return y.detach() * y**2
+
+    model, data = nn.Sequential(Cut(), nn.Linear(3, 3).double()), batches(3)
+    found = []
+    for loss in (loss_fn, ll.losses.recompute(loss_fn, Cut)):
+        step, _, start = make(model, loss)
+        found.append(grad(after(model, step, start, data))(start.params))
+    assert close(*found)
+
+
 # Modules
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.cell, self.out = nn.Embedding(7, 3), nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 7)
-
-    def forward(self, tokens):
-        return self.out(self.cell(self.embed(tokens))[0])
-
-
-def tokens(model, batch):
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 7)
-
-    def forward(self, tokens):
-        x = self.embed(tokens).unsqueeze(1)
-        return self.out(F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
-
-
-def convolutions():
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2)
-    )
-
-
-@pytest.mark.parametrize("name", ["recurrent", "attending", "transformer", "convolutions"])
-def test_modules_of_other_kinds(name):
-    torch.manual_seed(0)
-    if name in ("recurrent", "attending"):
-        model, loss, batch = Recurrent() if name == "recurrent" else Attending(), tokens, torch.randint(0, 7, (3, 5))
-    elif name == "transformer":
-        model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        loss, batch = lambda model, x: (model(x) - 1).square().mean(), torch.randn(2, 5, 4).double()
-    else:
-        model, loss = convolutions(), lambda model, x: model(x).square().mean()
-        batch = torch.randn(2, 1, 4, 4).double()
-    model = model.double()
-    step, plain, start = make(model, loss, ll.optimizer(torch.optim.SGD, lr=0.3))
-    exact = after(model, step, start, [batch] * 2, loss_fn=loss)
-    check(exact, start.params)
-    single = batch.float() if batch.is_floating_point() else batch
-    twin = copy.deepcopy(model).float()
-    single_step, _, single_start = make(twin, loss, ll.optimizer(torch.optim.SGD, lr=0.3))
-    rounded = after(twin, single_step, single_start, [single] * 2, loss_fn=loss)
-    found = {name: slope.double() for name, slope in grad(rounded)(single_start.params).items()}
-    assert close(found, grad(exact)(start.params), 1e-4)
-    assert close(
-        ll.transforms.unroll(step, start, [batch] * 2)[0].params,
-        ll.transforms.unroll(plain, start, [batch] * 2)[0].params,
-        1e-9,
-    )
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    make_model, loss, data = MODELS[name]
+    # The plain form of attention draws its dropout in another order than the fused one.
+    model, data = seeded(partial(encoder, 0.0) if make_model is encoder else make_model), data()
+    step, plain, start = make(model, loss, ll.optimizer(torch.optim.SGD, lr=0.03))
+    found, expected = (ll.transforms.unroll(one, start, data)[0] for one in (step, plain))
+    assert close(found.params, expected.params, 1e-9)
+    assert close(found.buffers, expected.buffers, 1e-9)
+    function = after(model.eval(), step, start, data, loss_fn=loss)
+    trained = {name: start.params[name] for name, param in model.named_parameters() if param.requires_grad}
+    if name != "convolutions":  # max-pooling has kinks; other convolutions are checked beside each norm
+        check(lambda params: function({**start.params, **params}), trained)
 
 
 def test_buffers_of_batch_norm_are_part_of_it():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
     step, plain, start = make(model)
     data = batches(3)
     (found, _), (expected, _) = (ll.transforms.unroll(one, start, data) for one in (step, plain))
@@ -558,7 +417,7 @@ def test_buffers_of_batch_norm_are_part_of_it():
 
 def test_dropout_draws_what_the_plain_step_does_and_again_in_the_recomputation():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 2)).double()
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
     step, plain, start = make(model)
     data, stream = batches(5), torch.get_rng_state()
     assert close(
@@ -595,9 +454,9 @@ def test_backward_and_torch_func_agree_to_the_bit():
 # torch's own, when forward-mode derivatives are first used
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_second_derivatives_and_vectors_through_them():
-    model, data = nn.Linear(3, 2, bias=False).double(), batches(3)
+    model, data = nn.Linear(4, 3, bias=False).double(), batches(3)
     step, _, start = make(model, optimizer=ll.optimizer(torch.optim.SGD, lr=0.3, momentum=0.9))
-    params, way = start.params, {"weight": torch.randn(2, 3).double()}
+    params, way = start.params, {"weight": torch.randn(3, 4).double()}
     whole, pieces = (after(model, step, start, data, every) for every in (None, 2))
     expected = jacrev(grad(whole))(params)["weight"]["weight"]
     assert torch.allclose(expected, hessian(whole)(params)["weight"]["weight"], rtol=1e-10, atol=1e-10)
@@ -675,13 +534,11 @@ def test_hyperparameters_under_vmap():
     found = vmap(grad(loss))(lrs, decays)
     expected = torch.stack([grad(loss)(lr, decay) for lr, decay in zip(lrs, decays, strict=True)])
     assert torch.allclose(found, expected, rtol=1e-9)
-    both = vmap(vmap(loss, in_dims=(None, 0)), in_dims=(0, None))(lrs, decays)
-    assert torch.allclose(both[1, 0], loss(lrs[1], decays[0]), rtol=1e-9)
 
 
 def test_random_numbers_under_vmap_are_asked_for():
     torch.manual_seed(0)
-    model, data = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 2)).double(), batches(1)
+    model, data = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double(), batches(1)
     step, _, start = make(model)
     xs = torch.stack([data[0][0]] * 3)
 
@@ -829,42 +686,6 @@ def test_an_outer_loop_is_a_loop_like_any_other():
     assert inner.compiler.compilations == 1
 
 
-def test_a_loop_around_a_loop_around_a_loop():
-    model, data = nn.Linear(3, 2, bias=False).double(), batches(2)
-    x = torch.stack([data[0][0]] * 2)
-
-    def cut(model, batch):
-        return (model(batch[0]).detach() * model(batch[0]) ** 2 - 1).square().mean()
-
-    inner, _, start = make(model, cut, ll.optimizer(torch.optim.SGD, lr=0.05))
-    middle, plain, outer_start = make(model, outer_loss(model, inner, start, data))
-
-    def by_hand(w):
-        def middle_loss(w):
-            for _ in data:
-                w = w - 0.05 * grad(lambda w: ((x[0] @ w.T).detach() * (x[0] @ w.T) ** 2 - 1).square().mean())(w)
-            return F.cross_entropy(x[0] @ w.T, data[0][1])
-
-        for _ in range(2):
-            w = w - 0.1 * grad(middle_loss)(w)
-        return w.square().sum()
-
-    def function(params):
-        return (
-            ll.transforms.unroll(middle, outer_start.replace(params=params), [x] * 2)[0]
-            .params["weight"]
-            .square()
-            .sum()
-        )
-
-    found = grad(function)(outer_start.params)["weight"]
-    assert torch.allclose(found, grad(by_hand)(outer_start.params["weight"]), rtol=1e-10, atol=1e-12)
-    assert close(
-        ll.transforms.unroll(plain, outer_start, [x])[0].params,
-        ll.transforms.unroll(middle, outer_start, [x])[0].params,
-    )
-
-
 # How it is taken
 
 
@@ -894,14 +715,6 @@ def test_one_trace_for_each_shape():
     assert step.compiler.compilations == 2
 
 
-def test_a_differentiable_step_may_be_made_differentiable():
-    model, data = net(), batches(2)
-    step, _, start = make(model)
-    again = ll.transforms.differentiable(step)
-    found = [grad(after(model, one, start, data))(start.params) for one in (step, again)]
-    assert equal(*found)
-
-
 def test_frozen_parameters_are_handed_through():
     model, data = net(), batches(2)
     model[0].requires_grad_(False)
@@ -925,29 +738,36 @@ def test_torchs_warning_of_create_graph_is_the_only_one_that_is_kept_from_the_us
 # Refusals
 
 
-@pytest.mark.parametrize("thing", [None, lambda state, batch: (state, {}), torch.optim.SGD])
-def test_what_is_no_train_step_is_refused(thing):
-    with pytest.raises(TypeError, match=r"differentiable got a .* give what ll.make_train_step"):
-        ll.transforms.differentiable(thing)
+def read_in_the_loss(model, batch):
+    value = loss_fn(model, batch)
+    return value * 2 if value > 0 else value
 
 
-@pytest.mark.parametrize("every", [0, -2])
-def test_a_segment_has_a_step(every):
+def step_that_reads():
+    step, _, start = make(net(), read_in_the_loss)
+    return step(start, batches(1)[0])
+
+
+def segments_of(every):
     _, plain, start = make(net())
-    with pytest.raises(ValueError, match=f"recompute_every is {every}; give at least 1 step, or None"):
-        ll.transforms.unroll(plain, start, batches(2), recompute_every=every)
+    return lambda: ll.transforms.unroll(plain, start, batches(2), recompute_every=every)
 
 
-def test_a_value_read_in_the_loss_is_named_by_its_line():
-    def loss(model, batch):
-        value = loss_fn(model, batch)
-        return value * 2 if value > 0 else value
+REFUSED = {
+    "nothing": (lambda: ll.transforms.differentiable(None), TypeError, ["differentiable", "ll.make_train_step"]),
+    "a class": (lambda: ll.transforms.differentiable(torch.optim.SGD), TypeError, ["ll.make_train_step"]),
+    "a function": (lambda: ll.transforms.differentiable(lambda state, batch: 0), TypeError, ["ll.make_train_step"]),
+    "no step": (segments_of(0), ValueError, ["recompute_every is 0", "1 step, or None"]),
+    "a value": (step_that_reads, ll.transforms.UntraceableError, ["in read_in_the_loss: `return value * 2 if"]),
+}
 
-    step, _, start = make(net(), loss)
-    with pytest.raises(
-        ll.transforms.UntraceableError, match=r"test_unrolling.py:\d+, in loss: `return value \* 2 if value > 0"
-    ):
-        step(start, batches(1)[0])
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind) as error:
+        call()
+    assert all(word in str(error.value) for word in words)
 
 
 def test_tensors_under_torch_func_that_a_loss_closes_over_are_refused():
@@ -1007,7 +827,7 @@ def test_a_step_that_may_skip_has_no_one_answer_for_many_tasks(how):
         {"vmap": mapped, "compile": compiled}[how]()
 
 
-def test_tasks_that_would_need_different_graphs_are_refused():
+def test_numbers_of_tasks_that_the_host_is_asked_about_are_refused():
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
 
     def init(params):
@@ -1025,101 +845,7 @@ def test_tasks_that_would_need_different_graphs_are_refused():
     def weight(moves):
         return step(start.replace(opt_state={**start.opt_state, "moves": moves}), data[0])[0].params["3.weight"]
 
-    expected = torch.stack([weight(torch.tensor(1.0))] * 2)
-    assert torch.allclose(vmap(weight)(torch.tensor([1.0, 2.0])), expected, rtol=1e-12)
-    with pytest.raises(ll.transforms.UntraceableError, match=r"the tasks would need different graphs"):
+    assert torch.equal(weight(torch.tensor(0.0)), start.params["3.weight"])
+    assert not torch.equal(weight(torch.tensor(2.0)), start.params["3.weight"])
+    with pytest.raises(ll.transforms.UntraceableError, match=r"torch.vmap maps over .*on_host"):
         vmap(weight)(torch.tensor([0.0, 2.0]))
-
-
-def test_a_tensor_that_a_loss_closes_over_has_a_gradient_and_keeps_it_clean():
-    model, data = net(), batches(3)
-    power = torch.tensor(1.3).double().requires_grad_()
-    step, _, start = make(model, lambda model, batch: loss_fn(model, batch) ** power)
-
-    def function():
-        return ll.transforms.unroll(step, start, data)[1][-1]["loss"].compute()
-
-    (found,) = torch.autograd.grad(function(), power)
-    assert power.grad is None
-    with torch.no_grad():
-        power += 1e-5
-        up = function()
-        power -= 2e-5
-        assert found.item() == pytest.approx((up - function()).item() / 2e-5, rel=1e-6)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam])
-def test_a_weight_decay_of_0_has_a_gradient(cls):
-    model, data = net(), batches(3)
-    step, _, start = make(model, optimizer=ll.optimizer(cls, lr=0.05, weight_decay=ll.optim.injected(0.0)))
-
-    def function(numbers):
-        opt_state = {**start.opt_state, "hyperparameters": [numbers]}
-        return ll.transforms.unroll(step, start.replace(opt_state=opt_state), data)[1][-1]["loss"].compute()
-
-    check(function, start.opt_state["hyperparameters"][0], size=1e-6)
-
-
-def test_radam_in_its_first_steps():
-    model, data = net(), batches(7)
-    step, _, start = make(model, optimizer=ll.optimizer(torch.optim.RAdam, lr=0.02))
-    check(after(model, step, start, data), start.params, size=1e-6)
-    assert equal(*[grad(after(model, step, start, data, every))(start.params) for every in (None, 3)])
-
-
-def test_a_schedule_that_is_a_tensor():
-    model, data, now = net(), batches(3), {}
-    step, _, start = make(model, optimizer=ll.optimizer(torch.optim.SGD, lr=lambda step: now["lr"] if now else 0.1))
-
-    def function(numbers):
-        now.update(numbers)
-        return ll.transforms.unroll(step, start, data)[1][-1]["loss"].compute()
-
-    check(function, {"lr": torch.tensor(0.1).double()})
-
-
-def test_what_a_checkpoint_runs_again_stays_cut_off():
-    torch.manual_seed(0)
-
-    class Cut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 3).double())
-
-        def forward(self, x):
-            y = torch.tanh(x @ self.weight)
-            return y.detach() * y**2
-
-    model, data = nn.Sequential(Cut(), nn.Linear(3, 2).double()), batches(3)
-    found = []
-    for loss in (loss_fn, ll.losses.recompute(loss_fn, Cut)):
-        step, _, start = make(model, loss)
-        found.append(grad(after(model, step, start, data))(start.params))
-    assert close(*found)
-
-
-def test_learned_rates_in_a_compiled_outer_loop():
-    model, data = net(), batches(2)
-    inner, _, start = make(
-        model,
-        optimizer=ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(0.05), weight_decay=ll.optim.injected(0.1)),
-    )
-
-    class Rates(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lr, self.weight_decay = (nn.Parameter(torch.tensor(value).double()) for value in (0.05, 0.1))
-
-    def loss(rates, batch):
-        opt_state = {**start.opt_state, "hyperparameters": [dict(rates.named_parameters())]}
-        return ll.transforms.unroll(inner, start.replace(opt_state=opt_state), data)[1][-1]["loss"].compute()
-
-    outer, found = ll.optimizer(torch.optim.SGD, lr=0.1), []
-    for compile in (False, {"backend": "eager"}):
-        grad_fn = ll.make_grad_fn(Rates(), loss)
-        state = ll.init_state(Rates(), outer)
-        step = make_train_step(grad_fn, outer, compile=compile)
-        for _ in range(3):
-            state, _ = step(state, data[0][0])
-        found.append(state.params)
-    assert close(*found, 1e-9)

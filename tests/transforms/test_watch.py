@@ -1,8 +1,9 @@
-"""Python values that a compiled step reads: where one changes, the step is compiled again and says so."""
+"""Values that a compiled step reads in Python: numbers that change compile it again, with a warning; tensors are read."""
 
 import dataclasses
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -29,27 +30,48 @@ class Base(torch.nn.Linear):
 
 
 class Scaled(Base):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.factor, self.shift = 1.0, torch.zeros(1)
+
     def forward(self, x):
-        return super().forward(x) * self.scale
+        return super().forward(x) * self.scale * self.factor + self.shift
+
+
+class Task:
+    """A bound method as the loss, with attributes that it does not read."""
+
+    def __init__(self):
+        self.scale, self.unread = 1.0, 0
+
+    def loss(self, model, x):
+        return squares(model, x) * self.factor()
+
+    def factor(self):
+        return self.scale
+
+
+def squares(model, x):
+    return model(x).square().mean()
 
 
 def of_a_module(model, x):
-    return model(x).square().mean() * SETTINGS.scale
+    return squares(model, x) * SETTINGS.scale
 
 
 def of_a_class(model, x):
-    return model(x).square().mean() * Constants.scale
+    return squares(model, x) * Constants.scale
 
 
 SLOTTED = Slotted(1.0)
 
 
 def of_slots(model, x):
-    return model(x).square().mean() * SLOTTED.scale
+    return squares(model, x) * SLOTTED.scale
 
 
 def of_a_function(model, x):
-    return model(x).square().mean() * of_a_function.scale
+    return squares(model, x) * of_a_function.scale
 
 
 of_a_function.scale = 1.0
@@ -65,32 +87,68 @@ def of_an_object_that_another_function_reads_too(model, x):
     return shifted(model(x)).square().mean() * SHARED.scale
 
 
-def of_the_models_class(model, x):
-    return model(x).square().mean()
+TASK, VALUES = Task(), {"scale": 1.0}
+
+
+def of_an_argument(values, model, x):
+    return squares(model, x) * values["scale"]
+
+
+class Steps:
+    """A compiled step and the eager one, from the same state."""
+
+    def __init__(self, model, loss_fn):
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        self.plain = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+        self.compiled = ll.compile_step(self.plain, backend="eager")
+        self.state = ll.init_state(model, optimizer)
+
+    def agree(self, compilations):
+        x = torch.ones(3, 2)
+        compiled, plain = self.compiled(self.state, x)[0], self.plain(self.state, x)[0]
+        torch.testing.assert_close(compiled.params, plain.params)
+        assert self.compiled.compiler.compilations == compilations
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "owner"),
+    ("loss_fn", "owner", "name"),
     [
-        (of_a_module, SETTINGS),
-        (of_a_class, Constants),
-        (of_slots, SLOTTED),
-        (of_a_function, of_a_function),
-        (of_an_object_that_another_function_reads_too, SHARED),
-        (of_the_models_class, Base),
+        (of_a_module, SETTINGS, "scale"),
+        (of_a_class, Constants, "scale"),
+        (of_slots, SLOTTED, "scale"),
+        (of_a_function, of_a_function, "scale"),
+        (of_an_object_that_another_function_reads_too, SHARED, "scale"),
+        (squares, Base, "scale"),
+        (squares, None, "factor"),
+        (TASK.loss, TASK, "scale"),
+        (partial(of_an_argument, VALUES), VALUES, "scale"),
     ],
 )
-def test_a_number_is_watched_wherever_it_stands(loss_fn, owner, monkeypatch):
+def test_a_number_is_watched_wherever_it_stands(loss_fn, owner, name, monkeypatch):
     monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
-    model = Scaled(2, 1)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    train_step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
-    state, x = ll.init_state(model, optimizer), torch.ones(3, 2)
-    train_step(state, x)
-    monkeypatch.setattr(owner, "scale", 3.0)
-    with pytest.warns(UserWarning, match=r"scale changed since the step was compiled"):
-        compiled, _ = train_step(state, x)
-    plain, _ = ll.make_train_step(grad_fn, optimizer)(state, x)
-    for name, tensor in plain.params.items():
-        torch.testing.assert_close(compiled.params[name], tensor)
+    model = Scaled()
+    owner = model if owner is None else owner
+    steps = Steps(model, loss_fn)
+    steps.agree(1)
+    change = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
+    change(owner, name, 3.0)
+    with pytest.warns(UserWarning, match=rf"\b{name}\b.* changed since the step was compiled"):
+        steps.agree(2)
+    steps.agree(2)
+
+
+def test_what_is_closed_over_is_watched_and_tensors_are_read(monkeypatch):
+    model, tensor, own = Scaled(), torch.ones(()), 1.0
+    steps = Steps(model, lambda model, x: TASK.loss(model, x) * own * tensor)
+    steps.agree(1)
+    tensor.fill_(3.0)
+    steps.agree(1)
+    tensor = torch.full((), 4.0)
+    steps.agree(1)
+    model.shift = torch.ones(1)
+    steps.agree(1)
+    monkeypatch.setattr(TASK, "unread", 1)
+    steps.agree(1)
+    own = 5.0
+    with pytest.warns(UserWarning, match="^own changed"):
+        steps.agree(2)

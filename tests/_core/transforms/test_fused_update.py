@@ -229,17 +229,6 @@ def test_a_stack_and_a_differentiated_step_have_no_kernel():
     assert kernels_in(stacked) == [0]
 
 
-@pytest.mark.slow
-def test_a_moment_with_other_strides_is_left_to_the_class():
-    model, optimizer = Many(64, (3, 2)), ll.optimizer(optim.AdamW, lr=0.1)
-    plain, compiled = steps_of(model, optimizer, False, **QUICK)
-    start, (batch,) = ll.copy_state(ll.init_state(model, optimizer)), batches(model, 1)
-    start.opt_state["state"]["weights.3"]["exp_avg"] = torch.zeros(2, 3).t()
-    expected, found = (step(start, batch)[0].opt_state["state"]["weights.3"]["exp_avg"] for step in (plain, compiled))
-    torch.testing.assert_close(found, expected)
-    assert kernels_in(compiled) == [0]
-
-
 def test_a_gradient_with_other_strides_is_paired_by_its_indices():
     def updated(grad):
         param = torch.ones(2, 3)

@@ -1,9 +1,10 @@
-"""CUDA graphs of donated steps: Inductor is told which inputs stay at their addresses, or it would run no graph."""
+"""What Inductor is given: rewritten graphs, and for CUDA graphs the inputs that stay at their addresses."""
 
 import pytest
 import torch
 from torch._inductor import compile_fx as inductor
 from torch._inductor.cudagraph_utils import check_for_mutation_ignore_cuda_graph_managed_tensor as why_skipped
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import looplib as ll
 from looplib.transforms import _inductor
@@ -64,3 +65,17 @@ def test_a_state_that_is_not_aligned_is_copied_for_the_run_and_written_back():
     assert [total.item() for total in sums] == [4, 1 + 2 + 3 + 4 + 4]
     assert aligned.tolist() == [1] * 4
     assert storage.tolist() == [0, 2, 3, 4, 5, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_scaled_sum_in_two_operations_is_rounded_as_in_one(dtype):
+    x, y = torch.randn(64), torch.randn(64).to(dtype)
+
+    def plain(x, y):
+        return torch.add(x, y, alpha=0.1), torch.sub(y, x, alpha=0.3), torch.add(x, 2, alpha=3)
+
+    graph = make_fx(plain)(x, y)
+    _inductor.without_alpha(graph)
+    for found, expected in zip(graph(x, y), plain(x, y), strict=True):
+        assert found.dtype is expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # one operation rounds once, two twice
