@@ -108,7 +108,7 @@ def own_attributes(module: nn.Module) -> list[str]:
 
 
 def _references(thing: Any, path: str, names: set[str], whole: bool) -> Iterator[Reference]:
-    """What a value refers to directly."""
+    """Direct references of a value."""
     parts = next((parts for kind, parts in _PARTS.items() if isinstance(thing, kind)), None)
     if parts is not None:
         yield from ((part, path, partial(getattr, thing, part)) for part in parts)

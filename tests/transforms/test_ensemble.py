@@ -146,7 +146,7 @@ def test_an_optimizer_does_for_each_member_what_it_does_alone(name):
     # float32, which a graph rounds elsewhere.
     start = optimizer if name in ("Rprop", "ASGD") else None
     tolerance = 1e-6 if name in ("NAdam", "ASGD") else 1e-10
-    compilations = 2 if name == "SGD, dampening" else 1  # its first step is another than the rest
+    compilations = 2 if name == "SGD, dampening" else 1  # its first step has a graph of its own
     check(optimizer, with_a_number, start=start, tolerance=tolerance, compilations=compilations)
 
 
@@ -559,7 +559,7 @@ def wider():
 
 
 def taken_by(stack=None, batch=None, optimizer=adamw, make=plain, **options):
-    """A step of a stack, called with something else than it takes."""
+    """A step of a stack, called with a state or a batch that it does not take."""
 
     def call():
         step, own = stacked(optimizer, make, **options)

@@ -1,4 +1,4 @@
-"""What Inductor is given: rewritten graphs, and for CUDA graphs the inputs that stay at their addresses."""
+"""Rewritten graphs for Inductor, and for CUDA graphs, the inputs that stay at their addresses."""
 
 import pytest
 import torch
