@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from looplib._core import draws
 
@@ -35,34 +34,6 @@ def mix(*values: int) -> int:
     seed = ((seed ^ (seed >> 30)) * _FIRST) & _MASK
     seed = ((seed ^ (seed >> 27)) * _SECOND) & _MASK
     return (seed ^ (seed >> 31)) >> 1
-
-
-def mix_each(first: int, seconds: Tensor, thirds: Tensor | None = None) -> Tensor:
-    """`mix(first, second, third)` for each pair in two int64 tensors. The third values are 0 if there are none.
-
-    >>> mix_each(3, torch.tensor([7, 8]), torch.tensor([0, 1])).tolist() == [mix(3, 7, 0), mix(3, 8, 1)]
-    True
-    """
-    start = (3 * _FACTOR + first + 1) * _FACTOR + 1
-    seeds = seconds * _signed(_FACTOR) + _signed(start * _FACTOR + 1)
-    return finish_each(seeds if thirds is None else seeds + thirds)
-
-
-def finish_each(values: Tensor) -> Tensor:
-    """The finalizer in `mix` for each of these int64 values. Products wrap around."""
-    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
-    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
-    return _shifted(values ^ _shifted(values, 31), 1)
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, with zeros from the left."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same low 64 bits."""
-    return ((value + (1 << 63)) & _MASK) - (1 << 63)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
-from torch.utils.data._utils import collate as _collate
 
 __all__ = ["TorchDispatchMode", "disable_current_modes", "pytree", "wraps_tensors"]
 
@@ -43,11 +42,6 @@ Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd
 # Of an iterator of a DataLoader, and of an optimizer.
 shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
 init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
-
-# `default_collate` with other functions for some types; its functions; and that for tensors.
-collate: Callable[..., Any] = _collate.collate
-collate_functions: dict[Any, Callable[..., Any]] = _collate.default_collate_fn_map
-collate_tensors: Callable[..., Any] = _collate.collate_tensor_fn
 
 
 def without_dataset(iterator: Any) -> Any:

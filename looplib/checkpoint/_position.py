@@ -24,14 +24,13 @@ def position(
     at the next sample; `known` has the loaders of the saved run. Raises ValueError within an epoch if there is none.
     """
     saved_length, length = counts["epoch_length"], template.epoch_length
-    per_rank = getattr(getattr(resume, "__self__", None), "batch_size_per_rank", None)
-    if counts["batch"] == 0 and per_rank is None:
+    if counts["batch"] == 0:
         return {**counts, "epoch_length": length}
     if resume is not None and None not in (saved_length, length):
         saved = TrainState(**counts)
         note_provenance(saved, known)
         resumed = resume(saved)
-        names = ("epoch", "batch", "epoch_length", "batch_samples")
+        names = ("epoch", "batch", "epoch_length")
         return {**counts, **{name: getattr(resumed, name) for name in names}}
     if saved_length == length:
         return dict(counts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, cast
@@ -12,7 +11,6 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import are_columns, check, check_optional_count, is_column, is_count, named
-from looplib._core.ranks import world_size
 from looplib.data._orders import Order, check_undivided, in_order, shuffled
 
 
@@ -66,9 +64,9 @@ def _instead_of(name: str, known: list[str]) -> str:
     return f"{guess}Of torch's DataLoader it takes {', '.join(known)}"
 
 
-def check_beside_dataloader(dataset: Any, is_given: Mapping[str, bool]) -> None:
+def check_beside_dataloader(dataset: Any, given: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that a DataLoader, passed as the dataset, already has."""
-    names = sorted(filter(is_given.get, is_given))
+    names = sorted(name for name, value in given.items() if value not in (None, NotGiven.BATCH_SIZE))
     check(
         not names,
         f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; give them to it, or "
@@ -90,31 +88,9 @@ def check_batch_size(
         f"the dataset (a {type(dataset).__name__}) is a batch already",
         TypeError,
     )
-    expected = f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches"
-    check(batch_size is None or is_count(batch_size, -math.inf), expected, TypeError)
     check_optional_count("batch_size", batch_size, advice="expected a positive int, or None if items are batches")
     check(batch_size is not None or not drop_last, "drop_last=True needs a batch_size")
     return cast(int | None, batch_size)
-
-
-def of_all_ranks(
-    per_rank: Any, batch_size: int | NotGiven | None, order: Order | None, limit: int | None, divide: bool
-) -> int | NotGiven | None:
-    """The batch size of all ranks together, after checking a batch size per rank against the other options."""
-    if per_rank is None:
-        return batch_size
-    both = f"batch_size={batch_size} and batch_size_per_rank={per_rank} are given: give one of them"
-    check(batch_size is NotGiven.BATCH_SIZE, both)
-    check(is_count(per_rank), f"batch_size_per_rank is {per_rank!r}; expected a positive int", TypeError)
-    check(
-        order is None or (order.any_batch_size and not order.may_vary),
-        f"{order!r} may not have the same samples in batches of another size: give the batch_size of all ranks",
-    )
-    grows = f"limit={limit} counts batches, which grow with the number of ranks: give a Subset instead"
-    check(limit is None, grows)
-    check(divide, "with divide=False, batch_size is already that of one rank: give batch_size")
-    size: int = per_rank * world_size()
-    return size
 
 
 def order_of(order: Any, shuffle: Any) -> Order | None:
@@ -123,15 +99,14 @@ def order_of(order: Any, shuffle: Any) -> Order | None:
     check(order is None or shuffle is None, f"order={order} and shuffle={shuffle} are given: give one of them")
     if shuffle is not None:
         return shuffled() if shuffle else in_order()
-    if order is None or isinstance(order, Order):
-        return order
-    if isinstance(order, type) and issubclass(order, Order):
-        raise TypeError(f"order is the function {order.__name__}; call it: order=ll.data.{order.__name__}(...)")
-    raise TypeError(
-        f"order is a {type(order).__name__}; expected ll.data.shuffled(), in_order(), weighted(weights), "
+    check(
+        order is None or isinstance(order, Order),
+        f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), in_order(), weighted(weights), "
         "by_length(lengths), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
-        "(epoch, generator) -> indices is given as order=ll.data.sampler(...)"
+        "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
+        TypeError,
     )
+    return cast(Order | None, order)
 
 
 def check_stream(dataset: Any, order: Order | None, limit: int | None, num_workers: int, divide: bool) -> None:
@@ -143,8 +118,9 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
         "each time (not an iterator, which can be read once only)",
         TypeError,
     )
-    own = order is None or isinstance(order, in_order)
-    check(own, f"order={order!r} is given for a stream ({kind}), whose order is its own")
+    check(
+        order is None or order.any_length, f"order={order!r} is given for a stream ({kind}), whose order is its own"
+    )
     check(
         not (num_workers and isinstance(dataset, IterDataPipe)),
         f"dataset is a DataPipe ({kind}), which cannot be divided among workers here; use num_workers=0, or an "
@@ -181,28 +157,20 @@ def check_samples(dataset: Any, collated: bool = False) -> None:
     """Raise TypeError if the columns of a dataset or its name are passed instead of the dataset.
 
     A list of tensors may also be a list of samples, unless `default_collate` could not stack them. `collated` is True
-    if a different function collates them.
+    if a different function collates them. A dict may also be read by its indices.
     """
-    text = isinstance(dataset, (str, bytes))
     check(
-        not text,
+        not isinstance(dataset, (str, bytes)),
         f"dataset is {named(dataset)}, whose samples would be characters; give the dataset itself",
         TypeError,
     )
+    columns, instead = dataset, _tensor_dataset(len(dataset)) if isinstance(dataset, (tuple, list)) else ""
     if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
         return
-    columns, instead = _possible_columns(dataset)
-    if all(map(is_column, columns)) and len({*map(len, columns)}) == 1:
+    if isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:
+        columns, instead = [*dataset.values()], "torch.utils.data.StackDataset(**columns)"
+    if instead and all(map(is_column, columns)) and len({*map(len, columns)}) == 1:
         raise TypeError(
             f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(columns[0])} samples "
             f"each, so its items would be whole columns; write make_loader({instead}, batch_size=...)"
         )
-
-
-def _possible_columns(dataset: Any) -> tuple[list[Any], str]:
-    """Possible columns in a container, and the code that makes a dataset of them."""
-    if isinstance(dataset, (tuple, list)):
-        return list(dataset), _tensor_dataset(len(dataset))
-    if isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:  # else it is read by its indices
-        return list(dataset.values()), "torch.utils.data.StackDataset(**columns)"
-    return [], ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 from looplib._core import ranks as _ranks
@@ -29,46 +27,13 @@ def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
     return split(batch, count, [low, high - low, count - high])[1], count
 
 
-def delivered(
-    read: Iterator[Any], move: Callable[[Any], Any], epoch: int, first: int, rank: int, ranks: int, *, pairs: bool
-) -> Iterator[Any]:
-    """Batches that a loader yields, moved to their device.
-
-    Args:
-        read: batches, or on several ranks, pairs (this rank's part, samples in the global batch).
-        move: moves a batch to the device.
-        epoch, first: position of the first batch.
-        rank, ranks: this rank and the number of ranks.
-        pairs: yield (part, True if it counts).
-    """
-    if ranks > 1:
-        return _parts(read, move, epoch, first, rank, ranks, pairs)
-    if pairs:
-        return ((move(batch), True) for batch in read)
-    return read if move is unchanged else (move(batch) for batch in read)
-
-
-def _parts(
-    read: Iterator[Any], move: Callable[[Any], Any], epoch: int, first: int, rank: int, ranks: int, pairs: bool
-) -> Iterator[Any]:
-    with closing(read):  # type: ignore[type-var]
-        for k, (part, count) in enumerate(read, first):
-            part = move(part)
-            yield (part, rank < count) if pairs else part if rank < count else _none_of(part, epoch, k, count, ranks)
-
-
-def _none_of(part: Any, epoch: int, k: int, count: int, ranks: int) -> Any:
-    """A batch of no samples, for a rank that has none of this batch."""
+def without_samples_of(part: Any, size: int, ranks: int) -> Any:
+    """A batch of no samples, for a rank that has none of a batch of `size` samples and holds its first one."""
     try:
         return empty_batch(part)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and a {type(part).__name__} cannot be "
-            "made without samples for the others; give drop_last=True if it is a last batch that is not full, or "
-            "another batch_size (the batches are divided among the ranks)"
+            f"a batch has {size} samples for {ranks} ranks, and a {type(part).__name__} cannot be made without samples "
+            "for the others; give drop_last=True if it is a last batch that is not full, or another batch_size (the "
+            "batches are divided among the ranks)"
         ) from error
-
-
-def unchanged(batch: Any) -> Any:
-    """Return the batch itself."""
-    return batch

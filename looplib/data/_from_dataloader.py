@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from looplib.data._orders import Order, batch_sampler, in_order, sampler, shuffled, weighted
+from looplib.data._orders import Order, batch_sampler, in_order, sampler, shuffled
 
 _OPTIONS = (
     "collate_fn",
@@ -37,16 +36,12 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _order_of(loader: DataLoader[Any], source: Any) -> Order:
     dataset: Any = loader.dataset
-    count = len(dataset) if hasattr(dataset, "__len__") else None
-    orders: dict[tuple[str, bool], Callable[[], Order]] = {  # by the sampler's name and `replacement`
-        ("SequentialSampler", False): in_order,
-        ("RandomSampler", False): shuffled,
-        ("WeightedRandomSampler", True): lambda: weighted(source.weights, source.num_samples),
-    }
-    order = orders.get((_torchs_name(source), getattr(source, "replacement", False)))
-    if order is None or len(getattr(source, "weights", source)) != count:
-        return sampler(source)
-    return order()
+    whole = hasattr(dataset, "__len__") and len(source) == len(dataset)
+    if whole and _torchs_name(source) == "SequentialSampler":
+        return in_order()
+    if whole and _torchs_name(source) == "RandomSampler" and not source.replacement:
+        return shuffled()
+    return sampler(source)
 
 
 def _torchs_name(source: Any) -> str:

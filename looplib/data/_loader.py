@@ -1,8 +1,8 @@
 """Data loaders: batches as a function of the state.
 
 The batches of an epoch are planned before anything is read (`_plan`), in an order that is a value (`_orders`). They
-are read in this process or in workers (`_samples`, `_streams`) and divided among the ranks (`_divide`). torch's
-DataLoader provides workers, pinned memory and streams.
+are read in this process or in workers (`_readers`, `_workers`) and divided among the ranks (`_divide`). torch's
+DataLoader provides workers and pinned memory.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -24,28 +25,19 @@ from looplib._core.calls import Call, Code, remember
 from looplib._core.checks import check, check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
-from looplib._core.notices import warn
-from looplib._core.provenance import note_loader, note_reading, provenance_of, warn_of_two_steps
-from looplib._core.ranks import is_alone, is_first, world_size
+from looplib._core.provenance import note_loader, note_reading, warn_of_two_steps
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
-from looplib.data._divide import delivered, rank_and_ranks, unchanged
+from looplib.data._divide import rank_and_ranks, without_samples_of
 from looplib.data._from_dataloader import settings_of
-from looplib.data._orders import Order, shuffled
+from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import Epochs
-from looplib.data._position import Restart
-from looplib.data._samples import Samples, reader_of, samples_engine
-from looplib.data._streams import Stream, Streamed, stream_engine
-from looplib.data._workers import Engines, start_worker
+from looplib.data._position import resumed
+from looplib.data._readers import reader_of
+from looplib.data._samples import Samples
+from looplib.data._streams import Stream, Streamed
+from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
-
-
-class Source(Protocol):
-    """Source that a loader reads from: `Samples` of a dataset with indices, or `Streamed`."""
-
-    def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
-        """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
-        ...
 
 
 @instances_are("loader")
@@ -71,7 +63,6 @@ class Loader:
         limit: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
         left_out: samples that `without_samples` has removed from all batches.
-        batch_size_per_rank: samples per batch and rank, if the loader was made with them.
     """
 
     dataset: Any
@@ -81,18 +72,16 @@ class Loader:
     drop_last: bool
     limit: int | None
     divide: bool
-    source: Source
+    source: Samples | Streamed
     _move: Callable[[Any], Any]
     left_out: frozenset[Any] = frozenset()
-    batch_size_per_rank: int | None = None
     call: Call | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
         self._say_if_epochs_have_no_end(state)
-        self._check_ranks(state)
         warn_of_two_steps(state)
-        note_loader(state, self._noted)
+        note_loader(state, self.description)
         return interruptible(self._batches(state, pairs=False), note_reading(state).note)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
@@ -151,36 +140,15 @@ class Loader:
             TypeError: the loader reads a stream, whose samples are not counted.
         """
         source = self.source
-        if not isinstance(source, Samples) or self.order is None:
+        if isinstance(source, Streamed):
             raise TypeError(
                 f"a loader over a stream ({type(self.dataset).__name__}) cannot continue a run that began with another "
                 "batch size within an epoch; at the end of one, there is nothing to change"
             )
-        any_size = self.order.any_batch_size and source.batched
-        given_per_rank = self.batch_size_per_rank is not None and isinstance(source.plan, Epochs)
-        per_rank = self.batch_size if given_per_rank else None
-        sizes = {loader.get("batch_size") for loader in provenance_of(state).loaders}
-        others = sizes - {self.batch_size}
-        resized = (state.batch_samples in others or sizes == others) if sizes else None
-        restart = Restart(
-            source.plan, source.length, repr(self.order), any_size, self.order.any_length, per_rank, resized
-        )
-        resumed = restart.state(state)
-        if per_rank is not None and resumed.epoch_length != state.epoch_length:
-            self._warn_of_other_steps(state.epoch_length, resumed.epoch_length)
-        return resumed
+        same_order = source.order.any_batch_size and not self.left_out
+        return resumed(state, source.plan(state.epoch), source.length, self.batch_size, source.order, same_order)
 
-    def _warn_of_other_steps(self, before: int | None, now: int | None) -> None:
-        if is_first():
-            warn(
-                f"the run continues with batches of {self.batch_size} samples, {self.batch_size_per_rank} on each rank, "
-                f"and {now} steps an epoch instead of {before}. The data continue at the next sample, and what counts "
-                "samples or epochs is not affected. Schedules, and predicates of steps, count steps, which are of another "
-                "size now. For the same steps on any number of ranks, give make_loader the batch_size of all ranks "
-                "together"
-            )
-
-    @property
+    @functools.cached_property
     def description(self) -> dict[str, str | int | bool | None]:
         """Description of everything that the batches depend on, as plain values to store with a checkpoint.
 
@@ -202,48 +170,37 @@ class Loader:
             "drop_last": self.drop_last,
             "limit": self.limit,
             "left_out": len(self.left_out),
-            **({} if self.batch_size_per_rank is None else {"batch_size_per_rank": self.batch_size_per_rank}),
             **({} if self.divide else {"divide": False}),
         }
 
-    @functools.cached_property
-    def _noted(self) -> Mapping[str, Any]:
-        return self.description
-
     def _described_order(self) -> str:
-        if self.order is None or not isinstance(self.source, Samples):
+        source = self.source
+        if isinstance(source, Streamed):
             return "stream"
-        checksum = self.order.checksum(self.source.plan)
-        return repr(self.order) if checksum is None else f"{self.order!r}, checksum {checksum:08x}"
+        if source.order.numbers is not None:
+            data = source.order.numbers.numpy().tobytes()
+        elif source.order.source is not None:
+            data = repr(source.plan(0).listed).encode()
+        else:
+            return repr(source.order)
+        return f"{source.order!r}, checksum {crc32(data):08x}"
 
     def _batches(self, state: TrainState, *, pairs: bool) -> Iterator[Any]:
         rank, ranks = rank_and_ranks(self.divide)
-        read = self.source.read(state, rank, ranks, train=not pairs)
-        return delivered(read, self._move, state.epoch, state.batch, rank, ranks, pairs=pairs)
 
-    def _check_ranks(self, state: TrainState) -> None:
-        """Raise ValueError for a batch size per rank if the number of ranks has changed in a way that cannot be right."""
-        if self.batch_size_per_rank is None or is_alone():
-            return
-        assert self.batch_size is not None
-        made_for, ranks, size = self.batch_size // self.batch_size_per_rank, world_size(), state.batch_samples
-        check(
-            made_for == ranks,
-            f"a loader with batch_size_per_rank was made for {made_for} ranks, and there are {ranks}: make it within "
-            "ll.distributed.setup()",
-        )
-        check(
-            self.order is not None or not state.batch or size in (0, self.batch_size),
-            f"the state is within epoch {state.epoch} of a stream that was read in batches of {size} samples, and this "
-            f"loader has batches of {self.batch_size}: continue with as many ranks as before, or from the end of an "
-            "epoch; with batch_size= instead, any number of ranks continues",
-        )
+        def delivered(read: tuple[Any, int]) -> Any:
+            part, counts = self._move(read[0]), rank < read[1] or ranks == 1
+            if pairs:
+                return part, counts
+            return part if counts else without_samples_of(part, read[1], ranks)
+
+        return map(delivered, self.source.read(state, rank, ranks))
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
         if state.epoch_length is not None or state.step or state.opt_state is None:
             return
-        if isinstance(self.source, Samples) and self.order is not None and not self.order.may_vary:
+        if isinstance(self.source, Samples) and not self.source.order.may_vary:
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
                 "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
@@ -251,7 +208,7 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        if not isinstance(self.source, Samples):
+        if isinstance(self.source, Streamed):
             raise TypeError(
                 f"a loader over a stream ({type(self.dataset).__name__}) has no length; leave epoch_length out "
                 "of init_state, and call state = ll.end_epoch(state) after the for loop"
@@ -272,11 +229,10 @@ class Loader:
 
 
 @explain_arguments(_arguments.check_dataset_alone)
-def make_loader(  # noqa: PLR0913 - two ways to give the batch size
+def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
     dataset: Any,
     *,
     batch_size: int | NotGiven | None = NotGiven.BATCH_SIZE,
-    batch_size_per_rank: int | None = None,
     order: Order | None = None,
     shuffle: bool | None = None,
     seed: int = 0,
@@ -311,12 +267,11 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     the whole list of a batch, under the seed of its first index, so its draws also depend on the batch size and the
     number of ranks.
 
-    To save time, `random` and numpy are seeded for each item only once an item is found to have drawn from them. The
-    loader looks after the first item of each batch and after the last. If an item in between has drawn, all but the
-    first are read again, each with its own seed, so in each process (each worker) one batch may be read twice. An item
-    that reads the state of one of these two streams without drawing, or draws and then restores it, cannot be noticed:
-    it gets what all items of its batch get and, if other items draw, this also depends on what its process has read
-    before.
+    To save time, the streams are seeded for each item only once an item is found to have drawn from them. The loader
+    looks after the first item of each batch and after the last. If an item in between has drawn, all but the first are
+    read again, each with its own seed, so each pass (in each worker) may read one batch twice. An item that reads the
+    state or the seed of a stream without drawing (`torch.initial_seed()`), or draws and then restores it, cannot be
+    noticed: it gets what all items of its batch get and, if other items draw, this also depends on what was read before.
 
     **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
     which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the
@@ -326,12 +281,12 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For evaluation, see
     `Loader.parts`.
 
-    **Batch size per rank.** With `batch_size_per_rank=8` instead of `batch_size`, the global batch has 8 samples for each
-    rank there is when the loader is made, so it grows with the number of ranks. A run may still be resumed on another
-    number, also within an epoch: `checkpoint_io(..., describe={"loader": loader})`, or `state = loader.resume(state)`,
-    continues at the same sample. (The first batch then has fewer samples if that is in the middle of one.) What counts
-    samples or epochs continues: the data, `every_n_samples`, `after_epochs`. What counts steps does not follow: a schedule
-    of 1,000 steps takes the same 1,000 steps, of a different size. A warning says so. With `batch_size`, nothing changes.
+    A batch size for each rank is `batch_size=8 * ll.distributed.world_size()`, within `ll.distributed.setup()`. The
+    batches then change with the number of ranks, so a run that continues on another number needs `Loader.resume`, and
+    within an epoch, a batch that begins at the next sample. With the same `batch_size` on any number of ranks, a run
+    always continues at the same sample.
+
+    **Memory.** The order of an epoch is a tensor of 8 bytes per sample on each rank, 8 GB for a billion samples.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is already a batch. Each rank reads
     the whole item and takes its samples from every tensor, array and list in it.
@@ -353,8 +308,6 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
             StatefulDataLoader), whose settings are used, except for its generator.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
             Required, except with `batch_sampler` and for a DataLoader.
-        batch_size_per_rank: samples per batch and rank, instead of `batch_size`. With `drop_last`, samples that do not
-            fill a rank's batch are dropped.
         order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,
             `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
         shuffle: True for `order=shuffled()`, False for `order=in_order()`.
@@ -384,16 +337,8 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        is_given = {
-            "batch_size": batch_size is not NotGiven.BATCH_SIZE,
-            "batch_size_per_rank": batch_size_per_rank is not None,
-            "order": order is not None,
-            "shuffle": shuffle is not None,
-            "drop_last": drop_last,
-            "collate_fn": collate_fn is not None,
-            **dict.fromkeys(dataloader_options, True),
-        }
-        _arguments.check_beside_dataloader(dataset, is_given)
+        given = {"batch_size": batch_size, "order": order, "shuffle": shuffle, "drop_last": drop_last or None}
+        _arguments.check_beside_dataloader(dataset, {**given, "collate_fn": collate_fn, **dataloader_options})
         settings = settings_of(dataset)
         return make_loader(dataset.dataset, seed=seed, limit=limit, device=device, divide=divide, **settings)
 
@@ -405,86 +350,47 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
         order = None
     else:
         _arguments.check_samples(dataset, collated=collate_fn is not None)
-        order = _undivided(order or shuffled(), divide)
-    per_rank = batch_size_per_rank
-    sizes = {"batch_size": batch_size} if per_rank is None else {"batch_size_per_rank": per_rank}
-    batch_size = _arguments.of_all_ranks(per_rank, batch_size, order, limit, divide)
+        order = order or shuffled()
+        if divide:
+            check_undivided(repr(order), order.source)
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
     batched = size is not None or (order is not None and order.whole_batches)
     collate = collate_fn or (default_collate if batched else default_convert)
-    move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
-    options = dataloader_options | {
-        "worker_init_fn": functools.partial(start_worker, dataloader_options.get("worker_init_fn"))
-    }
-    source: Source
+    source: Samples | Streamed
     if order is None:
-        source = _stream_source(dataset, size, seed, drop_last, collate, options, divide)
+        engines = Engines(Stream(dataset, collate, seed, size, drop_last), seed, dataloader_options)
+        source = _streamed(dataset, engines, divide)
     else:
-        keys = None if order.whole_batches else size or 1
-        draw = order.draw(dataset, size, drop_last)
-        epochs = Epochs(draw, seed, keys, drop_last, limit, order.distinct, per_rank)
-        source = _samples_source(epochs, _epoch_length(epochs, order, size), dataset, size, collate, options)
-    settings = {"order": order, "seed": seed, "drop_last": drop_last, "limit": limit, "divide": divide}
+        epochs = Epochs(order, dataset, size, seed, drop_last, limit)
+        engines = Engines(reader_of(dataset, collate, seed, size, batched=batched), seed, dataloader_options)
+        source = Samples(engines, order, epochs, _epoch_length(epochs), batched)
+    move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
+    made = Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
+    settings = {"order": None if repr(order) == "shuffled()" else order}  # the default
+    settings |= {"seed": seed, "drop_last": drop_last, "limit": limit, "divide": divide}
     settings |= {"collate_fn": collate_fn, "device": device, **dataloader_options}
-    if isinstance(order, shuffled):  # the default
-        del settings["order"]
-    made = Loader(
-        dataset, size, seed, order, drop_last, limit, divide, source, move, batch_size_per_rank=batch_size_per_rank
-    )
-    return remember(made, make_loader, Code(type(dataset).__name__), **sizes, **settings)
+    return remember(made, make_loader, Code(type(dataset).__name__), batch_size=batch_size, **settings)
 
 
-def _undivided(order: Order, divide: bool) -> Order:
-    """The order, after checking that it does not divide samples among ranks as well."""
-    if divide:
-        order.check_undivided()
-    return order
+def _streamed(dataset: Any, engines: Engines, divide: bool) -> Streamed:
+    # Workers and pin_memory read ahead of the loop.
+    keeps = engines.in_process and hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
+    fresh = copy.deepcopy(dataset.state_dict()) if keeps else None
+    return Streamed(engines, f"the stream ({type(dataset).__name__})", keeps, fresh, divide)
 
 
-def _samples_source(
-    epochs: Epochs,
-    length: int,
-    dataset: Any,
-    batch_size: int | None,
-    collate: Callable[[Any], Any],
-    options: dict[str, Any],
-) -> Samples:
-    batched = batch_size is not None or epochs.batch_size is None
-    reader = reader_of(dataset, collate, epochs.seed, batch_size, batched=batched)
-    engines = Engines(lambda: samples_engine(reader, options), epochs.seed)
-    in_process = not options.get("num_workers") and not options.get("pin_memory")
-    return Samples(
-        reader, engines, epochs, length, batched, in_process, None if epochs.per_rank is None else batch_size
-    )
-
-
-def _stream_source(
-    dataset: Any,
-    batch_size: int | None,
-    seed: int,
-    drop_last: bool,
-    collate: Callable[[Any], Any],
-    options: dict[str, Any],
-    divide: bool,
-) -> Streamed:
-    def build() -> DataLoader[Any]:
-        stream = Stream(dataset, collate, seed, batched=batch_size is not None)
-        return stream_engine(stream, batch_size, drop_last, options)
-
-    name, engines = f"the stream ({type(dataset).__name__})", Engines(build, seed)
-    keeps_position = hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
-    if not keeps_position or options.get("num_workers") or options.get("pin_memory"):  # these read ahead
-        return Streamed(engines, name)
-    return Streamed(engines, name, True, copy.deepcopy(dataset.state_dict()), divide)
-
-
-def _epoch_length(epochs: Epochs, order: Order, batch_size: int | None) -> int:
+def _epoch_length(epochs: Epochs) -> int:
     plan = epochs(0)
     check(
         plan,
-        f"an epoch has no batches: {len(plan.keys)} samples, batch_size={batch_size}, drop_last={epochs.drop_last}",
+        f"an epoch has no batches: {plan.drawn} samples, batch_size={epochs.batch_size}, drop_last={epochs.drop_last}",
     )
-    order.check_repeatable(plan, epochs)
+    check(
+        epochs.order.source is None or plan.listed == epochs(0).listed,
+        f"{epochs.order} gave two different orders when asked twice for epoch 0; it must be a function of the epoch: "
+        "draw from the global streams, from its own torch `generator` attribute, or from the generator given to a "
+        "function (epoch, generator), and keep no count",
+    )
     return len(plan)
 
 

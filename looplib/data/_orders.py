@@ -1,7 +1,7 @@
 """Sample orders: the values that `make_loader(order=...)` accepts.
 
-An order knows nothing about the dataset until a loader asks it for a function that draws an epoch. If an order does
-not support a dataset or a batch size, it raises then, when the loader is made.
+An order knows nothing about the dataset until a loader asks it for an epoch. If an order does not support a dataset or
+a batch size, it raises then. A loader asks for the first epoch when it is made.
 """
 
 from __future__ import annotations
@@ -10,23 +10,55 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from looplib._core.checks import check, check_optional_count
-from looplib.data._permutation import Computed, permutation
-from looplib.data._plan import Draw, Plan, listed, same_plan
-
-_LARGE = 1 << 24  # samples, whose order would take 128 MiB on each rank
-
 
 Sampler = Callable[[int, torch.Generator], Any] | Iterable[Any]
 
 
+class Epoch(NamedTuple):
+    """An epoch to draw.
+
+    Attributes:
+        dataset: the dataset.
+        batch_size: samples in a batch, or None if items or the order's own batches are batches.
+        drop_last: True if an incomplete last batch is dropped.
+        number: index of the epoch.
+        generator: seeded by (seed, epoch).
+    """
+
+    dataset: Any
+    batch_size: int | None
+    drop_last: bool
+    number: int
+    generator: torch.Generator
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the dataset."""
+        check(
+            hasattr(self.dataset, "__len__"),
+            f"dataset is a {type(self.dataset).__name__} without __len__; give it one, or give a sampler: "
+            "order=ll.data.sampler(...)",
+            TypeError,
+        )
+        return len(self.dataset)
+
+    def check_one_each(self, name: str, numbers: Tensor) -> None:
+        """Raise ValueError unless there is one number for each sample."""
+        check(
+            len(numbers) == self.samples,
+            f"{name} has the shape {tuple(numbers.shape)}; expected ({self.samples},), one for each of the "
+            f"{self.samples} samples",
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Order:
     """Sample order of a loader, for `make_loader(order=...)`.
 
@@ -40,42 +72,34 @@ class Order:
     Every order is a function of (seed, epoch): the loader seeds everything that the order draws.
 
     Attributes:
+        text: the code that made it.
+        draw: function that draws the samples, or the batches, of an epoch.
         shuffles: the order differs from the dataset's and was not written down by the user.
         distinct: no sample occurs twice in an epoch.
         whole_batches: the order decides the batches, not only the samples.
         any_batch_size: the samples come in the same order with any batch size.
         any_length: samples appended to the dataset do not change the order of the earlier ones.
+        may_vary: epochs may have different numbers of batches.
+        numbers: weights or lengths, of which `text` shows only the first.
+        source: what a user's order draws from.
     """
 
-    __slots__ = ()
-    shuffles: ClassVar[bool] = False
-    distinct: ClassVar[bool] = False
-    whole_batches: ClassVar[bool] = False
-    any_batch_size: ClassVar[bool] = True
-    any_length: ClassVar[bool] = False
+    text: str
+    draw: Callable[[Epoch], Any]
+    shuffles: bool = False
+    distinct: bool = False
+    whole_batches: bool = False
+    any_batch_size: bool = True
+    any_length: bool = False
+    may_vary: bool = False
+    numbers: Tensor | None = None
+    source: Any = None
 
-    @property
-    def may_vary(self) -> bool:
-        """True if epochs may have different numbers of batches."""
-        return False
-
-    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        """Return the function `(epoch, generator) -> keys` of this order for a dataset."""
-        raise NotImplementedError
-
-    def check_undivided(self) -> None:
-        """Raise ValueError if the order already gives each rank its own samples."""
-
-    def check_repeatable(self, first: Plan, plan: Callable[[int], Plan]) -> None:
-        """Raise ValueError if asking for epoch 0 again does not give the plan `first`."""
-
-    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
-        """Checksum of what the repr leaves out, such as all but the first weights; None if the repr is complete."""
-        return None
+    def __repr__(self) -> str:
+        return self.text
 
 
-@dataclass(frozen=True, slots=True)
-class shuffled(Order):
+def shuffled() -> Order:
     """Shuffling: a random permutation of the dataset in each epoch. The default for datasets with a length.
 
     >>> import looplib as ll
@@ -83,22 +107,16 @@ class shuffled(Order):
     >>> loader.order
     shuffled()
 
-    Up to 2**24 samples, it is `torch.randperm`, held in memory. For more samples, each index is computed when its
-    batch is read: a billion samples take no memory, and a run resumes at any batch at once.
+    It is `torch.randperm`, which each rank holds in memory: 8 bytes per sample.
     """
 
-    shuffles = True
-    distinct = True
+    def draw(epoch: Epoch) -> Tensor:
+        return torch.randperm(epoch.samples, generator=epoch.generator)
 
-    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        count = _length_of(dataset)
-        if count > _LARGE:
-            return lambda epoch, generator: permutation(count, generator)
-        return lambda epoch, generator: torch.randperm(count, generator=generator)
+    return Order("shuffled()", draw, shuffles=True, distinct=True)
 
 
-@dataclass(frozen=True, slots=True)
-class in_order(Order):
+def in_order() -> Order:
     """Sequential order: the dataset's own, for evaluation.
 
     >>> import looplib as ll
@@ -108,19 +126,10 @@ class in_order(Order):
 
     It is the only order that a stream accepts.
     """
-
-    distinct = True
-    any_length = True
-
-    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        count = _length_of(dataset)
-        if count > _LARGE:
-            return lambda epoch, generator: Computed(count, lambda positions: positions)
-        return lambda epoch, generator: torch.arange(count)
+    return Order("in_order()", lambda epoch: torch.arange(epoch.samples), distinct=True, any_length=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
-class weighted(Order):
+def weighted(weights: Sequence[float] | Tensor, num_samples: int | None = None) -> Order:
     """Weighted random sampling with replacement, as by torch's WeightedRandomSampler.
 
     >>> import looplib as ll
@@ -139,39 +148,22 @@ class weighted(Order):
         ValueError: weights are negative, not finite or all 0; `num_samples` is below 1; or, from `make_loader`, the
             number of weights is not the number of samples.
     """
+    check_optional_count("num_samples", num_samples, advice="expected an int of at least 1")
+    numbers = _numbers("weights", weights)
+    bounds = numbers.cumsum(0)  # since torch.multinomial supports at most 2**24 weights
 
-    weights: Tensor
-    num_samples: int | None
-    shuffles = True
+    def draw(epoch: Epoch) -> Tensor:
+        epoch.check_one_each("weights", numbers)
+        count = num_samples or epoch.samples
+        # The largest value of rand, 1 - 2**-53, times the total still rounds to less than the total.
+        points = torch.rand(count, dtype=torch.float64, generator=epoch.generator) * bounds[-1]
+        return torch.searchsorted(bounds, points, right=True)
 
-    def __init__(self, weights: Sequence[float] | Tensor, num_samples: int | None = None) -> None:
-        check_optional_count("num_samples", num_samples, advice="expected an int of at least 1")
-        object.__setattr__(self, "weights", _numbers("weights", weights))
-        object.__setattr__(self, "num_samples", num_samples)
-
-    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        _check_one_each("weights", self.weights, dataset)
-        count = self.num_samples or len(dataset)
-        # Use cumulative weights, since torch.multinomial supports at most 2**24 of them.
-        bounds = self.weights.cumsum(0)
-
-        def draw(epoch: int, generator: torch.Generator) -> Tensor:
-            # The largest value of rand, 1 - 2**-53, times the total still rounds to less than the total.
-            points = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
-            return torch.searchsorted(bounds, points, right=True)
-
-        return draw
-
-    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
-        return _checksum(self.weights)
-
-    def __repr__(self) -> str:
-        count = "" if self.num_samples is None else f", num_samples={self.num_samples}"
-        return f"weighted({_shown(self.weights)}{count})"
+    count = "" if num_samples is None else f", num_samples={num_samples}"
+    return Order(f"weighted({_shown(numbers[:7].tolist())}{count})", draw, shuffles=True, numbers=numbers)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
-class by_length(Order):
+def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Order:
     """Length grouping (bucketing): random batches of samples with similar lengths, to reduce padding.
 
     >>> import looplib as ll
@@ -197,44 +189,26 @@ class by_length(Order):
         ValueError: lengths are negative, not finite or all 0; `pool` is below 1; or, from `make_loader`, the number
             of lengths is not the number of samples, or there is no `batch_size`.
     """
+    check_optional_count("pool", pool, advice="expected a number of batches, an int of at least 1")
+    numbers = _numbers("lengths", lengths)
 
-    lengths: Tensor
-    pool: int | None
-    shuffles = True
-    distinct = True
-    any_batch_size = False
-
-    def __init__(self, lengths: Sequence[float] | Tensor, pool: int | None = None) -> None:
-        check_optional_count("pool", pool, advice="expected a number of batches, an int of at least 1")
-        object.__setattr__(self, "lengths", _numbers("lengths", lengths))
-        object.__setattr__(self, "pool", pool)
-
-    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        if batch_size is None:
+    def draw(epoch: Epoch) -> Tensor:
+        if epoch.batch_size is None:
             raise ValueError("order=by_length(...) needs a batch_size, to make batches of similar lengths")
-        _check_one_each("lengths", self.lengths, dataset)
-        lengths, count, size = self.lengths, len(self.lengths), batch_size
-        pool_size = size * (self.pool or max(1, min(50, count // (4 * size))))
+        epoch.check_one_each("lengths", numbers)
+        count, size = len(numbers), epoch.batch_size
+        keys = torch.randperm(count, generator=epoch.generator)
+        if epoch.drop_last:  # drop before the sort: afterwards the longest samples would be dropped
+            keys = keys[: count - count % size]
+        pools = torch.arange(len(keys)) // (size * (pool or max(1, min(50, count // (4 * size)))))
+        order = numbers[keys].argsort(stable=True)
+        keys = keys[order][pools[order].argsort(stable=True)]
+        full = len(keys) // size
+        batches = keys[: full * size].view(full, size)[torch.randperm(full, generator=epoch.generator)]
+        return _longest_first(batches, keys[full * size :], numbers)
 
-        def draw(epoch: int, generator: torch.Generator) -> Tensor:
-            keys = torch.randperm(count, generator=generator)
-            if drop_last:  # drop before the sort: afterwards the longest samples would be dropped
-                keys = keys[: count - count % size]
-            pools = torch.arange(len(keys)) // pool_size
-            order = lengths[keys].argsort(stable=True)
-            keys = keys[order][pools[order].argsort(stable=True)]
-            full = len(keys) // size
-            batches = keys[: full * size].view(full, size)[torch.randperm(full, generator=generator)]
-            return _longest_first(batches, keys[full * size :], lengths)
-
-        return draw
-
-    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
-        return _checksum(self.lengths)
-
-    def __repr__(self) -> str:
-        pool = "" if self.pool is None else f", pool={self.pool}"
-        return f"by_length({_shown(self.lengths)}{pool})"
+    text = f"by_length({_shown(numbers[:7].tolist())}{'' if pool is None else f', pool={pool}'})"
+    return Order(text, draw, shuffles=True, distinct=True, any_batch_size=False, numbers=numbers)
 
 
 def _longest_first(batches: Tensor, rest: Tensor, lengths: Tensor) -> Tensor:
@@ -248,8 +222,7 @@ def _longest_first(batches: Tensor, rest: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([batches.flatten(), rest])
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class sampler(Order):
+def sampler(source: Sampler) -> Order:
     """Custom sample order: a function of the epoch and a generator, or a torch Sampler.
 
     >>> import looplib as ll, torch
@@ -270,52 +243,11 @@ class sampler(Order):
         ValueError: from `make_loader`, if `source` gives two different orders for one epoch, or divides the samples
             among ranks itself (DistributedSampler).
     """
-
-    source: Sampler
-
-    def __post_init__(self) -> None:
-        source, title = self.source, f"{type(self).__name__} got a {type(self.source).__name__}"
-        advice = "give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
-        endless = isinstance(source, Iterator) or (isinstance(source, Iterable) and not hasattr(source, "__len__"))
-        no_length = f"{title}, which has no __len__ and so may never end or be read once only; {advice}"
-        check(not endless, no_length, TypeError)
-        check(isinstance(source, Iterable) or callable(source), f"{title}; {advice}", TypeError)
-
-    @property
-    def may_vary(self) -> bool:
-        return not isinstance(self.source, Sequence if self.whole_batches else Iterable)  # these have one length
-
-    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        return _seeded(self.source)
-
-    def check_undivided(self) -> None:
-        check_undivided(type(self).__name__, self.source)
-
-    def check_repeatable(self, first: Plan, plan: Callable[[int], Plan]) -> None:
-        check(
-            same_plan(first, plan(0)),
-            f"{type(self).__name__} gave two different orders when asked twice for epoch 0; it must be a function of "
-            "the epoch: draw from the global streams, from its own torch `generator` attribute, or from the generator "
-            "given to a function (epoch, generator), and keep no count",
-        )
-
-    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
-        first = plan(0)
-        return crc32(repr((listed(first.keys), list(first.ends))).encode())
-
-    def __repr__(self) -> str:
-        source = self.source
-        if not isinstance(source, Iterable):
-            text = getattr(source, "__qualname__", type(source).__name__)
-        elif isinstance(source, (list, tuple, range)):
-            text = repr(source) if len(source) <= _SHOWN else f"[{', '.join(map(repr, source[:_SHOWN]))}, ...]"
-        else:
-            text = f"{type(source).__name__}(...)"
-        return f"{type(self).__name__}({text})"
+    varies = not isinstance(source, Iterable)  # an iterable has one length
+    return Order(_text_of("sampler", source), _draw_of(source), may_vary=varies, source=source)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class batch_sampler(sampler):
+def batch_sampler(source: Sampler) -> Order:
     """Custom batches: like `sampler`, but each element is the list of indices of one batch.
 
     >>> import looplib as ll
@@ -329,9 +261,48 @@ class batch_sampler(sampler):
     Args:
         source: as for `sampler`, but of lists of indices.
     """
+    text, draw, varies = _text_of("batch_sampler", source), _draw_of(source), not isinstance(source, Sequence)
+    return Order(text, draw, may_vary=varies, whole_batches=True, any_batch_size=False, source=source)
 
-    whole_batches = True
-    any_batch_size = False
+
+def _text_of(name: str, source: Any) -> str:
+    """The code that made a user's order. Raises TypeError for a source that does not have an order for each epoch."""
+    advice = "give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
+    title, iterable = f"{name} got a {type(source).__name__}", isinstance(source, Iterable)
+    check(
+        not iterable or (hasattr(source, "__len__") and not isinstance(source, Iterator)),
+        f"{title}, which has no __len__ and so may never end or be read once only; {advice}",
+        TypeError,
+    )
+    check(iterable or callable(source), f"{title}; {advice}", TypeError)
+    if isinstance(source, (list, tuple, range)):
+        return f"{name}({_shown(source)})"
+    kind = type(source).__name__
+    return f"{name}({kind}(...))" if iterable else f"{name}({getattr(source, '__qualname__', kind)})"
+
+
+def _draw_of(source: Any) -> Callable[[Epoch], Any]:
+    if isinstance(source, Iterable):
+        return partial(_listed_once, source)
+    return lambda epoch: source(epoch.number, epoch.generator)
+
+
+def _listed_once(source: Any, epoch: Epoch) -> list[Any]:
+    """The elements of an iterable, which draws from the global streams, seeded for the epoch, or from generators.
+
+    Torch generators that it or its inner samplers hold are seeded here, and restored.
+    """
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch.number)
+    held = [getattr(part, "generator", None) for part in _with_inner(source)]
+    states = [(own, own.get_state()) for own in held if isinstance(own, torch.Generator)]
+    for own, _ in states:
+        own.set_state(epoch.generator.get_state())
+    try:
+        return list(source)
+    finally:
+        for own, state in states:
+            own.set_state(state)
 
 
 def check_undivided(title: str, source: Any) -> None:
@@ -352,39 +323,6 @@ def _with_inner(source: Any) -> Iterator[Any]:
         source = getattr(source, "sampler", None)
 
 
-def _seeded(source: Sampler) -> Draw:
-    """Turn a user's order into a function of (epoch, generator).
-
-    An iterable draws from the global streams, which are already seeded at this point, or from torch generators that
-    it or its inner samplers hold, which are seeded here.
-    """
-    return partial(_drawn, source) if isinstance(source, Iterable) else source
-
-
-def _drawn(source: Any, epoch: int, generator: torch.Generator) -> list[Any]:
-    if hasattr(source, "set_epoch"):
-        source.set_epoch(epoch)
-    held = [getattr(part, "generator", None) for part in _with_inner(source)]
-    states = [(own, own.get_state()) for own in held if isinstance(own, torch.Generator)]
-    for own, _ in states:
-        own.set_state(generator.get_state())
-    try:
-        return list(source)
-    finally:
-        for own, state in states:
-            own.set_state(state)
-
-
-def _length_of(dataset: Any) -> int:
-    check(
-        hasattr(dataset, "__len__"),
-        f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler: "
-        "order=ll.data.sampler(...)",
-        TypeError,
-    )
-    return len(dataset)
-
-
 def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
     numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     listed = numbers.dim() == 1 and len(numbers)
@@ -397,21 +335,7 @@ def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
     return numbers.clone()  # copied, so that a later change of the user's array does not change the order
 
 
-def _check_one_each(name: str, numbers: Tensor, dataset: Any) -> None:
-    count = _length_of(dataset)
-    shape = tuple(numbers.shape)
-    check(
-        shape == (count,), f"{name} has the shape {shape}; expected ({count},), one for each of the {count} samples"
-    )
-
-
-def _checksum(numbers: Tensor) -> int:
-    return crc32(numbers.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-_SHOWN = 6  # numbers shown in a repr
-
-
-def _shown(numbers: Tensor) -> str:
-    texts = [repr(int(number) if number.is_integer() else number) for number in numbers[:_SHOWN].tolist()]
-    return f"[{', '.join(texts)}{', ...' if len(numbers) > _SHOWN else ''}]"
+def _shown(values: Sequence[Any]) -> str:
+    """The first six values as code."""
+    first = [repr(int(value) if isinstance(value, float) and value.is_integer() else value) for value in values[:6]]
+    return f"[{', '.join(first)}{', ...' if len(values) > 6 else ''}]"

@@ -7,8 +7,8 @@ are the same for any number of either, and a run can start at any batch without 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, compress, islice
 from typing import Any
 from zlib import crc32
@@ -18,10 +18,8 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib.data._permutation import Computed
+from looplib.data._orders import Epoch, Order
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
-
-Draw = Callable[[int, torch.Generator], Any]  # (epoch, generator) -> the epoch's keys, or its batches of keys
 
 
 def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -41,37 +39,31 @@ class Plan:
     """Global batches of one epoch, as keys of the dataset.
 
     Attributes:
-        keys: every sample of the epoch in order: int64 of shape (samples,), a list if keys are not ints, or for very
-            large datasets a function.
+        keys: every sample of the epoch in order: int64 of shape (samples,), or a list if keys are not ints.
         ends: index in `keys` at which each batch ends; the last one may lie beyond the end.
         visits: (samples,) number of earlier occurrences of that key in the epoch; None if all are distinct.
-        read: index of a batch, and the number of its first samples that a run with another batch size has read.
+        drawn: number of samples that the order has drawn, of which `drop_last` and `limit` leave out the last.
     """
 
-    keys: Tensor | list[Any] | Computed
+    keys: Tensor | list[Any]
     ends: Sequence[int]
     visits: Tensor | None
-    read: tuple[int, int] = (0, 0)
+    drawn: int
 
     def __len__(self) -> int:
         return len(self.ends)
 
+    def size(self, k: int) -> int:
+        """Number of samples in a batch."""
+        return min(self.ends[k], len(self.keys)) - self._start(k)
+
     def part(self, k: int, rank: int = 0, ranks: int = 1) -> slice:
         """Positions of one rank's part of a batch."""
-        first = self._start(k)
         low, high = own_rows(self.size(k), rank, ranks)
-        return slice(first + low, first + high)
-
-    def numbers(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Of the samples at these positions: a number for each key, and the number of its earlier occurrences."""
-        keys = self.keys[part]
-        numbers = keys if isinstance(keys, Tensor) else _numbers_of(keys)
-        return numbers, None if self.visits is None else self.visits[part]
+        return slice(self._start(k) + low, self._start(k) + high)
 
     def without(self, keys: Collection[Any]) -> Plan:
         """The same batches without these keys. A batch that would be empty takes a key from its neighbors."""
-        if isinstance(self.keys, Computed):  # takes the memory of all keys
-            return replace(self, keys=self.keys[:]).without(keys)
         if isinstance(self.keys, Tensor):
             kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
             left: Tensor | list[Any] = self.keys[kept]
@@ -83,15 +75,15 @@ class Plan:
         batches = torch.arange(len(ends))
         most = ends[-1] - batches.flip(0)  # leaves at least one for each of the following batches
         ends = torch.minimum((ends - batches).clamp_(min=1).cummax(0).values + batches, most)
-        return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept])
+        return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept], self.drawn)
 
-    def size(self, k: int) -> int:
-        """Number of samples in a batch."""
-        return min(self.ends[k], len(self.keys)) - self._start(k)
+    @property
+    def listed(self) -> tuple[list[Any], list[int]]:
+        """Keys and ends as lists, to compare."""
+        return listed(self.keys), [*self.ends]
 
     def _start(self, k: int) -> int:
-        batch, read = self.read
-        return (self.ends[k - 1] if k else 0) + (read if k == batch else 0)
+        return self.ends[k - 1] if k else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,57 +91,36 @@ class Epochs:
     """Plans of all epochs: `epochs(epoch)` returns the plan of one, without reading the dataset.
 
     Attributes:
-        draw: `(epoch, generator) -> keys`.
-        seed: seed of the generator and the global streams, together with the epoch.
-        batch_size: keys in a batch, or None if `draw` returns whole batches of keys.
+        order: draws the keys of an epoch, or its batches of keys.
+        dataset: the dataset.
+        batch_size: keys in a batch; None if each batch has one key, or if the order decides.
+        seed: seed of the order's generator and the global streams, together with the epoch.
         drop_last: drop an incomplete last batch.
         limit: number of batches after which an epoch ends, or None for all.
-        distinct: `draw` gives no key twice in an epoch.
-        per_rank: samples per batch and rank, if they are given. An epoch then has the same samples on any number of ranks:
-            `drop_last` drops those that do not fill a rank's batch.
     """
 
-    draw: Draw
-    seed: int
+    order: Order
+    dataset: Any
     batch_size: int | None
+    seed: int
     drop_last: bool
     limit: int | None
-    distinct: bool
-    per_rank: int | None = None
 
     def __call__(self, epoch: int) -> Plan:
         generator = torch.Generator().manual_seed(mix(ORDER, self.seed, epoch))
+        ends: Sequence[int]
         with kept_streams():
             seed_streams(mix(ORDER, self.seed, epoch, 1))
-            drawn = self.draw(epoch, generator)
-            ends: Sequence[int]
-            if self.batch_size is None:
+            drawn = self.order.draw(Epoch(self.dataset, self.batch_size, self.drop_last, epoch, generator))
+            if self.order.whole_batches:
                 batches = [list(listed(batch)) for batch in islice(drawn, self.limit)]
                 keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
             else:
-                keys, ends = self._in_batches(_as_keys(drawn), self.batch_size)
-        return Plan(keys, ends, None if self.distinct else _visits(keys))
-
-    def _in_batches(
-        self, keys: Tensor | list[Any] | Computed, size: int
-    ) -> tuple[Tensor | list[Any] | Computed, Sequence[int]]:
-        """The keys of an epoch, and the ends of its batches of this size."""
-        if self.per_rank and self.drop_last:
-            keys = keys[: len(keys) // self.per_rank * self.per_rank]
-        whole_batches = self.drop_last and not self.per_rank
-        ends = range(size, len(keys) + (1 if whole_batches else size), size)[: self.limit]
-        if not isinstance(keys, Computed):
-            keys = keys[: ends[-1]] if ends else keys
-        return keys, ends
-
-    def samples(self, epoch: int) -> int:
-        """Number of samples that the order draws for an epoch, before `limit`, and `drop_last` unless it is per rank."""
-        return len(replace(self, drop_last=self.drop_last and self.per_rank is not None, limit=None)(epoch).keys)
-
-
-def same_plan(one: Plan, other: Plan) -> bool:
-    """True if two plans have the same batches."""
-    return listed(one.keys) == listed(other.keys) and list(one.ends) == list(other.ends)
+                keys, size = _as_keys(drawn), self.batch_size or 1
+                ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.limit]
+        count = len(keys)
+        keys = keys[: ends[-1]] if ends else keys
+        return Plan(keys, ends, None if self.order.distinct else _visits(keys), count)
 
 
 def listed(values: Any) -> Any:
@@ -157,21 +128,15 @@ def listed(values: Any) -> Any:
     return values.tolist() if isinstance(values, Tensor) else values
 
 
-def _numbers_of(keys: list[Any]) -> Tensor:
-    """Numbers to seed the draws of these samples with."""
-    return torch.tensor([_number_of(key) for key in keys], dtype=torch.int64)
-
-
-def _number_of(key: Any) -> int:
+def number_of(key: Any) -> int:
+    """A number to seed the draws of a sample with."""
     try:
         return operator.index(key)
     except TypeError:
         return crc32(repr(key).encode())
 
 
-def _as_keys(drawn: Iterable[Any] | Tensor | Computed) -> Tensor | list[Any] | Computed:
-    if isinstance(drawn, Computed):
-        return drawn
+def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
     if isinstance(drawn, Tensor):
         check(
             drawn.dim() == 1 and not drawn.is_floating_point() and drawn.dtype != torch.bool,
@@ -187,9 +152,8 @@ def _as_keys(drawn: Iterable[Any] | Tensor | Computed) -> Tensor | list[Any] | C
         return keys
 
 
-def _visits(keys: Tensor | list[Any] | Computed) -> Tensor:
-    assert not isinstance(keys, Computed), "its keys are distinct"
-    numbers = keys if isinstance(keys, Tensor) else _numbers_of(keys)
+def _visits(keys: Tensor | list[Any]) -> Tensor:
+    numbers = keys if isinstance(keys, Tensor) else torch.tensor([*map(number_of, keys)], dtype=torch.int64)
     ranked, positions = numbers.sort(stable=True)
     visits = torch.empty_like(positions)
     visits[positions] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)

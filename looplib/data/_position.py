@@ -1,16 +1,24 @@
-"""Loader positions: the batch of a loader that a state is at."""
+"""Positions in the data: the batch that a state is at, for any loader, batch size or stream.
+
+A dataset with indices needs the state's counts alone. A stream that can continue somewhere says where, in
+`state.extra`.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.mappings import fields_of
-from looplib.data._plan import Epochs, Plan
-from looplib.types import TrainState
+from looplib._core.collective import together_with_data
+from looplib._core.provenance import provenance_of
+from looplib._core.ranks import rank, world_size
+from looplib.data._orders import Order
+from looplib.data._plan import Plan
+from looplib.types import TrainState, check_state
+
+KEY = "stream"  # of `state.extra`
 
 
 def check_position(state: TrainState, count: int, length: int) -> None:
@@ -45,144 +53,157 @@ def check_position(state: TrainState, count: int, length: int) -> None:
     )
 
 
-def read_of_next(state: TrainState, batch_size: int, samples: int) -> int:
-    """Number of samples of the next batch that a run with another batch size has read, as `Restart` leaves them.
+def resumed(
+    state: TrainState, plan: Plan, length: int, batch_size: int | None, order: Order, same_order: bool
+) -> TrainState:
+    """The state at the same sample, with its position and `epoch_length` counted in a loader's batches.
 
-    Such a state has that number as `batch_samples`, and its `samples` agree: both are needed, so that a smaller batch
-    that happens to come last is not taken for it.
+    Args:
+        state: a state whose run used another loader, or this one.
+        plan: the loader's plan of the state's epoch.
+        length: batches in an epoch of the loader.
+        batch_size: samples in a batch of the loader; None if that varies.
+        order: order of the samples.
+        same_order: True if the samples come in the same order in batches of another size.
     """
-    read = state.samples - state.epoch * samples - state.batch * batch_size
-    return read if 0 < read < batch_size and read == state.batch_samples else 0
-
-
-def _at(state: TrainState, **position: int) -> TrainState:
-    """The state at this position: itself, if it is there."""
-    return state if fields_of(state, position) == position else state.replace(**position)
-
-
-def _agrees(batches: int, length: int, consumed: int, count: int) -> bool:
-    """True if so many of an epoch's batches, of any one size, may end at, or before, the samples that were consumed."""
-    return (
-        0 <= consumed < count
-        and batches * count <= consumed * length
-        and consumed * (length - 1) < count * (batches + 1)
-    )
-
-
-def _batches_of(plan: Epochs, epoch: int, size: int) -> int:
-    """Number of batches of this size in an epoch."""
-    count = plan.samples(epoch)
-    batches = count // size if plan.drop_last else -(-count // size)
-    return min(batches, plan.limit or batches)
-
-
-@dataclass(frozen=True, eq=False)
-class Restart:
-    """Facts about a loader that are needed to continue a run with a different batch size or dataset.
-
-    Attributes:
-        plan: function that returns the plan of an epoch.
-        length: batches in an epoch.
-        name: name of the order in errors.
-        any_batch_size: the samples come in the same order with any batch size.
-        any_length: appended samples do not change the order of the earlier ones.
-        per_rank: samples per batch, if they are given per rank. Every epoch has the same number of samples then, and the
-            position in it follows from the samples of the whole run.
-        resized: True if the state knows that its run had a loader with another batch size; None if it knows no loader.
-    """
-
-    plan: Callable[[int], Plan]
-    length: int
-    name: str
-    any_batch_size: bool
-    any_length: bool
-    per_rank: int | None = None
-    resized: bool | None = None
-
-    def state(self, state: TrainState) -> TrainState:
-        """The state at the same sample, with its position and `epoch_length` counted in this loader's batches."""
-        if self.per_rank is not None:
-            return self._at_sample(state, self.per_rank)
-        if state.batch == 0:
-            return state.replace(epoch_length=self.length)
-        plan = self.plan(state.epoch)
-        if state.epoch_length == self.length and not self._had_another_batch_size(state, plan):
-            return state
-        consumed = self._consumed(state)
-        last = bisect_left(plan.ends, min(consumed, plan.ends[-1]))
-        self._check(
-            state,
-            consumed >= plan.ends[last],
-            f"{consumed} samples of epoch {state.epoch} have been read, and no batch begins there",
-        )
-        if (batch := last + 1) == len(plan):
-            return state.replace(epoch=state.epoch + 1, batch=0, epoch_length=self.length)
-        return state.replace(batch=batch, epoch_length=self.length)
-
-    def _at_sample(self, state: TrainState, size: int) -> TrainState:
-        """The state at the same sample of the epoch, which may lie within a batch of this loader."""
-        assert isinstance(self.plan, Epochs)
-        count, length = self.plan.samples(state.epoch), state.epoch_length
-        consumed = state.samples - state.epoch * count
-        if length is None or not _agrees(state.batch, length, consumed, count):
-            self._check(
-                state,
-                length == self.length or state.batch == 0,  # such as after a step that counts tokens
-                f"{state.samples} samples of the run do not say which of the {count} samples of epoch {state.epoch} have "
-                "been read",
-            )
-            return _at(state, epoch_length=self.length)
-        batch, read = divmod(consumed, size)
-        return _at(state, batch=batch, epoch_length=self.length, batch_samples=read or state.batch_samples)
-
-    def _had_another_batch_size(self, state: TrainState, plan: Plan) -> bool:
-        """True if batches of a different size were read, although the epoch has as many batches as now.
-
-        An example is 9 samples in batches of 4 or of 3. If the last batch differs in size for another reason, such as
-        a `collate_fn` that drops samples, that size does not lead to the same number of batches.
-        """
-        size = state.batch_samples
-        if size == plan.size(state.batch - 1):
-            return False
-        if self.resized is not None:
-            return self.resized
-        if size < 1 or not isinstance(self.plan, Epochs) or self.plan.batch_size is None:
-            return False
-        if state.epoch == 0 and state.batch * size != state.samples:
-            return False
-        return self.length == _batches_of(self.plan, state.epoch, size)
-
-    def _consumed(self, state: TrainState) -> int:
-        """Number of samples read in the state's epoch, if they are the first samples of this loader's epoch too."""
-        size, old_length = state.batch_samples, state.epoch_length
-        consumed = state.batch * size
-        plan: Any = self.plan
-        self._check(
-            state,
-            self.any_batch_size and isinstance(plan, Epochs),
-            f"{self.name} puts the samples into another order with another batch_size or dataset",
-        )
-        self._check(
-            state,
-            size > 0 and old_length is not None and (state.epoch > 0 or consumed == state.samples),
-            f"its counts (batch={state.batch}, epoch_length={old_length}, samples={state.samples}, "
-            f"batch_samples={size}) do not say which samples of epoch {state.epoch} have been read",
-        )
-        count = plan.samples(state.epoch)
-        same_data = self.any_length or old_length in (count // size, -(-count // size))
-        self._check(
-            state,
-            same_data and consumed <= count,
+    if state.batch == 0:
+        return state.replace(epoch_length=length)
+    if state.epoch_length == length and not _had_another_batch_size(state, plan, batch_size):
+        return state
+    epoch, size, old_length = state.epoch, state.batch_samples, state.epoch_length
+    consumed, count = state.batch * size, plan.drawn
+    counts = f"batch={state.batch}, epoch_length={old_length}, samples={state.samples}, batch_samples={size}"
+    batch, rest = divmod(consumed, batch_size or 1)
+    for holds, reason in (
+        (same_order and batch_size, f"{order} has other batches with another batch_size or dataset"),
+        (
+            size and old_length and (epoch or consumed == state.samples),
+            f"its counts ({counts}) do not say which samples of epoch {epoch} have been read",
+        ),
+        (
+            consumed <= count
+            and (order.any_length or old_length in (count // (size or 1), -(-count // (size or 1)))),
             f"{old_length} batches of {size} samples are not an epoch of the {count} samples that the loader has now, "
-            f"and {self.name} puts another dataset into another order",
-        )
-        return consumed
-
-    def _check(self, state: TrainState, holds: bool, reason: str) -> None:
+            f"and {order} puts another dataset into another order",
+        ),
+        (
+            not rest or batch >= length,
+            f"{consumed} samples have been read, and no batch of {batch_size} begins there",
+        ),
+    ):
         check(
             holds,
-            f"cannot continue within epoch {state.epoch} at batch {state.batch} of {state.epoch_length}: {reason}. "
-            "Finish this epoch with the batch_size and the dataset that it began with; or leave out the rest of it, "
-            "which keeps the weights, the optimizer's state, the step and the schedules: "
-            f"state.replace(epoch={state.epoch + 1}, batch=0, epoch_length={self.length})",
+            f"cannot continue within epoch {epoch} at batch {state.batch} of {old_length}: {reason}. Finish this epoch "
+            "with the batch_size and the dataset that it began with, on any number of ranks; or leave out the rest of "
+            "it, which keeps the weights, the optimizer's state, the step and the schedules: "
+            f"state.replace(epoch={epoch + 1}, batch=0, epoch_length={length})",
         )
+    if batch >= length:
+        return state.replace(epoch=epoch + 1, batch=0, epoch_length=length)
+    return state.replace(batch=batch, epoch_length=length)
+
+
+def _had_another_batch_size(state: TrainState, plan: Plan, batch_size: int | None) -> bool:
+    """True if batches of a different size were read, although the epoch has as many batches as now.
+
+    An example is 9 samples in batches of 4 or of 3. The state knows the loaders of its run. If it knows none, the
+    samples of its last batch decide.
+    """
+    if state.batch <= len(plan) and state.batch_samples in (0, plan.size(state.batch - 1)):
+        return False
+    sizes = {loader.get("batch_size") for loader in provenance_of(state).loaders}
+    others = sizes - {batch_size}
+    return not sizes or state.batch_samples in others or sizes == others
+
+
+def with_position(loader: Any, state: TrainState) -> TrainState:
+    """Keep the position of a stream in the state, for a dataset that has `state_dict` and `load_state_dict`.
+
+    >>> import looplib as ll
+    >>> class Numbers:
+    ...     at = 0
+    ...     def __iter__(self):
+    ...         while self.at < 8:
+    ...             self.at += 1
+    ...             yield self.at
+    ...     def state_dict(self):
+    ...         return {"at": self.at}
+    ...     def load_state_dict(self, saved):
+    ...         self.at = saved["at"]
+    >>> loader = ll.make_loader(Numbers(), batch_size=2)
+    >>> state = ll.TrainState(extra={"stream": ""})
+    >>> batches = loader(state)
+    >>> next(batches)
+    tensor([1, 2])
+    >>> state = ll.data.with_position(loader, state.replace(batch=1))
+    >>> state.extra["stream"]
+    '{"epoch": 0, "batch": 1, "ranks": [{"at": 2}]}'
+    >>> next(loader(state))
+    tensor([3, 4])
+
+    Without it, a resumed run reads the batches before `state.batch` again and skips them, which takes long for a large
+    stream. With it, `loader(state)` hands the stored position to the dataset and continues there. Streams of Hugging Face
+    `datasets` have these methods. Create the state with `extra={"stream": ""}`, and call this before each save:
+
+        ckpt.save(ll.data.with_position(loader, state))
+
+    The position is a line of JSON in `state.extra["stream"]`, with the epoch and batch that it belongs to. At any other
+    batch it is ignored. On several ranks that read streams of their own (`divide=False`, such as
+    `split_dataset_by_node`), all ranks call this together, and as many ranks continue.
+
+    What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples, so
+    the resumed run never sees those that were in the buffer in this epoch. Shuffle the shards alone
+    (`dataset.shuffle(buffer_size=1)`), or save without `with_position`. Draws from the global random streams
+    (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
+
+    Args:
+        loader: a loader over a stream, with `num_workers=0`.
+        state: the state after the last batch that this loader has yielded.
+
+    Raises:
+        TypeError: the dataset is no stream with `state_dict` and `load_state_dict`, `num_workers` is above 0, the position
+            is no JSON, or `state.extra` is not a dict.
+        ValueError: the loader has yielded more or fewer batches than the state has seen.
+    """
+    check_state(state, "ll.data.with_position(loader, state)")
+    dataset, source = loader.dataset, loader.source
+    check(
+        getattr(source, "keeps_position", False),
+        f"{type(dataset).__name__} is no stream with state_dict and load_state_dict, or is read by workers, which are "
+        "ahead of the loop: give such a stream, with num_workers=0, or save without with_position, and a resumed run "
+        "reads past what was seen",
+        TypeError,
+    )
+    extra = {} if state.extra is None else state.extra
+    check(
+        isinstance(extra, Mapping),
+        f"state.extra is a {type(extra).__name__}; give a dict to add {KEY!r} to",
+        TypeError,
+    )
+    text = ""
+    if state.batch:
+        epoch, batch = source.yielded
+        check(
+            (epoch, batch) == (state.epoch, state.batch),
+            f"the state is at batch {state.batch} of epoch {state.epoch}, and the loader has yielded {batch} of epoch "
+            f"{epoch}: call with_position between two batches, with the newest state",
+        )
+        own = dataset.state_dict()
+        ranks = [own] if loader.divide else together_with_data().gather(own)
+        text = json.dumps({"epoch": epoch, "batch": batch, "ranks": ranks})
+    return state.replace(extra={**extra, KEY: text})
+
+
+def stored_position(state: TrainState, name: str, divide: bool) -> Any:
+    """The position that `with_position` has kept of a stream of this name, if it is that of the state's batch."""
+    text = state.extra.get(KEY) if isinstance(state.extra, Mapping) else None
+    saved = json.loads(text) if text else {}
+    if (saved.get("epoch"), saved.get("batch")) != (state.epoch, state.batch):
+        return None
+    ranks = saved["ranks"]
+    check(
+        divide or len(ranks) == world_size(),
+        f"{name} was read on {len(ranks)} ranks that each have samples of their own, and there are {world_size()}: "
+        "continue with as many, or from the end of an epoch",
+    )
+    return ranks[0 if divide else rank()]

@@ -15,17 +15,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from looplib._core import draws
 from looplib._core import interrupts as _interrupts
-from looplib.data import _numpy_stream
 
 # Words instead of 0 to 3, so that no seed here coincides with one that a step uses for dropout.
 ORDER, ITEM, COLLATE, STREAM = (int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream"))
 
 
+def _numpy() -> Any:
+    """numpy.random, or None if nobody has imported numpy."""
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
-    return draws.stream().get_state(), random.getstate(), _numpy_stream.save()
+    numpy = _numpy()
+    state = numpy and numpy.get_state(legacy=False)
+    if numpy and state["bit_generator"] == "MT19937":
+        state["state"]["key"] = state["state"]["key"].tolist()  # numpy reads its own array in 30 us, and a list in 2
+    return draws.stream().get_state(), random.getstate(), state
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
@@ -33,46 +43,34 @@ def restore_streams(saved: tuple[Any, ...]) -> None:
     draws.stream().set_state(saved[0])
     random.setstate(saved[1])
     if saved[2] is not None:
-        _numpy_stream.restore(saved[2])
+        _numpy().set_state(saved[2])
 
 
 def seed_streams(seed: int) -> None:
-    """Seed the three global streams.
-
-    It takes 1 us for torch, 3.5 for `random` and 1.4 for numpy, which can be several times what reading a sample
-    takes. It cannot wait for a first draw: `random.random` and numpy's functions are bound in C to generators that
-    nothing can watch. `moves` notices a draw afterwards.
-    """
-    seed_torch(seed)  # torch.manual_seed loops over all devices, which takes 100 us
-    _seed_python(seed)
-
-
-def seed_torch(seed: int) -> None:
-    """Seed torch's stream on the CPU."""
-    draws.stream().manual_seed(seed)
-
-
-def _seed_python(seed: int) -> None:
+    """Seed the three global streams. It takes 7 us, which may be more than reading a sample does."""
+    draws.stream().manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
     random.seed(seed)
-    # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words from them.
-    _numpy_stream.seed(seed >> 31)
+    if numpy := _numpy():
+        numpy.seed(
+            seed >> 31
+        )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
 
 
 def moves(seed: int) -> Iterator[bool]:
-    """Seed `random` and numpy, and return an iterator: its next value is True if either has moved since the last one.
+    """Seed the streams, and return an iterator: its next value is True if one of them has moved since the last one.
 
     It draws a number from each, twice at most, and compares it with the number due there. It cannot notice code that
-    reads the state of a stream without drawing, or that draws and then restores the state.
+    reads the state or the seed of a stream without drawing, or that draws and then restores the state.
     """
-    _seed_python(seed)
+    seed_streams(seed)
     due = [_drawn(), _drawn()]
-    _seed_python(seed)
+    seed_streams(seed)
     return (_drawn() != drawn for drawn in due)
 
 
-def _drawn() -> tuple[float, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.random(), numpy and numpy.random.random_sample()
+def _drawn() -> tuple[Any, ...]:
+    numpy = _numpy()
+    return torch.rand((), generator=draws.stream()).item(), random.random(), numpy and numpy.random_sample()
 
 
 _reading = threading.RLock()  # of the streams of `random` and numpy, which all threads share

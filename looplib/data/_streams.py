@@ -3,36 +3,81 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, nullcontext
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
+from torch.utils.data import get_worker_info
 
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib._core.ranks import rank as own_rank
-from looplib._core.ranks import world_size
-from looplib.data._divide import own_part
 from looplib.data._plan import own_rows
-from looplib.data._random_streams import (
-    COLLATE,
-    STREAM,
-    kept_streams,
-    restore_streams,
-    save_streams,
-    seed_streams,
-)
-from looplib.data._sending import Sent
-from looplib.data._workers import Engines, ended_early
+from looplib.data._position import stored_position
+from looplib.data._random_streams import STREAM, restore_streams, save_streams, seed_streams
+from looplib.data._readers import Reader
+from looplib.data._workers import Engines
 from looplib.types import TrainState
 
-KEY = "stream"  # of `state.extra`
+
+class Next(NamedTuple):
+    """The next batch of a stream to read, or one rank's part of it.
+
+    Attributes:
+        epoch, batch: position of the batch.
+        rank, ranks: this rank and the number of ranks.
+        begins: True if a pass begins in the process that reads this batch.
+        position: what the dataset's `load_state_dict` gets then, if anything.
+    """
+
+    epoch: int
+    batch: int
+    rank: int
+    ranks: int
+    begins: bool
+    position: Any
+
+
+class Stream(Reader):
+    """Read the batches of a pass, with global random streams that persist from batch to batch.
+
+    Each rank reads the whole stream and keeps its own samples of each batch.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], seed: int, batch_size: int | None, drop_last: bool
+    ) -> None:
+        super().__init__(dataset, collate, seed, batched=batch_size is not None)
+        self.iterator: Iterator[Any] = iter(())
+        self.streams: tuple[Any, ...] = ()
+        self.batch_size = batch_size or 1
+        self.least = self.batch_size if drop_last else 1
+
+    def read(self, job: Next) -> tuple[list[Any], int] | None:
+        if job.begins:
+            self.iterator = self._begun(job)
+        else:
+            restore_streams(self.streams)
+        items = [*itertools.islice(self.iterator, self.batch_size)]
+        self.streams = save_streams()
+        if len(items) < self.batch_size:
+            self.iterator = iter(())  # it has ended, and is not asked again
+        if len(items) < self.least:
+            return None
+        low, high = own_rows(len(items), job.rank, job.ranks) if self.batched else (0, 1)
+        return items[low:high], len(items)
+
+    def _begun(self, job: Next) -> Iterator[Any]:
+        info = get_worker_info()
+        seed_streams(mix(STREAM, self.seed, job.epoch, info.id if info else 0, *([job.batch] if job.batch else [])))
+        if job.position is not None and not job.batch:
+            self.dataset.load_state_dict(copy.deepcopy(job.position))  # of the start, which may hold the first epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(job.epoch)
+        if job.position is not None and job.batch:
+            self.dataset.load_state_dict(copy.deepcopy(job.position))  # of this epoch, which set_epoch may start over
+        return iter(self.dataset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +85,7 @@ class Streamed:
     """Source of a loader over a stream.
 
     Attributes:
-        engines: DataLoaders over the stream.
+        engines: read the batches.
         name: the stream's name in errors.
         keeps_position: True if the dataset has `state_dict`, and is read in this process.
         fresh: the dataset's state before anything was read.
@@ -52,78 +97,43 @@ class Streamed:
 
     engines: Engines
     name: str
-    keeps_position: bool = False
-    fresh: Any = None
-    divide: bool = True
+    keeps_position: bool
+    fresh: Any
+    divide: bool
     yielded: list[int] = field(default_factory=lambda: [0, 0])
     moved: list[bool] = field(default_factory=list)
 
-    def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
-        """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
+    def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
+        """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch."""
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks, self._position(state))
-
-    def _position(self, state: TrainState) -> Any:
-        """The dataset's position in `state.extra`, if it is that of the state's batch; else None."""
-        text = state.extra.get(KEY) if isinstance(state.extra, Mapping) else None
-        if not (self.keeps_position and text):
-            return None
-        saved = json.loads(text)
-        if (saved["epoch"], saved["batch"]) != (state.epoch, state.batch):
-            return None
-        if self.divide:
-            return saved["ranks"][0]
-        check(
-            len(saved["ranks"]) == world_size(),
-            f"{self.name} was read on {len(saved['ranks'])} ranks that each have samples of their own, and there are "
-            f"{world_size()}: continue with as many, or from the end of an epoch",
-        )
-        return saved["ranks"][own_rank()]
+        position = stored_position(state, self.name, self.divide) if self.keeps_position else None
+        return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks, position)
 
     def _batches(
         self, epoch: int, first: int, length: int | None, rank: int, ranks: int, position: Any
     ) -> Iterator[Any]:
-        """Batches of a pass from index `first` on, up to the stream's end or `length`."""
-        count = before = 0 if position is None else first
-        with closing(self._pass(epoch, rank, ranks, length, before, position)) as batches:
-            for count, batch in enumerate(batches, before + 1):
-                self.yielded[:] = epoch, count
-                if count > first:
-                    yield batch
-        self._check_end(epoch, first, length, count)
+        """Batches of a pass from index `first` on, up to the stream's end or `length`.
 
-    def _pass(
-        self, epoch: int, rank: int, ranks: int, length: int | None, count: int, position: Any
-    ) -> Generator[Any, None, None]:
-        """The first `length` batches of a pass, or all, with global random streams that persist between batches.
-
-        With a `position` of the dataset, those after the first `count`.
+        The pass begins at the position, which is that of the first batch, or at the stream's start.
         """
-        streams_within, end = save_streams(), object()
-
-        def start(engine: Any) -> Iterator[Any]:
-            nonlocal streams_within
-            engine.dataset.position.copy_(torch.tensor([epoch, rank, ranks]))
-            if position is not None:
-                self.moved[:] = [True]
-            fresh = self.fresh if self.moved else None
-            engine.dataset.starts_at = (fresh, 0) if position is None else (position, count)
-            with kept_streams():
-                source: Iterator[Any] = iter(engine)
-                streams_within = save_streams()
-            return source
-
-        with self.engines.run(epoch, start) as source:
-            while length is None or count < length:
-                with kept_streams():
-                    restore_streams(streams_within)
-                    batch = next(source, end)
-                    streams_within = save_streams()
-                if batch is end:
-                    break
-                count += 1
-                yield batch
+        count = before = 0 if position is None else first
+        if position is not None:
+            self.moved[:] = [True]
+        elif self.moved:
+            position = self.fresh
+        workers, ended = self.engines.workers, 0
+        jobs = (Next(epoch, k, rank, ranks, k - before < workers, position) for k in itertools.count(before))
+        with closing(self.engines.read(epoch, jobs)) as parts:
+            while ended < workers and (length is None or count < length):
+                part = next(parts)
+                ended = 0 if part else ended + 1  # each worker ends by itself
+                if part:
+                    count += 1
+                    self.yielded[:] = epoch, count
+                    if count > first:
+                        yield part
             self.moved.clear()  # the dataset stands where it would without the position
+        self._check_end(epoch, first, length, count)
 
     def _check_end(self, epoch: int, first: int, length: int | None, count: int) -> None:
         check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
@@ -137,69 +147,3 @@ class Streamed:
             f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; call "
             "state = ll.end_epoch(state) after the for loop over a stream",
         )
-
-
-def stream_engine(
-    source: Stream, batch_size: int | None, drop_last: bool, options: dict[str, Any]
-) -> DataLoader[Any]:
-    """A DataLoader over a stream."""
-    return DataLoader(
-        source,
-        batch_size=batch_size,
-        drop_last=drop_last,
-        collate_fn=partial(_sent, source.batch) if options.get("num_workers") else source.batch,
-        generator=torch.Generator(),
-        **options,
-    )
-
-
-def _sent(collate: Callable[[Any], Any], items: Any) -> Sent:
-    return Sent(collate(items))
-
-
-class Stream(IterableDataset[Any]):
-    """A stream that seeds the global random streams at the start of each pass, in persistent workers too.
-
-    Each rank reads the whole stream and keeps its own samples of each batch.
-    """
-
-    def __init__(self, dataset: Iterable[Any], collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
-        self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
-        self.draws = collate not in (default_collate, default_convert)
-        self.starts_at: tuple[Any, int] = None, 0  # the dataset's own position, and the batches before it
-        self.position: Tensor = torch.tensor([0, 0, 1]).share_memory_()  # type: ignore[no-untyped-call]
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        epoch, self.rank, self.ranks = self.position.tolist()
-        self.pass_seeds, self.collated_batches = (self.seed, epoch, info.id if info else 0), 0
-        position, before = self.starts_at
-        seed_streams(mix(STREAM, *self.pass_seeds, *([before] if before else [])))
-        dataset: Any = self.dataset
-        if position is not None and not before:
-            dataset.load_state_dict(copy.deepcopy(position))  # of the start, which may hold the first epoch
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
-        if before:
-            dataset.load_state_dict(copy.deepcopy(position))  # of this epoch, which set_epoch may start over
-        return iter(dataset)
-
-    def batch(self, items: Any) -> Any:
-        """collate_fn of an engine: on several ranks, this rank's part and the number of samples."""
-        if self.ranks == 1:
-            return self._collated(items)
-        if not self.batched:
-            return own_part(self._collated(items), self.rank, self.ranks)
-        low, high = own_rows(len(items), self.rank, self.ranks)
-        # Draws in collate depend on the rank, so they must not affect the stream, which is the same on all ranks.
-        with kept_streams() if self.draws else nullcontext():
-            if self.draws:
-                seed_streams(mix(COLLATE, *self.pass_seeds, self.collated_batches, self.rank))
-                self.collated_batches += 1
-            return self._collated(items[low:high]), len(items)
-
-    def _collated(self, items: Any) -> Any:
-        try:
-            return self.collate(items)
-        except StopIteration as error:
-            raise ended_early(f"collate_fn, in epoch {self.pass_seeds[1]} of the stream,") from error

@@ -63,6 +63,6 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
         )
         return plan
 
-    planned_without = dataclasses.replace(source, plan=plan_of, batch_size=None)
+    planned_without = dataclasses.replace(source, plan=plan_of)
     without = dataclasses.replace(loader, source=planned_without, left_out=loader.left_out | gone)
     return remember(without, without_samples, loader, sorted(gone, key=repr))

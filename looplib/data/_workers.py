@@ -1,66 +1,91 @@
-"""Worker processes: torch DataLoaders, each used by one iteration at a time."""
+"""Reading jobs, in this process or in the workers of torch DataLoaders, each used by one iteration at a time."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from looplib._core import torch_private
 from looplib._core.random import mix
 from looplib.data._random_streams import STREAM
-from looplib.data._sending import collate_of_worker
 
-Start = Callable[[DataLoader[Any]], Iterator[Any]]
+
+class Jobs:
+    """Sampler of a DataLoader: its jobs are set before each iteration."""
+
+    jobs: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.jobs
 
 
 class Engines:
-    """Pool of DataLoaders: no two iterations share one, and persistent workers wait here."""
+    """What reads jobs: a copy of a reader, or a DataLoader. No two iterations share one.
 
-    def __init__(self, build: Callable[[], DataLoader[Any]], seed: int) -> None:
-        self.build, self.seed = build, seed
-        self.idle = [build()]  # built now, so that DataLoader checks its options
-        self.persist: weakref.WeakSet[DataLoader[Any]] = (
-            weakref.WeakSet()
-        )  # whose workers wait for the next iteration
+    Attributes:
+        workers: number of processes that take turns with the jobs.
+        in_process: True if no DataLoader is needed.
+        idle: DataLoaders whose persistent workers wait for the next iteration.
+    """
 
-    @contextmanager
-    def run(self, epoch: int, start: Start) -> Iterator[Iterator[Any]]:
-        """Lend a DataLoader's iterator to the block, and stop its workers afterwards unless they persist."""
-        engine = self.idle.pop() if self.idle else self.build()
-        assert engine.generator is not None
+    def __init__(self, reader: Any, seed: int, options: dict[str, Any]) -> None:
+        self.reader, self.seed = reader, seed
+        start = partial(_start_worker, options.get("worker_init_fn"))
+        self.options = options | {"worker_init_fn": start, "collate_fn": unchanged, "batch_size": None}
+        checked = self._dataloader()  # DataLoader checks its options
+        self.workers = checked.num_workers or 1
+        self.in_process = not checked.num_workers and not checked.pin_memory
+        self.idle: list[DataLoader[Any]] = []
+
+    def read(self, epoch: int, jobs: Iterator[Any]) -> Generator[Any, None, None]:
+        """What the reader returns for each job, in order. Workers end with the iteration unless they persist."""
+        if self.in_process:
+            yield from map(copy.copy(self.reader).__getitem__, jobs)
+            return
+        is_new = not self.idle
+        engine: Any = self._dataloader() if is_new else self.idle.pop()
+        engine.sampler.jobs = jobs
         engine.generator.manual_seed(mix(STREAM, self.seed, epoch))
-        source: Any = start(engine)
-        if engine.persistent_workers and engine not in self.persist:
+        source = iter(engine)
+        if is_new and engine.persistent_workers:
             # Not by __del__ here either: the iterator outlives the engine, and refers to nothing that refers to it.
-            self.persist.add(engine)
-            weakref.finalize(
-                engine, torch_private.shutdown_workers, torch_private.without_dataset(source)
-            ).atexit = False
-        sound = False
+            end = weakref.finalize(engine, torch_private.shutdown_workers, torch_private.without_dataset(source))
+            end.atexit = False
+        persist = False
         try:
-            yield source
-            sound = True
+            yield from source
+            persist = engine.persistent_workers
         except GeneratorExit:  # the loop was left early; the workers are fine
-            sound = True
+            persist = engine.persistent_workers
             raise
         finally:
-            if sound:
+            if persist:
                 self.idle.append(engine)
-            if not (sound and engine.persistent_workers) and engine.num_workers:
+            elif engine.num_workers:
                 # With __del__ they would live as long as a traceback that refers to them, and the garbage
                 # collector would stop them in an order that makes it wait for 5 seconds.
                 torch_private.shutdown_workers(source)
 
+    def _dataloader(self) -> DataLoader[Any]:
+        return DataLoader(copy.copy(self.reader), sampler=Jobs(), generator=torch.Generator(), **self.options)
 
-def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    """`worker_init_fn` of every engine."""
+
+def unchanged(batch: Any) -> Any:
+    """Return the batch itself."""
+    return batch
+
+
+def _start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """`worker_init_fn` of every DataLoader."""
     # Signals reach the whole process group or job. Only the main process decides what they mean.
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
@@ -69,9 +94,6 @@ def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_told, daemon=True).start()
     info: Any = get_worker_info()
-    info.dataset.in_worker = True
-    if hasattr(info.dataset, "collate"):
-        info.dataset.collate = collate_of_worker(info.dataset.collate)
     object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's dataset, as with a plain DataLoader
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
@@ -82,11 +104,3 @@ def _end_when_told() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
-
-
-def ended_early(what: str) -> RuntimeError:
-    """Error for a StopIteration from the user's code, which a DataLoader would mistake for the end of the data."""
-    return RuntimeError(
-        f"{what} raised StopIteration, which would end the epoch early and silently. It usually comes from next() on "
-        "an iterator that has ended: give next() a default, or raise another error"
-    )

@@ -207,8 +207,8 @@ CURVES = {
     "tensors": Curve(tensors, (10, 100, 1000, 10_000), "parameter tensors", weight=1.5),
     "wrappers": Curve(wrappers, range(9), "wrappers stacked", True),
     "predicates": Curve(predicates, (0, 1, 3, 10, 30, 100), "predicates asked", True),
-    "samples, a later batch": Curve(later_batches, [10**n for n in range(3, 10)], "samples"),
-    "samples, the first batch": Curve(first_batch, [10**n for n in range(3, 10)], "samples"),
+    "samples, a later batch": Curve(later_batches, [10**n for n in range(3, 9)], "samples"),
+    "samples, the first batch": Curve(first_batch, [10**n for n in range(3, 9)], "samples"),
     "members": Curve(members, (1, 4, 16, 64, 256, 1024), "members", weight=1.5),
 }
 STEPS = "steps made"

@@ -352,10 +352,7 @@ def seeded(loader: ll.data.Loader, epoch: int, collate: Callable[[Any], Any]) ->
             if hasattr(read, "__getitems__"):
                 samples = read.__getitems__(keys)
             else:
-                samples = []
-                for key in keys:
-                    stream.manual_seed(key)
-                    samples.append(read[key])
+                samples = [read[key] for key in keys]
             stream.set_state(states[0])
             random.setstate(states[1])
             yield collate(samples)
@@ -650,11 +647,11 @@ class Row:
 
 
 SEEDED = (
-    "looplib seeds the global stream of torch for each sample, and those of `random` and numpy for each batch, and looks twice "
-    "whether the dataset has drawn from these. So its draws are a function of (seed, epoch, index) with any number of workers. "
-    "It also saves and restores the three streams for each batch. The others do none of this. The least is a bare loop over "
-    "indices that are known before: it reads and stacks the samples and does the same seeding, but does not look for draws "
-    "and does not keep numpy's stream"
+    "looplib seeds the global streams of torch, `random` and numpy for each batch, and looks twice whether the dataset has "
+    "drawn from them, which it then seeds for each sample. So its draws are a function of (seed, epoch, index) with any number "
+    "of workers. It also saves and restores the three streams for each batch. The others do none of this. The least is a "
+    "bare loop over indices that are known before: it reads and stacks the samples and does the same seeding, but does not "
+    "look for draws and does not keep numpy's stream"
 )
 TRACED = (
     'looplib\'s step is `compile_step(train_step, backend="eager")`: traced once, then run as a list of operations; '
@@ -702,8 +699,7 @@ ROWS = {
     ),
     "epoch of Python items": Row(
         lambda tiny: epochs(lambda: Items(256 if tiny else 6400), bound=True),
-        SEEDED
-        + ". To seed torch's stream takes 1 us a sample, most of it for 624 words that each depend on the one before",
+        SEEDED,
         None,
     ),
     "the same with `__getitems__`": Row(
@@ -715,8 +711,7 @@ ROWS = {
     ),
     "the same with 2 workers": Row(
         lambda tiny: epochs(lambda: Items(256 if tiny else 6400), workers=2),
-        "looplib's workers copy small batches through a pipe; the others share memory for each tensor, which takes "
-        "longer than making the batch",
+        "all share memory for each tensor of a batch, which takes longer than making the batch",
         None,
     ),
     "exact AUC of a million scores": Row(

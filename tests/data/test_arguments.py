@@ -126,19 +126,13 @@ def ends(items):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("make", "collate_fn", "message"),
-    [
-        (Ends, None, r"dataset\[5\] raised StopIteration"),
-        (EndsInLists, None, r"dataset.__getitems__\(\[4, 5\]\) raised StopIteration"),
-        (Augmented, ends, "collate_fn, given batch 2 of epoch 0, raised StopIteration"),
-        (AugmentedStream, ends, "collate_fn, in epoch 0 of the stream, raised StopIteration"),
-    ],
+    ("make", "collate_fn"), [(Ends, None), (EndsInLists, None), (Augmented, ends), (AugmentedStream, ends)]
 )
-def test_a_stop_iteration_is_an_error_that_names_the_index(make, collate_fn, message, num_workers):
+def test_a_stop_iteration_is_an_error_that_names_the_batch(make, collate_fn, num_workers):
     loader = make_loader(
         make(10), batch_size=2, order=ll.data.in_order(), collate_fn=collate_fn, num_workers=num_workers
     )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"raised StopIteration in batch \d of epoch 0"):
         list(loader(at()))
 
 

@@ -169,14 +169,6 @@ def test_a_run_from_batch_k_is_the_tail_of_the_whole(count, batch_size, start, e
     assert all(map(torch.equal, whole[start:], tail))
 
 
-def test_in_order_is_what_a_dataloader_gives():
-    data = [{"x": torch.full((2,), i), "name": str(i)} for i in range(10)]
-    ours, theirs = make_loader(data, batch_size=3, order=ll.data.in_order())(at()), DataLoader(data, batch_size=3)
-    for batch, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(batch["x"], expected["x"])
-        assert batch["name"] == expected["name"]
-
-
 def test_orders_differ_by_seed_and_epoch_and_by_nothing_else():
     loader, again = (make_loader(range(50), batch_size=7, seed=3) for _ in range(2))
     orders = [tuple(samples_of(loader, epoch)) for epoch in range(20)]
@@ -186,12 +178,6 @@ def test_orders_differ_by_seed_and_epoch_and_by_nothing_else():
     others = [tuple(samples_of(make_loader(range(50), batch_size=7, seed=seed))) for seed in range(20)]
     assert len(set(others)) == 20
     assert orders[0] == tuple(samples_of(make_loader(range(50), batch_size=20, seed=3)))
-
-
-def test_each_sample_comes_first_equally_often():
-    loader = make_loader(range(5), batch_size=1)
-    first = Counter(next(loader(at(epoch))).item() for epoch in range(1000))
-    assert all(abs(first[i] - 200) < 5 * (1000 * 0.2 * 0.8) ** 0.5 for i in range(5))
 
 
 def test_nothing_before_the_batch_is_read():
@@ -214,19 +200,6 @@ def test_a_million_samples_make_no_million_python_objects():
     finally:
         tracemalloc.stop()
     assert len(batch[0]) == 64
-
-
-def test_the_plan_of_an_epoch_can_be_had_without_reading():
-    class Unread(Augmented):
-        def __getitem__(self, index):
-            raise AssertionError(index)
-
-    def plan_of(loader, epoch):
-        return [loader.indices(at(epoch, k)).tolist() for k in range(len(loader))]
-
-    whole = plan_of(make_loader(Unread(10), batch_size=4), epoch=2)
-    assert whole == batches_of(make_loader(range(10), batch_size=4), epoch=2)
-    assert plan_of(make_loader(Unread(3), batch_size=1, order=ll.data.in_order()), 0) == [[0], [1], [2]]
 
 
 def test_what_is_returned_keeps_no_state_alive():
@@ -284,27 +257,6 @@ def test_a_sample_drawn_again_in_an_epoch_is_augmented_again():
     )
 
 
-@given(count=st.integers(1, 300), batch_size=st.integers(1, 9), drop_last=st.booleans())
-@settings(max_examples=50)
-def test_batches_of_similar_lengths(count, batch_size, drop_last):
-    random.seed(0)
-    lengths = [random.randint(1, 500) for _ in range(count)]
-    if drop_last and count < batch_size:
-        return
-    loader = make_loader(range(count), batch_size=batch_size, order=ll.data.by_length(lengths), drop_last=drop_last)
-    batches = batches_of(loader)
-    samples = list(itertools.chain.from_iterable(batches))
-    assert len(set(samples)) == len(samples) == (count - count % batch_size if drop_last else count)
-    assert all(len(batch) == batch_size for batch in batches[:-1])
-
-    def padding(batches):
-        return sum(max(lengths[i] for i in batch) - lengths[j] for batch in batches for j in batch)
-
-    if count >= 40 * batch_size and batch_size > 1:
-        plain = make_loader(range(count), batch_size=batch_size, drop_last=drop_last)
-        assert padding(batches) < padding(batches_of(plain)) / 2
-
-
 @given(
     count=st.integers(1, 60),
     batch_size=st.integers(1, 7),
@@ -357,13 +309,6 @@ def test_batches_of_similar_lengths_are_others_in_each_epoch():
     assert len(first & second) < 5
     longest = [max(batch) for batch in batches_of(loader)[:10]]
     assert longest != sorted(longest)
-
-
-def test_with_drop_last_long_samples_are_not_dropped_more_often():
-    loader = make_loader(range(39), batch_size=4, order=ll.data.by_length(range(1, 40)), drop_last=True)
-    dropped = Counter(i for epoch in range(1000) for i in set(range(39)) - set(samples_of(loader, epoch)))
-    p = 3 / 39
-    assert all(abs(dropped[i] - 1000 * p) < 5 * (1000 * p * (1 - p)) ** 0.5 for i in range(39))
 
 
 class NumpySampler(Sampler):
@@ -492,13 +437,6 @@ def test_augmentation_is_the_same_with_workers(num_workers):
     assert len(rest) == 5
 
 
-@pytest.mark.slow
-def test_augmentation_is_the_same_in_spawned_workers():
-    there = make_loader(Augmented(6), batch_size=3, num_workers=1, multiprocessing_context="spawn")
-    here = make_loader(Augmented(6), batch_size=3)
-    assert all(map(torch.equal, list(there(at())), list(here(at()))))
-
-
 def test_torch_and_numpy_do_not_draw_the_same_words():
     class Words(Augmented):
         def __getitem__(self, index):
@@ -557,20 +495,6 @@ def test_subsets_and_stacks_are_augmented_item_by_item():
     assert len(stacked.datasets["x"].lists[0]) == 3
 
 
-def test_global_streams_go_on_as_if_no_batch_had_been_read():
-    def draws(loader):
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        drawn = []
-        for _ in loader(at()):
-            drawn += [torch.randn(3).sum().item(), random.gauss(0, 1), np.random.standard_normal()]
-        return drawn
-
-    without = draws(make_loader([0] * 6, batch_size=2))
-    assert without == draws(make_loader(Augmented(6), batch_size=2))
-    assert without == draws(make_loader(AugmentedStream(6), batch_size=2))
-    assert without == draws(make_loader(AugmentedStream(6), batch_size=2, num_workers=1))
-
-
 # Tensors, at once
 
 
@@ -608,17 +532,6 @@ def test_tensors_are_copied_out_of_the_dataset():
     for (x,) in make_loader(data, batch_size=3, order=ll.data.in_order())(at()):
         x += 1
     assert not data.tensors[0].any()
-
-
-def test_tensors_are_the_same_through_workers_and_item_by_item():
-    data = TensorDataset(torch.randn(10, 3), torch.arange(10))
-    here = list(make_loader(data, batch_size=4)(at()))
-    there = list(make_loader(data, batch_size=4, num_workers=1)(at()))
-    singly = list(make_loader(data, batch_size=4, collate_fn=lambda items: default_collate(items))(at()))
-    for batches in zip(here, there, singly, strict=True):
-        for columns in zip(*batches, strict=True):
-            assert torch.equal(columns[0], columns[1])
-            assert torch.equal(columns[0], columns[2])
 
 
 def test_a_tensor_dataset_of_ones_own_keeps_its_getitem():
@@ -705,15 +618,6 @@ def test_a_workers_error_comes_with_its_traceback():
     assert not multiprocessing.active_children()  # though the traceback still holds the iterator
     with pytest.raises(LookupError, match=r"^'?no such picture'?$"):
         next(make_loader(Failing(), batch_size=2)(at()))
-
-
-def test_a_stop_iteration_out_of_the_dataset_does_not_end_the_epoch():
-    class Ends(Augmented):
-        def __getitem__(self, index):
-            raise StopIteration
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        list(make_loader(Ends(4), batch_size=2)(at()))
 
 
 def test_an_interrupt_of_the_process_group_leaves_the_workers_alone():
@@ -826,7 +730,7 @@ def test_a_dataloader_is_taken_over(kind):
         ({"batch_size": 2, "shuffle": True, "collate_fn": add_noise}, {"batch_size": 2, "collate_fn": add_noise}),
         (
             {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 10, 7)},
-            {"batch_size": 4, "order": ll.data.weighted([1.0] * 10, num_samples=7)},
+            {"batch_size": 4, "order": ll.data.sampler(WeightedRandomSampler([1.0] * 10, 7))},
         ),
         (
             {"batch_sampler": BatchSampler(SequentialSampler(data), 3, True)},
@@ -871,13 +775,6 @@ def test_a_dataloaders_workers_are_taken_over():
     assert theirs._iterator is None
 
 
-def test_options_beside_a_dataloader():
-    data = DataLoader(range(4), batch_size=2)
-    with pytest.raises(ValueError, match="batch_size, order given together with a DataLoader"):
-        make_loader(data, batch_size=2, order=ll.data.shuffled())
-    assert next(make_loader(data, device="meta")(at())).is_meta
-
-
 # Devices
 
 
@@ -909,8 +806,8 @@ def test_batches_move_to_a_device_with_all_that_is_in_them(pin_memory):
     [
         (range(4), {"batch_size": 0}, ValueError, "batch_size is 0; expected a positive int"),
         (range(4), {"batch_size": -2}, ValueError, "batch_size is -2"),
-        (range(4), {"batch_size": True}, TypeError, "batch_size is True"),
-        (range(4), {"batch_size": 2.0}, TypeError, "batch_size is 2.0"),
+        (range(4), {"batch_size": True}, ValueError, "batch_size is True"),
+        (range(4), {"batch_size": 2.0}, ValueError, "batch_size is 2.0"),
         ([], {"batch_size": 2}, ValueError, "no batches: 0 samples, batch_size=2, drop_last=False"),
         (range(3), {"batch_size": 4, "drop_last": True}, ValueError, "no batches: 3 samples"),
         (range(3), {"batch_size": None, "drop_last": True}, ValueError, "drop_last=True needs a batch_size"),
@@ -950,7 +847,12 @@ def test_batches_move_to_a_device_with_all_that_is_in_them(pin_memory):
             TypeError,
             "torch.bool tensor",
         ),
-        (range(3), {"batch_size": 2, "order": ll.data.shuffled}, TypeError, r"call it: order=ll.data.shuffled\("),
+        (
+            range(3),
+            {"batch_size": 2, "order": ll.data.shuffled},
+            TypeError,
+            r"order is the function shuffled; .*a call.*shuffled\(",
+        ),
         (range(3), {"batch_size": 2, "order": [2, 1, 0]}, TypeError, r"order is a list; .*order=ll.data.sampler\("),
         (Failing(), {"num_workers": -1, "batch_size": 1}, ValueError, "num_workers"),
         (Failing(), {"prefetch_factor": 2, "batch_size": 1}, ValueError, "prefetch_factor"),
@@ -1018,7 +920,7 @@ def test_datapipes_are_not_divided_among_workers():
 
 def test_a_sampler_that_is_no_function_of_the_epoch():
     counter = itertools.count()
-    with pytest.raises(ValueError, match="sampler gave two different orders when asked twice for epoch 0"):
+    with pytest.raises(ValueError, match="gave two different orders when asked twice for epoch 0"):
         make_loader(range(9), batch_size=2, order=ll.data.sampler(lambda epoch, generator: [next(counter) % 9]))
 
 
@@ -1048,29 +950,25 @@ def test_repr():
 # The first batches of each epoch
 
 
-LIMITED = {
+ORDERS = {
     "shuffled": lambda count: {"batch_size": 4},
     "in order": lambda count: {"batch_size": 4, "order": ll.data.in_order()},
     "drop last": lambda count: {"batch_size": 4, "drop_last": True},
-    "weights": lambda count: {
-        "batch_size": 4,
-        "order": ll.data.weighted([1.0 + i for i in range(count)], num_samples=2 * count),
-    },
+    "weights": lambda count: {"batch_size": 4, "order": ll.data.weighted([1.0 + i for i in range(count)])},
     "lengths": lambda count: {"batch_size": 4, "order": ll.data.by_length([1 + i % 5 for i in range(count)], pool=2)},
     "sampler": lambda count: {"batch_size": 4, "order": ll.data.sampler(SubsetRandomSampler(range(count)))},
     "batch sampler": lambda count: {
-        "order": ll.data.batch_sampler(lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 4, 1]))
+        "order": ll.data.batch_sampler(lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 3]))
     },
-    "items": lambda count: {"batch_size": None},
 }
 
 
-@given(st.sampled_from(sorted(LIMITED)), st.integers(1, 25), st.integers(0, 3), st.data())
+@given(st.sampled_from(sorted(ORDERS)), st.integers(1, 25), st.integers(0, 3), st.data())
 @settings(deadline=None, max_examples=80)
 def test_a_limited_epoch_is_the_beginning_of_the_whole_one(order, limit, epoch, data):
     read = Augmented(17)
-    whole = make_loader(Augmented(17), seed=3, **LIMITED[order](17))
-    part = make_loader(read, seed=3, limit=limit, **LIMITED[order](17))
+    whole = make_loader(Augmented(17), seed=3, **ORDERS[order](17))
+    part = make_loader(read, seed=3, limit=limit, **ORDERS[order](17))
     assert len(part) == min(limit, len(whole))
     first = data.draw(st.integers(0, len(part) - 1))
     expected = list(whole(at(epoch)))[first:limit]
@@ -1078,28 +976,11 @@ def test_a_limited_epoch_is_the_beginning_of_the_whole_one(order, limit, epoch, 
     found = list(part(at(epoch, first, len(part))))
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
-    assert len(read.read) == sum(len(batch) if batch.dim() > 1 else 1 for batch in expected)
+    assert len(read.read) == sum(map(len, expected))
     for k in range(first, len(part)):
         assert torch.equal(part.indices(at(epoch, k)), whole.indices(at(epoch, k)))
     with pytest.raises(ValueError, match="at the end of epoch"):
         part(at(epoch, len(part), len(part)))
-
-
-def test_a_limited_epoch_is_one_to_the_step_through_workers_and_from_a_dataloader():
-    data = TensorDataset(torch.arange(40.0))
-    plain = make_loader(data, batch_size=4, limit=3)
-    through = make_loader(data, batch_size=4, limit=3, num_workers=1)
-    taken = make_loader(DataLoader(data, batch_size=4, shuffle=True), limit=3)
-    state = at(1, 0, 3)
-    expected = [x for (x,) in plain(state)]
-    for loader in (through, taken):
-        assert all(map(torch.equal, [x for (x,) in loader(state)], expected))
-        assert len(loader) == 3
-    assert not torch.equal(expected[0], next(plain(at(2)))[0])
-    without = without_samples(plain, [int(expected[1][0])])
-    assert [len(x) for (x,) in without(state)] == [4, 3, 4]
-    with pytest.raises(ValueError, match="epoch_length is 10, but this loader has 3 batches"):
-        plain(at(0, 3, 10))
 
 
 def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
@@ -1113,18 +994,6 @@ def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
 
 
 # The samples of a batch by their numbers, and loaders without some of them
-
-
-ORDERS = {
-    "shuffled": lambda count: {"batch_size": 4},
-    "in order": lambda count: {"batch_size": 4, "order": ll.data.in_order()},
-    "drop last": lambda count: {"batch_size": 4, "drop_last": True},
-    "weights": lambda count: {"batch_size": 4, "order": ll.data.weighted([1.0 + i for i in range(count)])},
-    "lengths": lambda count: {"batch_size": 4, "order": ll.data.by_length([1 + i % 5 for i in range(count)])},
-    "batch sampler": lambda count: {
-        "order": ll.data.batch_sampler(lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 3]))
-    },
-}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -1197,16 +1066,6 @@ def test_without_some_rows_all_others_come_where_and_as_they_did(order, rows, ep
     twice = without_samples(without_samples(whole, some), torch.tensor(sorted(rows - some), dtype=torch.int64))
     assert all(torch.equal(a, b) for a, b in zip(twice(state), part(state), strict=True))
     assert part.indices(state).tolist() == next(part(state))[:, 0].long().tolist()
-
-
-def test_without_rows_through_workers_and_from_tensors():
-    rows = [0, 5, 11, 12]
-    expected = batches_of(without_samples(make_loader(Augmented(14), batch_size=4, seed=2), rows), 1)
-    loader = make_loader(Augmented(14), batch_size=4, seed=2, num_workers=2)
-    assert batches_of(without_samples(loader, rows), 1) == expected
-    data = TensorDataset(torch.arange(14))
-    found = [x.tolist() for (x,) in without_samples(make_loader(data, batch_size=4, seed=2), rows)(at(1))]
-    assert found == [[int(row[0]) for row in batch] for batch in expected]
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.data())

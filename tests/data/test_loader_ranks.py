@@ -323,7 +323,7 @@ def test_a_rank_without_a_sample_of_a_batch_gets_no_rows(stream, num_workers):
 
 def test_a_batch_that_cannot_be_made_without_samples_is_refused():
     loader = make_loader(range(5), batch_size=2, collate_fn=lambda items: dict.fromkeys(items, "text"))
-    with as_rank(1, 2), pytest.raises(ValueError, match=r"batch 2 of epoch 0 has 1 samples for 2 ranks, .*drop_last"):
+    with as_rank(1, 2), pytest.raises(ValueError, match=r"a batch has 1 samples for 2 ranks, .*drop_last"):
         list(loader(at()))
 
 
@@ -351,15 +351,13 @@ def test_what_divides_by_itself_is_refused():
         ),
         lambda **options: make_loader(DataLoader(range(12), batch_size=3, sampler=sampler), **options),
     ):
-        with pytest.raises(
-            ValueError, match=r"sampler is or holds a DistributedSampler.* plain dataset .*divide=False"
-        ):
+        with pytest.raises(ValueError, match=r"is or holds a DistributedSampler.* plain dataset .*divide=False"):
             make()
         whole = make(divide=False)
         with as_rank(1, 2):
             assert [len(batch) for batch in whole(at())] == [3, 3]
     shard = BatchSamplerShard(BatchSampler(range(12), 3, False), 2, 1)
-    with pytest.raises(ValueError, match="batch_sampler is or holds a BatchSamplerShard"):
+    with pytest.raises(ValueError, match="is or holds a BatchSamplerShard"):
         make_loader(range(12), order=ll.data.batch_sampler(shard))
     with pytest.raises(ValueError, match="dataset is or holds a Shard"):
         make_loader(Shard(), batch_size=2)

@@ -63,7 +63,7 @@ def test_a_run_continues_within_an_epoch_with_another_batch_size(count, size, ot
         return
     if batches * size % other and batches * size < count:
         with pytest.raises(
-            ValueError, match=rf"{batches * size} samples of epoch 1 have been read, and no batch begin"
+            ValueError, match=rf"epoch 1 .*: {batches * size} samples have been read, and no batch of"
         ):
             continued(one, two, batches)
         return
@@ -100,14 +100,14 @@ def test_samples_at_the_end_of_a_dataset_in_order_continue_within_an_epoch():
         ),
         (
             lambda: make_loader(range(100), batch_size=8, order=ll.data.by_length([*range(100)])),
-            r"by_length\(\[0, 1, 2, 3, 4, 5, ...\]\) puts the samples into another order",
+            r"by_length\(\[0, 1, 2, 3, 4, 5, ...\]\) has other batches",
         ),
         (
             lambda: make_loader(range(100), order=ll.data.batch_sampler([[i] for i in range(100)])),
-            "batch_sampler.* puts the samples into another order",
+            "batch_sampler.* has other batches",
         ),
-        (lambda: without_samples(make_loader(range(100), batch_size=8), [3]), "into another order"),
-        (lambda: make_loader([torch.zeros(3)] * 9, batch_size=None), "into another order"),
+        (lambda: without_samples(make_loader(range(100), batch_size=8), [3]), "another batch_size or dataset"),
+        (lambda: make_loader([torch.zeros(3)] * 9, batch_size=None), "another batch_size or dataset"),
     ],
 )
 def test_a_run_that_cannot_continue_within_an_epoch_is_told_what_keeps_everything(make, message):
@@ -139,28 +139,16 @@ def test_a_state_that_fits_is_resumed_as_it_is():
     for loader, samples in (
         (ten, 4),
         (make_loader(range(9), batch_size=3, limit=2), 3),
-        (ten, 3),  # as a collate_fn that drops a sample makes it: 10 samples in batches of 3 would be 4 batches
+        (ten, 3),  # as a collate_fn that drops a sample makes it
         (ten, 4096),  # of a step that counts tokens
         (ten, 0),
         (without_samples(ten, [1, 2, 3]), 4),  # rolled back to before a spike
         (make_loader(range(10), batch_size=4, order=ll.data.by_length([*range(10)])), 3),
     ):
-        state = consume(TrainState(epoch_length=len(loader)), samples)
+        state = TrainState(epoch_length=len(loader))
+        next(loader(state))  # the state knows the loader
+        state = consume(state, samples)
         assert loader.resume(state) is state
-
-
-def test_another_batch_size_is_seen_where_an_epoch_has_as_many_batches():
-    fours, threes = (make_loader(range(9), batch_size=size, order=ll.data.in_order()) for size in (4, 3))
-    assert len(fours) == len(threes) == 3
-    with pytest.raises(ValueError, match="4 samples of epoch 0 have been read, and no batch begins there"):
-        threes.resume(consume(TrainState(epoch_length=3), 4))
-    sixes, fives = (make_loader(range(12), batch_size=size, drop_last=True) for size in (6, 5))
-    assert len(sixes) == len(fives) == 2
-    with pytest.raises(ValueError, match="5 samples of epoch 0 have been read, and no batch begins there"):
-        sixes.resume(consume(TrainState(epoch_length=2), 5))
-    limited = make_loader(range(12), batch_size=4, limit=3)
-    with pytest.raises(ValueError, match="3 batches of 2 samples are not an epoch of the 12 samples"):
-        limited.resume(consume(TrainState(epoch_length=3), 2))
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -184,8 +172,6 @@ def test_another_batch_size_is_seen_whatever_the_order_and_the_limit(count, old,
             next(one(state))
         for _ in range(len(one) + batches):
             state = consume(state, old["batch_size"])
-        if not known and "limit" not in new and "limit" in old:
-            continue  # a collate_fn that drops samples would look the same
         with pytest.raises(ValueError, match=f"cannot continue within epoch 1 at batch {batches}"):
             two.resume(state)
         assert one.resume(state) is state

@@ -1934,8 +1934,8 @@ def _(train_set):
     "DistTrainer.batch_size_per_gpu",
     "DistTrainer.batch_size",
     text="`batch_size` is that of all ranks together. Give it as a number, and the batches are the same on any number of "
-    "ranks, so that a run may continue on more or fewer of them. With `batch_size_per_rank=8` in its place, the "
-    "batches change with the number of ranks, and a run continues at the same sample on another one.",
+    "ranks, so that a run may continue on more or fewer of them. With `batch_size=8 * ll.distributed.world_size()`, the "
+    "batches change with the number of ranks, and `loader.resume` continues where one of them begins.",
 )
 def _(train_set):
     loader = ll.make_loader(train_set, batch_size=16)  # 8 on each of two ranks

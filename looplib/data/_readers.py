@@ -1,0 +1,190 @@
+"""Readers: they turn a job into a batch, in this process or in a worker.
+
+The process that reads a sample seeds the global streams for that sample, so nothing depends on which process reads it
+or on what it read before. A reader returns pairs: the part of a batch that belongs to the rank, and the number of
+samples in the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate, default_convert
+
+from looplib._core.random import mix
+from looplib.data._divide import own_part
+from looplib.data._plan import listed, number_of
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, moves, seed_streams
+
+
+class Job(NamedTuple):
+    """A batch of a plan to read, or one rank's part of it.
+
+    Attributes:
+        epoch, batch: position of the batch.
+        rank, ranks: this rank and the number of ranks.
+        size: number of samples in the batch, of all ranks together.
+        keys: samples to read: an int64 tensor or a list.
+        visits: number of earlier occurrences of each in the epoch; None if all are distinct.
+    """
+
+    epoch: int
+    batch: int
+    rank: int
+    ranks: int
+    size: int
+    keys: Any
+    visits: Any
+
+
+class Reader(Dataset[Any]):
+    """Collate the samples of a job, with the draws of streams that are seeded for it and restored afterwards.
+
+    Attributes:
+        batched: True if a batch has several items, of which a rank reads only its own. Otherwise an item is a batch,
+            which each rank reads whole to take its samples.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
+        self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
+        self.collate_draws = collate not in (default_collate, default_convert)
+        self.dataset_draws = not _draws_nothing(dataset)
+
+    def read(self, job: Any) -> tuple[list[Any], int] | None:
+        """This rank's items of a batch, and the number of samples in the batch; None at the end of a stream."""
+        raise NotImplementedError
+
+    def __getitem__(self, job: Any) -> tuple[Any, int] | None:
+        with kept_streams() if self.collate_draws or self.dataset_draws else nullcontext():
+            try:
+                read = self.read(job)
+                return None if read is None else self._collated(*read, job)
+            except StopIteration as error:  # which a loop would mistake for the end of the data
+                raise RuntimeError(
+                    f"the dataset or collate_fn raised StopIteration in batch {job.batch} of epoch {job.epoch}, which "
+                    "would end the epoch early and silently. It usually comes from next() on an iterator that has "
+                    "ended: give next() a default, or raise another error"
+                ) from error
+
+    def _collated(self, items: list[Any], size: int, job: Any) -> tuple[Any, int]:
+        if self.collate_draws:
+            # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
+            drawn_by = [job.rank] if job.rank and self.batched else []
+            seed_streams(mix(COLLATE, self.seed, job.epoch, job.batch, *drawn_by))
+        try:
+            batch = self.collate(items if self.batched else items[0])
+        except Exception as error:
+            _note_text(error, items)
+            raise
+        return (batch, size) if self.batched or job.ranks == 1 else own_part(batch, job.rank, job.ranks)
+
+
+class Items(Reader):
+    """Read a batch item by item, each with the draws of freshly seeded streams.
+
+    To seed the streams takes longer than to read a short item. So they are seeded for each item only once an item has
+    drawn from them. Until then, each batch seeds them for its first item, and `moves` tells after this item and after
+    the last one whether an item has drawn. Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
+        super().__init__(dataset, collate, seed, batched=batched)
+        self.in_lists = batched and _reads_lists(dataset)
+        self.has_drawn = False  # an item, as far as this process has read
+
+    def read(self, job: Job) -> tuple[list[Any], int]:
+        keys, dataset = listed(job.keys), self.dataset
+        if not self.dataset_draws or not keys:
+            return [dataset[key] for key in keys], job.size
+        visits = itertools.repeat(0) if job.visits is None else listed(job.visits)
+        seeds = map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), map(number_of, keys), visits)
+        if self.in_lists:
+            seed_streams(next(seeds))
+            return dataset.__getitems__(keys), job.size
+        items = [] if self.has_drawn else self._unless_drawn(keys, next(seeds))
+        for key, seed in zip(keys[len(items) :], seeds, strict=False):
+            seed_streams(seed)
+            items.append(dataset[key])
+        return items, job.size
+
+    def _unless_drawn(self, keys: list[Any], seed: int) -> list[Any]:
+        """All items, or only the first, which has this seed, if one of them has drawn: the others need their own."""
+        moved = moves(seed)
+        first = [self.dataset[keys[0]]]
+        self.has_drawn = next(moved)
+        if not self.has_drawn:
+            items = first + [self.dataset[key] for key in keys[1:]]
+            self.has_drawn = next(moved)
+        return first if self.has_drawn else items
+
+
+class Rows(Dataset[Any]):
+    """Read a batch from tensors, all samples at once, bitwise as default_collate over the items."""
+
+    def __init__(self, dataset: Any, tensors: Sequence[Tensor], rows: Tensor | None) -> None:
+        self.dataset, self.tensors, self.rows = dataset, tensors, rows
+
+    def __getitem__(self, job: Job) -> tuple[list[Tensor], int]:
+        keys = torch.as_tensor(job.keys)
+        if self.rows is not None:
+            keys = self.rows[keys]
+        elif len(keys) and keys.min() < 0:  # as a sampler may count from the end; `index_select` does not
+            keys = torch.where(keys < 0, keys + len(self.dataset), keys)
+        return [tensor.index_select(0, keys.to(tensor.device)) for tensor in self.tensors], job.size
+
+
+def reader_of(
+    dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batch_size: int | None, *, batched: bool
+) -> Items | Rows:
+    """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
+    if batch_size and collate_fn is default_collate and (tensors_and_rows := _rows_of(dataset)):
+        return Rows(dataset, *tensors_and_rows)
+    return Items(dataset, collate_fn, seed, batched=batched)
+
+
+def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
+    """Tensors of a TensorDataset and the rows chosen by its Subsets, or None for a different dataset."""
+    if type(dataset) is TensorDataset:
+        kinds = {(type(tensor), tensor.layout, tensor.is_nested) for tensor in dataset.tensors}
+        return (dataset.tensors, None) if kinds == {(Tensor, torch.strided, False)} else None
+    if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
+        tensors, rows = within
+        chosen = torch.as_tensor(dataset.indices)
+        if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and bool((chosen >= 0).all()):
+            return tensors, chosen if rows is None else rows[chosen]
+    return None
+
+
+def _reads_lists(dataset: Any) -> bool:
+    """True if `__getitems__` does more than read item by item, as those of Subset and StackDataset do."""
+    method = getattr(type(dataset), "__getitems__", None)
+    if method is Subset.__getitems__:
+        return _reads_lists(dataset.dataset)
+    if method is StackDataset.__getitems__:
+        parts = dataset.datasets
+        return any(map(_reads_lists, parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """True for datasets of torch's or Python's own that cannot draw."""
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is TensorDataset:
+        return all(type(tensor) is Tensor for tensor in dataset.tensors)
+    return type(dataset) in (list, tuple, range, Tensor)
+
+
+def _note_text(error: Exception, items: list[Any]) -> None:
+    """Add to an error of `collate_fn` which columns of the samples are text, since few collators can take them."""
+    first = items[0] if items else None
+    if isinstance(first, Mapping) and (text := [str(name) for name in first if isinstance(first[name], str)]):
+        error.add_note(
+            f"The samples have columns of text: {', '.join(text)}. If collate_fn cannot take them, tokenize or remove "
+            "them: dataset.remove_columns([...]) of a Hugging Face dataset."
+        )
