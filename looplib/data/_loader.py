@@ -177,13 +177,11 @@ class Loader:
         source = self.source
         if isinstance(source, Streamed):
             return "stream"
-        if source.order.numbers is not None:
-            data = source.order.numbers.numpy().tobytes()
-        elif source.order.source is not None:
-            data = repr(source.plan(0).listed).encode()
-        else:
-            return repr(source.order)
-        return f"{source.order!r}, checksum {crc32(data):08x}"
+        order = source.order
+        if order.numbers is None and order.source is None:
+            return repr(order)
+        drawn = repr(source.plan(0).listed).encode() if order.numbers is None else order.numbers.numpy().tobytes()
+        return f"{order!r}, checksum {crc32(drawn):08x}"
 
     def _batches(self, state: TrainState, *, pairs: bool) -> Iterator[Any]:
         rank, ranks = rank_and_ranks(self.divide)
@@ -366,10 +364,20 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         source = Samples(engines, order, epochs, _epoch_length(epochs), batched)
     move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
     made = Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
-    settings = {"order": None if repr(order) == "shuffled()" else order}  # the default
-    settings |= {"seed": seed, "drop_last": drop_last, "limit": limit, "divide": divide}
-    settings |= {"collate_fn": collate_fn, "device": device, **dataloader_options}
-    return remember(made, make_loader, Code(type(dataset).__name__), batch_size=batch_size, **settings)
+    return remember(
+        made,
+        make_loader,
+        Code(type(dataset).__name__),
+        batch_size=batch_size,
+        order=None if repr(order) == "shuffled()" else order,  # the default
+        seed=seed,
+        drop_last=drop_last,
+        limit=limit,
+        divide=divide,
+        collate_fn=collate_fn,
+        device=device,
+        **dataloader_options,
+    )
 
 
 def _streamed(dataset: Any, engines: Engines, divide: bool) -> Streamed:
@@ -400,12 +408,11 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     target = torch.device(device)
     # A copy from memory that is not pinned would wait for the steps that the device still has to do.
     pins = target.type not in ("cpu", "meta", "mps") and torch.accelerator.is_available()
-    move = functools.partial(_moved, target, pins, non_blocking)
+
+    def moved(leaf: Any) -> Any:
+        if pins and type(leaf) is Tensor and leaf.device.type == "cpu":
+            return leaf.pin_memory().to(target, non_blocking=True)
+        return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
+
     # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
-    return functools.partial(trees.map_leaves, move, is_leaf=lambda node: hasattr(node, "to"))
-
-
-def _moved(target: torch.device, pins: bool, non_blocking: bool, leaf: Any) -> Any:
-    if pins and type(leaf) is Tensor and leaf.device.type == "cpu":
-        return leaf.pin_memory().to(target, non_blocking=True)
-    return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
+    return functools.partial(trees.map_leaves, moved, is_leaf=lambda node: hasattr(node, "to"))

@@ -267,17 +267,15 @@ def batch_sampler(source: Sampler) -> Order:
 
 def _text_of(name: str, source: Any) -> str:
     """The code that made a user's order. Raises TypeError for a source that does not have an order for each epoch."""
-    advice = "give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
-    title, iterable = f"{name} got a {type(source).__name__}", isinstance(source, Iterable)
+    kind, iterable = type(source).__name__, isinstance(source, Iterable)
     check(
-        not iterable or (hasattr(source, "__len__") and not isinstance(source, Iterator)),
-        f"{title}, which has no __len__ and so may never end or be read once only; {advice}",
+        hasattr(source, "__len__") and not isinstance(source, Iterator) if iterable else callable(source),
+        f"{name} got a {kind}, which is no function, or has no __len__ and so may never end or be read once only; give a "
+        "torch Sampler, a sequence, or a function (epoch, generator) -> indices",
         TypeError,
     )
-    check(iterable or callable(source), f"{title}; {advice}", TypeError)
     if isinstance(source, (list, tuple, range)):
         return f"{name}({_shown(source)})"
-    kind = type(source).__name__
     return f"{name}({kind}(...))" if iterable else f"{name}({getattr(source, '__qualname__', kind)})"
 
 
@@ -325,8 +323,10 @@ def _with_inner(source: Any) -> Iterator[Any]:
 
 def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
     numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    listed = numbers.dim() == 1 and len(numbers)
-    check(listed, f"{name} has the shape {tuple(numbers.shape)}; expected one number for each sample")
+    check(
+        numbers.dim() == 1 and len(numbers),
+        f"{name} has the shape {tuple(numbers.shape)}; expected one number for each sample",
+    )
     low, high = numbers.min().item(), numbers.max().item()  # NaN if one of them is
     check(
         low >= 0 and 0 < high < math.inf,

@@ -32,10 +32,7 @@ def _numpy() -> Any:
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
     numpy = _numpy()
-    state = numpy and numpy.get_state(legacy=False)
-    if numpy and state["bit_generator"] == "MT19937":
-        state["state"]["key"] = state["state"]["key"].tolist()  # numpy reads its own array in 30 us, and a list in 2
-    return draws.stream().get_state(), random.getstate(), state
+    return draws.stream().get_state(), random.getstate(), numpy and numpy.get_state(legacy=False)
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:

@@ -45,12 +45,13 @@ class Stream(Reader):
     Each rank reads the whole stream and keeps its own samples of each batch.
     """
 
+    iterator: Iterator[Any]
+    streams: tuple[Any, ...]
+
     def __init__(
         self, dataset: Any, collate: Callable[[Any], Any], seed: int, batch_size: int | None, drop_last: bool
     ) -> None:
         super().__init__(dataset, collate, seed, batched=batch_size is not None)
-        self.iterator: Iterator[Any] = iter(())
-        self.streams: tuple[Any, ...] = ()
         self.batch_size = batch_size or 1
         self.least = self.batch_size if drop_last else 1
 
@@ -69,13 +70,13 @@ class Stream(Reader):
         return items[low:high], len(items)
 
     def _begun(self, job: Next) -> Iterator[Any]:
-        info = get_worker_info()
-        seed_streams(mix(STREAM, self.seed, job.epoch, info.id if info else 0, *([job.batch] if job.batch else [])))
-        if job.position is not None and not job.batch:
+        info, before = get_worker_info(), 0 if job.position is None else job.batch
+        seed_streams(mix(STREAM, self.seed, job.epoch, info.id if info else 0, *([before] if before else [])))
+        if job.position is not None and not before:
             self.dataset.load_state_dict(copy.deepcopy(job.position))  # of the start, which may hold the first epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(job.epoch)
-        if job.position is not None and job.batch:
+        if before:
             self.dataset.load_state_dict(copy.deepcopy(job.position))  # of this epoch, which set_epoch may start over
         return iter(self.dataset)
 

@@ -46,12 +46,13 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
             f"a stream ({type(loader.dataset).__name__}) has no numbered samples; leave them out where it yields them"
         )
     gone = set(listed(rows))
-    count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else float("inf")
-    beyond = [row for row in gone if isinstance(row, int) and not 0 <= row < count]
-    rows_beyond = ", ".join(map(str, sorted(beyond)))
-    check(not beyond, f"samples {rows_beyond} are not in the dataset, whose {count} samples are numbered from 0")
+    numbers = {row for row in gone if isinstance(row, int)}
+    sized = hasattr(loader.dataset, "__len__")
+    count = len(loader.dataset) if sized else 0
+    beyond = sorted(row for row in numbers if sized and not 0 <= row < count)
+    check(not beyond, f"samples {beyond} are not in the dataset, whose {count} samples are numbered from 0")
+    from_the_end = {row - count for row in numbers}
     planned = source.plan
-    from_the_end = {row - len(loader.dataset) for row in gone if isinstance(row, int) and count < float("inf")}
 
     def plan_of(epoch: int) -> Plan:
         plan = planned(epoch).without(gone | from_the_end)
