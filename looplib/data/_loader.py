@@ -369,7 +369,7 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         make_loader,
         Code(type(dataset).__name__),
         batch_size=batch_size,
-        order=None if repr(order) == "shuffled()" else order,  # the default
+        order=None if repr(order) in ("None", "shuffled()") else Code(f"ll.data.{order}"),  # these are the defaults
         seed=seed,
         drop_last=drop_last,
         limit=limit,

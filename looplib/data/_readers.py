@@ -66,9 +66,9 @@ class Reader(Dataset[Any]):
                 return None if read is None else self._collated(*read, job)
             except StopIteration as error:  # which a loop would mistake for the end of the data
                 raise RuntimeError(
-                    f"the dataset or collate_fn raised StopIteration in batch {job.batch} of epoch {job.epoch}, which "
-                    "would end the epoch early and silently. It usually comes from next() on an iterator that has "
-                    "ended: give next() a default, or raise another error"
+                    "the dataset or collate_fn raised StopIteration, which would end the epoch early and silently, in batch "
+                    f"{job.batch} of epoch {job.epoch}. It usually comes from next() on an iterator that has ended: give "
+                    "next() a default, or raise another error"
                 ) from error
 
     def _collated(self, items: list[Any], size: int, job: Any) -> tuple[Any, int]:

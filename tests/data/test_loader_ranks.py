@@ -261,14 +261,6 @@ def test_the_first_ranks_collate_fn_draws_what_one_process_does():
         assert part[0, 4].item() == drawn.item()
 
 
-def test_a_sample_that_comes_again_is_augmented_again_on_any_rank():
-    loader = make_loader(Augmented(3), batch_size=12, order=ll.data.weighted([1, 1, 1], num_samples=60))
-    found = read(loader, 4)
-    whole = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
-    assert torch.equal(whole, torch.cat(list(loader(at()))))
-    assert len(whole[:, 1].unique()) == 60
-
-
 def test_a_batch_that_is_one_item_is_the_same_on_every_rank():
     data = [torch.zeros(4, 2, dtype=torch.float64) for _ in range(3)]
     for items in (data, dict(enumerate(data)).values()):
