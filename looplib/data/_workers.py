@@ -29,7 +29,7 @@ class Jobs:
 
 
 class Engines:
-    """What reads jobs: a copy of a reader, or a DataLoader. No two iterations share one.
+    """Pool of readers: copies of one, or DataLoaders over it. No two iterations share one.
 
     Attributes:
         workers: number of processes that take turns with the jobs.
@@ -47,7 +47,7 @@ class Engines:
         self.idle: list[DataLoader[Any]] = []
 
     def read(self, epoch: int, jobs: Iterator[Any]) -> Generator[Any, None, None]:
-        """What the reader returns for each job, in order. Workers end with the iteration unless they persist."""
+        """Results of the reader for each job, in order. Workers end with the iteration unless they persist."""
         if self.in_process:
             yield from map(copy.copy(self.reader).__getitem__, jobs)
             return
