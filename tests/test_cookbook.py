@@ -91,11 +91,6 @@ def counts(names, *networks):
     return [(state.step, state.epoch, state.samples) for state in states]
 
 
-def card_of(names):
-    """Rows of the model card of the latest checkpoint."""
-    return {line.strip("| ") for line in names["card"](names["ckpt"].latest()).text.splitlines()}
-
-
 @pytest.mark.parametrize("task", TASKS, indirect=True)
 def test_the_block_runs(task, tmp_path, monkeypatch):
     names = run(task, tmp_path, monkeypatch)
@@ -128,7 +123,6 @@ def test_the_block_runs(task, tmp_path, monkeypatch):
         ("Debug a NaN 1", lambda n: n["worst"].index == 17),
         ("Cross-validate (k-fold) 1", lambda n: len(n["accuracies"]) == 4),
         ("Replay a step 1", lambda n: n["again"].state.step == 12),
-        ("Push to the Hugging Face Hub 1", lambda n: card_of(n) >= {"optimizer.lr | 0.01", "loader.batch_size | 32"}),
         ("Push to the Hugging Face Hub 2", lambda n: n["state"].step == n["pulled"].latest().step == 24),
     ],
     indirect=["task"],

@@ -108,7 +108,6 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
         "DonatedStateError",
         "EvalStep",
         "Gradients",
-        "Hub",
         "LRCurve",
         "LeafDifference",
         "Loader",

@@ -2,9 +2,7 @@
 
 from looplib.checkpoint._describe import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
-from looplib.checkpoint._hub import Hub, hub
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
-from looplib.checkpoint._model_card import model_card
 from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from looplib.checkpoint.interop._pretrained import save_pretrained
 from looplib.checkpoint.interop._safetensors import save_safetensors
@@ -16,12 +14,9 @@ __all__ = [
     "CheckpointVersionError",
     "Checkpoints",
     "DamagedCheckpointError",
-    "Hub",
     "checkpoint_io",
-    "hub",
     "load_optimizer_state_dict",
     "load_state_dict",
-    "model_card",
     "optimizer_state_dict",
     "save_pretrained",
     "save_safetensors",

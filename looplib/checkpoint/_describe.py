@@ -9,13 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from looplib._core.checks import are_counts, check, count_of, is_count
+from looplib._core.checks import are_counts, check, is_count
 from looplib._core.mappings import fields_of, mapped, without
 from looplib.checkpoint._directory import in_words
 from looplib.checkpoint._format import MANIFEST, sound
-from looplib.checkpoint._format_read import check_files, read_manifest
+from looplib.checkpoint._read import bytes_in, check_files, read_manifest
 from looplib.types import COUNTS, TREES, TrainState
 
 
@@ -78,15 +76,13 @@ class Checkpoints(list[Checkpoint]):
 
 def describe(path: Path) -> Checkpoint:
     """Describe a checkpoint after checking its manifest and the sizes of its files."""
-    manifest = read_manifest(path)
+    manifest, _ = read_manifest(path)
     with sound(path / MANIFEST):
         counts = counts_in(manifest)
-        parts: Counter[str] = Counter()
         size = check_files(path, manifest)
-        for leaf_path, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
-            parts[leaf_path.split("/")[1]] += (
-                count_of(entry["shape"], leaf_path) * getattr(torch, entry["dtype"]).itemsize
-            )
+        parts: Counter[str] = Counter()
+        for leaf_path, entry in manifest["tensors"].items():
+            parts[leaf_path.split("/")[1]] += bytes_in(leaf_path, entry)
         return Checkpoint(
             path=path,
             step=counts["step"],

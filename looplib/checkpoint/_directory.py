@@ -2,7 +2,8 @@
 
 A save writes into a temporary entry in the same directory, syncs it, and renames it. Whenever the process is killed,
 every entry named step-... is therefore complete. The others are leftovers, which the next process that may write
-deletes.
+deletes. A second save of a step gets a name with a number, such as step-00000500.1, and the first one is deleted once it
+is there: a listing uses the latest.
 """
 
 from __future__ import annotations
@@ -18,93 +19,93 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from looplib._core.checks import check_own_file
-from looplib.checkpoint._format import WEIGHTS, sync_directory
-from looplib.checkpoint._format_read import read_manifest
-from looplib.checkpoint._format_write import Parts, write, write_document
+from looplib._core.collective import Together
+from looplib._core.mappings import pick
+from looplib.checkpoint._format import DATA, FORMAT, MANIFEST
+from looplib.checkpoint._read import Reader, read_manifest, same_weights
+from looplib.checkpoint._shards import boxes_written_here
+from looplib.checkpoint._write import Parts, sync, write_manifest, write_tensors
 
 _NAME = r"step-(\d+)(?:\.(\d+))?"
 
+_WRITING, _DELETING = ".writing-", ".deleting-"
 
-_WRITING, _DELETING, PUSHING = ".writing-", ".deleting-", ".pushing-"
 
-
-def number_of(path: Path) -> tuple[int, int] | tuple[()]:
+def number_of(path: Path) -> tuple[int, ...]:
     """Step of an entry, and the number of the save of that step; empty for anything that is not a checkpoint."""
     match = re.fullmatch(_NAME, path.name)
     return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
-def entries_of(folder: Path, step: int) -> list[Path]:
-    """Entries of a step, latest save last. There is more than one only while one replaces the others."""
-    entries = [path for path in folder.iterdir() if number_of(path)[:1] == (step,)]
-    return sorted(entries, key=number_of)
-
-
 class Entry(NamedTuple):
-    """Temporary path of a new checkpoint, and the path that it is renamed to once complete."""
+    """Temporary path of a new checkpoint, the path that it is renamed to, and the entries that it replaces."""
 
     writing: Path
     target: Path
+    earlier: list[Path]
 
 
 def new_entry(folder: Path, step: int) -> Entry:
-    target = folder / f"step-{step:08d}"
-    return Entry(folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}", target)
+    earlier = sorted((path for path in folder.iterdir() if number_of(path)[:1] == (step,)), key=number_of)
+    name = f"step-{step:08d}"
+    if earlier:
+        name += f".{number_of(earlier[-1])[1] + 1}"
+    return Entry(folder / f"{_WRITING}{name}-{uuid.uuid4().hex[:6]}", folder / name, earlier)
 
 
-def put(entry: Entry, parts: Parts, about: Mapping[str, Any], in_thread: bool = True) -> None:
-    """Write a new entry. If it cannot be completed, nothing is left behind."""
+def put(ranks: Together, entry: Entry, parts: Parts, about: Mapping[str, Any]) -> None:
+    """Write a new entry, on all ranks together. If one of them fails, nothing is left behind."""
+    writing, target, earlier = entry
+
+    @naming_the_checkpoint(target, parts.size())
+    def begin() -> None:
+        writing.mkdir()
+
+    @naming_the_checkpoint(target, parts.size())
+    def write_files() -> dict[str, Any]:
+        parts.wait()
+        files = {}
+        if ranks.first:
+            files[DATA] = write_tensors(writing / DATA, parts.tensors, parts.about)
+        if boxes := boxes_written_here(parts.sharded):
+            name = f"tensors-{ranks.rank:05d}.safetensors"
+            files[name] = write_tensors(writing / name, pick(parts.shards, boxes), parts.about, boxes)
+        if files and not ranks.first:
+            sync([writing / name for name in files])
+        return files
+
+    @naming_the_checkpoint(target, parts.size())
+    def finish() -> None:
+        files = {name: about for written in of_ranks for name, about in written.items()}
+        content = {"tensors": parts.about, "ties": parts.ties, "values": parts.values}
+        manifest = {"format": FORMAT, **about, "files": files, **content}
+        if earlier and not manifest["metrics"]:
+            manifest["metrics"] = _metrics_of(earlier[-1], Reader(writing, manifest))
+        write_manifest(writing, manifest)
+        sync([writing / name for name in (*of_ranks[0], MANIFEST)])
+        sync([writing])
+        writing.rename(target)
+        sync([target.parent])
+        for path in earlier:
+            remove(path)
+
     try:
-        with naming_the_checkpoint(entry.target, parts.size()):
-            entry.writing.mkdir()
-            write(entry.writing, parts, about, in_thread)
-            take_place(entry)
+        ranks.on_first(begin)
+        of_ranks = ranks.gather(ranks.on_each(write_files))
+        ranks.on_first(finish)
     except BaseException:
-        clear(entry.writing)
+        if ranks.first:
+            clear(writing)
         raise
 
 
-def take_place(entry: Entry) -> None:
-    """Rename a finished entry to its final name, replacing an earlier save of the same step.
-
-    The new one exists next to the earlier one under a later number until that is deleted, and then takes its name. At
-    each moment one of the two is complete, and a listing, which uses the latest number of a step, never shows both.
-    """
-    writing, target = entry
-    step, _ = number_of(target)  # type: ignore[misc]
-    if earlier := entries_of(target.parent, step):
-        _keep_metrics(earlier[-1], writing)
-        _, last = number_of(earlier[-1])  # type: ignore[misc]
-        newest = target.with_name(f"{target.name}.{last + 1}")
-        writing.rename(newest)
-        sync_directory(target.parent)
-        for path in earlier:
-            remove(path)
-        writing = newest
-    writing.rename(target)
-    sync_directory(target.parent)
-
-
-def _keep_metrics(earlier: Path, later: Path) -> None:
-    """Carry metrics over from an earlier save with identical weights to a save without metrics."""
+def _metrics_of(earlier: Path, later: Reader) -> dict[str, Any]:
+    """Metrics of an earlier save with the weights of a later one, which has none of its own."""
     with contextlib.suppress(ValueError, LookupError):  # a damaged one has no metrics to carry over
-        old, new = read_manifest(earlier), read_manifest(later)
-        if old["metrics"] and not new["metrics"] and _weights(old) == _weights(new):
-            write_document(later, {**new, "metrics": old["metrics"]})
-
-
-def _weights(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Checksums and layouts of parameters and buffers, by path, and of the chunks of them by file."""
-    data = manifest["data"]
-    by_file = {name: checksums["weights"] for name, checksums in manifest.get("described", {}).items()}
-
-    def content(entry: Mapping[str, Any]) -> Any:
-        chunks = entry.get("chunks", [entry])
-        layout = [{**chunk, "data": data[chunk["data"]]["crc32"]} for chunk in chunks if "data" in chunk]
-        return entry["dtype"], entry["shape"], layout
-
-    leaves = {**manifest["tensors"], **manifest.get("shards", {})}
-    return by_file | {path: content(entry) for path, entry in leaves.items() if path.startswith(WEIGHTS)}
+        manifest, _ = read_manifest(earlier)
+        if manifest["metrics"] and same_weights(Reader(earlier, manifest), later):
+            return dict(manifest["metrics"])
+    return {}
 
 
 def clear(path: Path) -> None:
@@ -168,7 +169,7 @@ class Lock:
             made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             for path in made:
-                sync_directory(path.parent)
+                sync([path.parent])
             key = os.getpid(), folder.resolve()
             if (lock := cls.held.get(key)) is None:
                 lock = super().__new__(cls)
@@ -199,7 +200,7 @@ class Lock:
                 "own, or end that process"
             ) from None
         for path in folder.iterdir():
-            if path.name.startswith((_WRITING, _DELETING, PUSHING)):
+            if path.name.startswith((_WRITING, _DELETING)):
                 clear(path)
         with contextlib.suppress(OSError):  # the disk is full: the number is only used in messages
             os.ftruncate(self.file, 0)

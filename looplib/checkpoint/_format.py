@@ -1,11 +1,11 @@
 """Checkpoint format: file names, leaf paths, plain values as JSON, and errors for damage.
 
-A tree of tensors and plain values is stored in two files: a JSON manifest, and the bytes of the tensors. The latter
-is a safetensors file (eight bytes of length, a JSON header, the data), so that other programs can read it. Facts that
-the format cannot express (strides, shared storage, rarer dtypes, plain values, checksums) are in the manifest.
-`_format_write` writes both files and `_format_read` reads them. Of tensors that are sharded over ranks, each rank
-writes its chunks and a JSON file that describes them; the manifest has only the names, sizes and checksums of these.
-`_shards` writes and reads them.
+A state is a tree of tensors and plain values. Its tensors are stored contiguously, one after another, in a safetensors
+file, so that other programs can read them. The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties,
+plain values, and size and checksums of each data file. Of tensors that are sharded over ranks, each rank writes its
+chunks into a safetensors file of its own, whose header also says which part of each tensor they are.
+
+`_write` writes these files and `_read` reads them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,21 @@ from looplib._core.checks import check
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 
-WHOLE, SHARDED = 1, 3  # formats; in format 2, the manifest described the chunks of all ranks itself
-
+FORMAT = 4
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 
+BLOCK = 8 << 20
+"""Bytes that share a checksum. A data file has one for its header, and one for each block of its data."""
 
 LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
 
-
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
-
 WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's leaves
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: its first index and its size in each dimension."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -46,7 +47,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class CheckpointVersionError(ValueError):
-    """A checkpoint's format is newer than this version of looplib."""
+    """A checkpoint has a format that this version of looplib does not read."""
 
 
 @contextmanager
@@ -92,18 +93,17 @@ def local(leaf: Any) -> Tensor:
         return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]
 
 
-def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Number of elements from a tensor's first to its last in memory, inclusive."""
-    steps = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
-    return 0 if 0 in shape else 1 + sum(steps)
+def words(tensor: Tensor) -> Tensor:
+    """View of a tensor as integers of the same size, which torch can copy and compare whatever their bits mean."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view(_WORDS[plain.element_size()])
 
 
-def occupied(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its storage, and one past the last."""
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    numbers = tensor.numel() if tensor.is_contiguous() else extent(tensor.shape, tensor.stride())
-    return low, low + numbers * size
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Plain types, each with a test for the values that JSON can represent.
@@ -154,12 +154,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-
-
-def sync_directory(directory: Path) -> None:
-    """Sync a directory, so that its names survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,6 @@
 """Atomic checkpoints: save, keep, restore and delete them.
 
-A state is split into tensors and plain values by path (`_format_write`) and put into the directory atomically
+A state is split into tensors and plain values by path (`_write`) and put into the directory atomically
 (`_directory`). Only then are older checkpoints deleted (`_policy`). A restore (`_restore`) checks that each leaf fits
 the state that the code has created, and then loads the values into it.
 """
@@ -21,18 +21,17 @@ from looplib._core.collective import Together, together
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
-from looplib._core.ranks import is_alone, is_first
+from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
 from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
 from looplib.checkpoint._format import DamagedCheckpointError
-from looplib.checkpoint._format_write import Parts
-from looplib.checkpoint._hub import Hub
 from looplib.checkpoint._left_out import LeftOut, Select
-from looplib.checkpoint._listing import Listing, changed_since
+from looplib.checkpoint._listing import Listing, stamp_of
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
+from looplib.checkpoint._write import Parts
 from looplib.predicates._best import warn_of_records
 from looplib.types import TrainState, check_state
 
@@ -78,10 +77,14 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     chunks it checks only the file sizes.
 
     **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
-    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. If safetensors cannot describe a
-    tensor (a view, a rarer dtype), the file holds its bytes under the name given as `data` in `manifest.json`,
-    together with dtype, shape, stride and offset in bytes. DTensors are in `tensors-RANK.safetensors`, and
-    `manifest.json` lists the offsets and sizes of their chunks as `shards`.
+    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. Tensors of dtypes that safetensors does
+    not have are bytes there; `manifest.json` has the dtype and shape of each. A tensor that a state holds twice is
+    stored once: the manifest's `ties` map its other names to the first, and a restore ties them again. Tensors that
+    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, whose headers say which part
+    of a tensor each chunk is.
+
+    A restored tensor has the memory layout of the one that it replaces, such as `channels_last`. An expanded tensor is
+    stored with all its elements.
 
     Args:
         directory: folder for the checkpoints, created at the first save.
@@ -92,8 +95,8 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             accuracy "max", as for `BestSoFar`); any other name needs it.
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
-        asynchronous: if True, write in the background. A state of donated steps, or bound to a module, is copied
-            first; a pure one is not. Errors are raised by the next `save`, `restore`, `delete` or `wait`. If there is
+        asynchronous: if True, write in the background. A state of donated steps, bound to a module, sharded or on an
+            accelerator is copied to the host first; another one is not. Errors are raised by the next `save`, `restore`, `delete` or `wait`. If there is
             none, the error is printed when the process exits, after the last save has finished.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
@@ -102,19 +105,18 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             epochs. What looks like a token, key or password is stored as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
-            others are left out, and a digest of their bits is stored: `restore` takes them from the state it is given,
-            and refuses one whose base model is different. They are read at the first save, and again if they have been
-            written; a write through `.data`, which torch does not count, is found by a sample of each. The first save is
-            refused if FSDP2 shards a parameter that is left out, such as those of the base model: save all of them
-            then, or use DDP.
+            others are left out, and a digest of their bits is stored, for which each save reads them: `restore` takes
+            them from the state it is given, and refuses one whose base model is different. The first save is refused if
+            FSDP2 shards a parameter that is left out, such as those of the base model: save all of them then, or use
+            DDP.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
         TypeError: `describe` is not a mapping, or `directory` is not a path.
         NotADirectoryError: `directory` is a file.
 
-    The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint that
-    a newer looplib wrote.
+    The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
+    format that this looplib does not read.
     """
     check_type("directory is", directory, (str, os.PathLike), 'give a path: ll.checkpoint_io("runs/checkpoints")')
     check(
@@ -154,8 +156,8 @@ class CheckpointIO:
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
-        If the step already has a checkpoint, it is replaced atomically: at each moment one of the two is complete. If
-        the new one has no metrics and the same weights, it keeps the metrics of the old one.
+        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number, is
+        there before the old one is deleted. If it has no metrics and the same weights, it keeps those of the old one.
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
@@ -174,7 +176,7 @@ class CheckpointIO:
 
         Raises:
             ValueError: the monitored metric is missing; the directory has checkpoints of later steps, which
-                belong to a different run; or the ranks' states differ.
+                belong to a different run; two tensors overlap; or the ranks' states differ.
             TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
             OSError: the disk is full, the directory cannot be written, or another process writes to it. Earlier
                 checkpoints are left unchanged.
@@ -276,7 +278,7 @@ class CheckpointIO:
                     print(f"Restored {selected.named(restored)} from {_within(path)}", flush=True)
                 return restored
             # It was replaced while the ranks were reading, or they see different folders.
-            if not ranks.on_first(functools.partial(changed_since, path, stamp)):
+            if ranks.on_first(functools.partial(stamp_of, path)) == stamp:
                 read = ", ".join(f"{digest:08x} on rank {rank}" for rank, digest in enumerate(digests))
                 raise ValueError(
                     f"the ranks read different checkpoints at {path}, by the checksum of their manifests: {read}. Give "
@@ -309,24 +311,6 @@ class CheckpointIO:
         """Wait until a background save has finished on all ranks, and raise its error."""
         self._background.wait()
 
-    def push(self, hub: Hub) -> None:
-        """Push the latest checkpoint, and with `monitor` the best one, to the Hugging Face Hub, in the background.
-
-        Returns at once. The upload begins after a background save that is under way, and later saves may delete
-        what is being uploaded, since it is linked first. If pushes take longer than the time between them, those
-        that have not begun are replaced by the last. It needs no other rank: the first one pushes.
-
-        An error of the network does not end the run: the next `push` warns of it and includes what it has missed, and
-        `hub.wait()` raises it. A process waits for its last push when it exits.
-
-        Raises:
-            OSError: another process writes to the directory, or it cannot be written.
-        """
-        check_type("hub is", hub, Hub, 'give ll.checkpoint.hub("me/name")')
-        if is_first():
-            self._lock = Lock(self._listing.folder)
-            hub.start(self._listing.folder, self._lock, self._policy, self._background.pending)
-
     def _meet(self) -> Together:
         """All ranks, once they are in the same method and their background saves have finished."""
         self.wait()
@@ -349,8 +333,9 @@ class CheckpointIO:
             not (parts.sharded and is_alone()),
             "the state is sharded, and this rank holds a part of it: save it on all ranks together",
         )
-        # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
-        if self._asynchronous and (parts.sharded or copied):
+        # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires. So are tensors on
+        # accelerators, whose queue would else make the copies to the host wait for the steps before them.
+        if self._asynchronous and (parts.sharded or parts.on_device or copied):
             parts.copy()
         return parts, about
 
@@ -392,13 +377,7 @@ class CheckpointIO:
 
     def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: Together) -> None:
         # In the background, this method keeps the CheckpointIO, and therefore its lock, alive until it is done.
-        in_thread = not self._asynchronous
-        if parts.sharded:
-            from looplib.checkpoint import _shards  # takes a second or two to import, so only for sharded states
-
-            _shards.put(ranks, entry, parts, about, in_thread)
-        else:
-            ranks.on_first(lambda: put(entry, parts, about, in_thread))
+        put(ranks, entry, parts, about)
         ranks.on_first(self._rotate)
 
     def _rotate(self) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.checksums import bits_of, checksums
+from looplib._core.checksums import checksums
 from looplib._core.mappings import without
 from looplib._core.notices import warn
 from looplib._core.ranks import is_sharded
-from looplib._core.torch_private import version
 from looplib.checkpoint._describe import trees_of
 from looplib.checkpoint._format import MANIFEST, leaves_of, sound
 from looplib.types import TrainState
@@ -24,17 +21,11 @@ from looplib.types import TrainState
 Select = Callable[[str, Tensor], bool]
 
 
-_SAMPLE = 64
-
-
 _FACTS = {"tensors": int, "bytes": int, "digest": str}
 
 
 class LeftOut:
-    """The choice of parameters to save.
-
-    The others are read once, and again if torch has counted a write to them since, or if one of a few elements of each
-    has changed: peft merges and unmerges adapters through `.data`, which torch does not count and which rounds.
+    """The choice of parameters to save. The others are read at each save, for their digest.
 
     Args:
         select: `select(name, tensor) -> bool`, or None to save all.
@@ -45,10 +36,7 @@ class LeftOut:
             select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError
         )
         self._select = select
-        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
-        self._sample: list[int] = []
-        self._names: list[str] = []
-        self._about: dict[str, Any] = {}
+        self._last: tuple[list[str], dict[str, Any]] | None = None
 
     def trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trees to save, and what the manifest says of the parameters that are not among them."""
@@ -58,39 +46,16 @@ class LeftOut:
         saved = {name: tensor for name, tensor in state.params.items() if self._select(name, tensor)}
         check(bool(saved), "select chooses none of the state's parameters, so there would be no weights to save")
         rest = without(state.params, saved)
-        if not self._has_seen(rest.values()):
-            self._read(rest)
-        return {**trees, "params": saved}, {"left_out": self._about} if rest else {}
-
-    def _has_seen(self, tensors: Collection[Tensor]) -> bool:
-        """True if these tensors were read last, torch has counted no write since, and a sample of them is as it was."""
-        same = len(self._seen) == len(tensors) and all(
-            seen() is tensor and written == version(tensor)
-            for (seen, written), tensor in zip(self._seen, tensors, strict=True)
-        )
-        return same and self._sample == _sample(tensors)
-
-    def _read(self, rest: Mapping[str, Tensor]) -> None:
-        known, names = self._about, self._names
-        self._about, self._names = about(leaves_of({"params": rest})), [*rest]
-        self._seen = [(weakref.ref(tensor), version(tensor)) for tensor in rest.values()]
-        self._sample = _sample(rest.values())
-        if names == self._names and known != self._about:
+        facts = about(leaves_of({"params": rest}))
+        if self._last is not None and self._last[0] == [*rest] and self._last[1] != facts:
             warn(
                 f"the {len(rest)} parameters that select leaves out have changed since the last save, so this checkpoint "
                 "can be restored only over the base model as it is now, and not over the one that the run began with. "
                 "merge_adapter writes into the base model, and unmerge_adapter rounds it: merge a copy, "
                 "copy.deepcopy(model).merge_and_unload()"
             )
-
-
-def _sample(tensors: Collection[Tensor]) -> list[int]:
-    """Checksums of a few elements of each tensor, evenly spaced, by device."""
-    samples: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        values = tensor.detach().reshape(-1)
-        samples.setdefault(tensor.device, []).append(bits_of(values[:: max(1, len(values) // _SAMPLE)]))
-    return checksums(map(torch.cat, samples.values()))
+        self._last = [*rest], facts
+        return {**trees, "params": saved}, {"left_out": facts} if rest else {}
 
 
 def about(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +84,7 @@ def paths_left_out(path: Path, manifest: Mapping[str, Any], leaves: Mapping[str,
             {name: type(fact) for name, fact in expected.items()} == _FACTS,
             f"a description {expected} of what is left out",
         )
-    saved = manifest["tensors"].keys() | manifest.get("shards", {}).keys()
+    saved = manifest["tensors"].keys() | manifest["ties"].keys()
     rest = {one: leaf for one, leaf in leaves.items() if one.startswith("/params/") and one not in saved}
     found = about(rest)
     check(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import warnings
 from pathlib import Path
 
@@ -36,37 +34,26 @@ class Listing:
         while (described := self._try_to_read()) is None:
             pass  # another process has removed or replaced an entry in the meantime, so list again
         self._known = described
-        latest: dict[int, Checkpoint] = {}
-        self.superseded = []
-        for checkpoint in sorted(described.values(), key=lambda checkpoint: number_of(checkpoint.path)):
-            if (earlier := latest.pop(checkpoint.step, None)) is not None:
-                self.superseded.append(earlier.path)
-            latest[checkpoint.step] = checkpoint
+        ordered = sorted(described.values(), key=lambda checkpoint: number_of(checkpoint.path))
+        latest = {checkpoint.step: checkpoint for checkpoint in ordered}
+        self.superseded = [each.path for each in ordered if latest[each.step] is not each]
         return Checkpoints(latest.values())
 
     def _try_to_read(self) -> dict[Stamp, Checkpoint] | None:
         """Descriptions of the complete entries, or None if one was removed or replaced in the meantime."""
         described: dict[Stamp, Checkpoint] = {}
-        for path in self._entries():
-            stamp = None
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        for path in [path for path in entries if number_of(path) and path not in self.damaged]:
+            stamp = stamp_of(path)
+            if stamp is None:
+                return None
             try:
-                stamp = stamp_of(path)
                 described[stamp] = self._known.get(stamp) or describe(path)
-            except (DamagedCheckpointError, OSError) as error:
-                if getattr(error, "errno", errno.ENOENT) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                    raise
-                if changed_since(path, stamp):
+            except DamagedCheckpointError as error:
+                if not self.is_damaged(path, stamp):
                     return None
-                self.damaged.add(path)
-                # A dangling symbolic link has no stamp.
-                reason = error if stamp else f"{path} is a symbolic link to nothing"
-                warnings.warn(f"{reason}; this checkpoint is left out", stacklevel=6)
+                warnings.warn(f"{error}; this checkpoint is left out", stacklevel=6)
         return described
-
-    def _entries(self) -> list[Path]:
-        """Entries named as checkpoints and not known to be damaged."""
-        paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        return [path for path in paths if number_of(path) and path not in self.damaged]
 
     def choose(self, which: str | int, policy: Policy) -> tuple[Path, Stamp] | None:
         """The checkpoint to restore and its stamp, or None if the latest is requested and there is none."""
@@ -77,13 +64,12 @@ class Listing:
                 if which == "latest" and not self.damaged:
                     return None
                 raise self._nothing_for(which, checkpoints, policy.monitor)
-            stamp = {checkpoint.path: stamp for stamp, checkpoint in self._known.items()}[chosen.path]
-            if not changed_since(chosen.path, stamp):
+            if (stamp := stamp_of(chosen.path)) in self._known:
                 return chosen.path, stamp
 
     def is_damaged(self, path: Path, stamp: Stamp) -> bool:
         """Mark an unreadable entry as damaged, unless another process has removed or replaced it."""
-        if not changed_since(path, stamp):
+        if stamp_of(path) == stamp:
             self.damaged.add(path)
         return path in self.damaged
 
@@ -113,17 +99,10 @@ def _chosen(checkpoints: Checkpoints, which: str | int, policy: Policy) -> Check
     return next(reversed(matching), None)
 
 
-def stamp_of(path: Path) -> Stamp:
-    """Stamp that distinguishes this entry from another of the same name."""
-    status = path.stat()
-    return path.name, status.st_ino, status.st_mtime_ns
-
-
-def changed_since(path: Path, stamp: Stamp | None) -> bool:
-    """True if another process has removed or replaced an entry. The stamp None means it could not be read."""
-    if stamp is None:
-        return not path.is_symlink()
+def stamp_of(path: Path) -> Stamp | None:
+    """Stamp that distinguishes this entry from another of the same name; None if there is none."""
     try:
-        return stamp_of(path) != stamp
-    except OSError:
-        return not (path.is_symlink() and os.path.lexists(path))
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return path.name, status.st_ino, status.st_mtime_ns

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import lease
-from looplib._core.descriptions import differences
-from looplib._core.mappings import fields_of, mapped, subset, without
+from looplib._core.checks import check
+from looplib._core.mappings import fields_of, subset, without
 from looplib._core.overlap import same_value
-from looplib._core.provenance import Provenance, other_settings, provenance_of, restored_into
+from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
-from looplib.checkpoint._fit import check_fit, without_later_entries
-from looplib.checkpoint._format import MANIFEST, WEIGHTS, leaves_of, local, sound
-from looplib.checkpoint._format_read import Reader, read_document
+from looplib.checkpoint._fit import check_fit
+from looplib.checkpoint._format import MANIFEST, WEIGHTS, leaves_of, local, sound, words
 from looplib.checkpoint._left_out import paths_left_out
-from looplib.checkpoint._position import position
-from looplib.checkpoint._settings import Settings
-from looplib.checkpoint._sharing import Sharing, write
+from looplib.checkpoint._read import Reader, read_manifest, whole
+from looplib.checkpoint._settings import Run, Settings
+from looplib.checkpoint._shards import box_of, new_like
+from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
 
 
@@ -75,120 +75,107 @@ class Loaded(NamedTuple):
 
 def load(path: Path, template: TrainState, selected: Selection, convert: bool, settings: Settings) -> Loaded:
     """Read and verify all that this process needs to restore a checkpoint into the structure of `template`."""
-    manifest, checksum = read_document(path)
+    manifest, checksum = read_manifest(path)
     reader = Reader(path, manifest)
     with sound(path / MANIFEST):
         counts = counts_in(manifest)
-    tree = without_later_entries(trees_of(template), reader)
+    tree = trees_of(template)
     leaves = leaves_of(tree)
     left_out = paths_left_out(path, manifest, leaves)
     wanted = subset(leaves, set(filter(selected, without(leaves, left_out))))
     check_fit(path, wanted, reader, selected, convert)
-    run = _Run(fields_of(template, COUNTS), provenance_of(template))
+    run = Run(fields_of(template, COUNTS), provenance_of(template))
     if selected.everything:
-        made_with = manifest.get("made_with")
-        known = made_with if isinstance(made_with, Mapping) else {}  # older checkpoints have none
-        run = _continued(path, counts, known, template, settings)
-    saved = _Saved(reader, wanted)
-    writes: list[tuple[Tensor, Tensor]] = []
+        run = settings.continued(path, counts, manifest.get("made_with"), template)
+    values = _values(reader, wanted)
+    in_place: dict[str, Tensor] = {}
     if {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}:  # bound to a module
-        sharing = Sharing(leaves, wanted, saved.entry, path)
-        sharing.check_weights(saved.value)
-        for leaf_path, leaf in sharing.written.items():
-            value = saved.value(leaf_path)
-            # Frozen parameters and masks, which states of pure steps share with the module, are not written.
-            if not (leaf_path.startswith(WEIGHTS) and same_value(leaf, value)):
-                writes.append((_memory(leaf), value))
-        # A leaf that is not restored but shares memory with a restored one keeps its value in a copy.
-        leaves |= mapped(_copied, subset(leaves, sharing.kept_apart))
-        wanted = without(wanted, sharing.written)
-    leaves |= {leaf_path: saved.leaf(leaf_path, like) for leaf_path, like in wanted.items()}
-    values = iter(leaves.values())
-    restored = functools.partial(_restored, pytree.tree_map(lambda _: next(values), tree), run)
+        in_place, kept_apart = _in_place(path, leaves, wanted, reader)
+        leaves |= {
+            name: leaves[name].detach().clone().requires_grad_(leaves[name].requires_grad) for name in kept_apart
+        }
+    new = _New(reader, values)
+    leaves |= {leaf_path: new.leaf(leaf_path, like) for leaf_path, like in without(wanted, in_place).items()}
+    # Frozen parameters and masks, which states of pure steps share with the module, are not written.
+    writes = [
+        (local(leaf) if is_sharded(leaf) else leaf, values[leaf_path])
+        for leaf_path, leaf in in_place.items()
+        if not (leaf_path.startswith(WEIGHTS) and same_value(leaf, values[leaf_path]))
+    ]
+    restored_leaves = iter(leaves.values())
+    restored = functools.partial(_restored, pytree.tree_map(lambda _: next(restored_leaves), tree), run)
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
     return Loaded(state, checksum, run.warning)
 
 
-def _restored(trees: Mapping[str, Any], run: _Run) -> TrainState:
+def _restored(trees: Mapping[str, Any], run: Run) -> TrainState:
     state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
     lease.note_provenance(state, run.made_with)
     return state
 
 
-def _memory(leaf: Tensor) -> Tensor:
-    """The tensor to write. Not detached, unless sharded: the record of who has written a tensor ends with the tensor."""
-    return local(leaf) if is_sharded(leaf) else leaf
-
-
-class _Run(NamedTuple):
-    """A restored state without its trees, and the warning about settings that differ from those saved."""
-
-    counts: dict[str, Any]
-    made_with: Provenance
-    warning: str = ""
-
-
-def _continued(
-    path: Path, counts: dict[str, Any], saved: Mapping[str, Any], template: TrainState, settings: Settings
-) -> _Run:
-    """The run of a checkpoint, continued with the settings of `template`. `saved` are those of the checkpoint."""
-    same_length = counts["epoch_length"] == template.epoch_length
-    changed = settings.differences(saved, template)
-    changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": template.epoch_length})
-    seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
-    warning = other_settings(path, changed, seed) if changed or seed else ""
-    made_with = restored_into(template, saved, str(path), counts["step"], settings.compares_loader(saved))
-    resume = settings.resume(saved, same_length)
-    of_saved_run = restored_into(template, saved, str(path), counts["step"], False)
-    return _Run(position(path, counts, template, resume, of_saved_run), made_with, warning)
-
-
-def _copied(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
-class _Saved:
-    """Saved leaves, read and verified: as values to copy, or as new leaves of a state."""
-
-    def __init__(self, reader: Reader, wanted: Mapping[str, Any]) -> None:
-        self._reader = reader
-        self._copies: dict[Any, Tensor] = {}  # one for each run of bytes, so that leaves share memory as before
-        sharded = {
-            leaf_path: leaf
-            for leaf_path, leaf in wanted.items()
-            if leaf_path in reader.shards or (is_sharded(leaf) and reader.about(leaf_path) is not None)
+def _values(reader: Reader, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, or this process's shards of them, in memory that may not be written."""
+    about = {leaf_path: reader.about(leaf_path) for leaf_path in wanted}
+    return reader.read(
+        {
+            leaf_path: box_of(wanted[leaf_path]) if isinstance(wanted[leaf_path], Tensor) else whole(entry["shape"])
+            for leaf_path, entry in about.items()
+            if entry is not None
         }
-        reader.verify(reader.tensors.keys() & wanted.keys() - sharded.keys())
-        self._shards: dict[str, Tensor] = {}
-        if sharded:
-            from looplib.checkpoint import _shards  # takes a second or two to import, so only for sharded states
+    )
 
-            self._shards = _shards.read(reader, sharded)
 
-    def entry(self, leaf_path: str) -> Mapping[str, Any] | None:
-        """Location of an unsharded tensor in the file; None for plain values, and for shards, which share no memory."""
-        return None if leaf_path in self._shards else self._reader.tensors.get(leaf_path)
+def _in_place(
+    path: Path, leaves: Mapping[str, Any], wanted: Mapping[str, Any], reader: Reader
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Leaves of a bound state that are written over, and paths of those that are not restored and share their memory.
 
-    def value(self, leaf_path: str) -> Tensor:
-        """Values of a tensor, or of this process's shard of it, in read-only memory."""
-        return self._shards[leaf_path] if leaf_path in self._shards else self._reader.tensor(leaf_path)
+    Leaves of a state may share a tensor, such as `extra={"start": state.params}` before the first step. If they were
+    saved as two tensors, the module's leaf keeps the memory, and the other gets memory of its own.
+    """
+    tensors = {leaf_path: leaf for leaf_path, leaf in leaves.items() if _has_memory(leaf)}
+    roots = same_memory(tensors)
+    written: dict[str, Tensor] = {}
+    owners: dict[str, str] = {}  # by the state's tensor, the checkpoint's
+    for leaf_path, leaf in subset(tensors, wanted).items():
+        owner = owners.setdefault(roots[leaf_path], reader.root(leaf_path))
+        if owner == reader.root(leaf_path):
+            written[leaf_path] = leaf
+        check(
+            owner == reader.root(leaf_path) or not leaf_path.startswith(WEIGHTS),
+            f"{path} cannot be restored into this bound state: {roots[leaf_path]} and {leaf_path} are one tensor in the "
+            "module, and two in the checkpoint. Restore into a state that is not bound to the module: "
+            "ckpt.restore(ll.copy_state(state))",
+        )
+    rest = without(tensors, wanted)
+    return written, [each for each in rest if not each.startswith(WEIGHTS) and roots[each] in owners]
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (is_sharded(leaf) or leaf.layout is torch.strided)
+
+
+class _New:
+    """New leaves of a state, with the values of a checkpoint and the layouts of the leaves that they replace."""
+
+    def __init__(self, reader: Reader, values: Mapping[str, Tensor]) -> None:
+        self._reader, self._values = reader, values
+        self._made: dict[Any, Any] = {}  # one for all ties
 
     def leaf(self, leaf_path: str, like: Any) -> Any:
-        """A leaf in newly allocated memory, with the device and dtype of the leaf it replaces."""
-        if self._reader.about(leaf_path) is None:
+        if leaf_path not in self._values:
             return self._reader.values[leaf_path]
-        if not isinstance(like, Tensor):
-            sharded = self._shards.get(leaf_path)
-            return self._reader.tensor(leaf_path, self._copies) if sharded is None else sharded
-        if leaf_path in self._shards:
-            new = self._shards[leaf_path].to(like.device, like.dtype)
-            if is_sharded(like):
-                from looplib.checkpoint import _shards
-
-                new = _shards.like(like, new)
-        else:
-            new = self._reader.tensor(leaf_path, self._copies, like.device).to(like.dtype)
-        return new.requires_grad_(like.requires_grad)
+        value = self._values[leaf_path]
+        like = like if isinstance(like, Tensor) else value
+        kind = self._reader.root(leaf_path), like.device, like.dtype, is_sharded(like)
+        if kind not in self._made:
+            new = new_like(like)
+            own = local(new)
+            same = own.dtype == value.dtype
+            (words(own) if same else own).copy_(words(value) if same else value)
+            self._made[kind] = new
+        return self._made[kind].detach().requires_grad_(like.requires_grad)
 
 
 def _write_over(
@@ -205,9 +192,17 @@ def _write_over(
         taken.write()
         with torch.no_grad():
             for leaf, value in writes:
-                write(leaf, value)
+                _write(leaf, value)
         new = restored()
         taken.step = new.step
     finally:
         _interrupts.end_hold(thread)
     return new
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor, each element in memory once: an expanded dimension has only one to write."""
+    if 0 in tensor.stride():
+        once = tuple(slice(n if step else 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        tensor, values = tensor[once], values[once]
+    tensor.copy_(values)

@@ -1,8 +1,8 @@
 """Saves that are whole or not there, policies against brute force, and restores that fit or say why not."""
 
+import builtins
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from files import DATA, MANIFEST, forged
+from files import DATA, MANIFEST
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import file_size_limit
@@ -183,16 +183,6 @@ def test_later_steps_of_another_run_are_refused(tmp_path):
     assert here(other) == here(ckpt) == [0, 10, 15]
 
 
-def test_a_step_that_is_saved_again_is_the_latest(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, keep_last=2)
-    for samples in range(5):  # as with updates that are skipped, or at the end of a stream's epoch
-        ckpt.save(unbound().replace(step=7, samples=samples))
-    assert [c.samples for c in ckpt.steps()] == [4]
-    assert ckpt.restore(unbound(), 7).samples == 4
-    assert ckpt.latest().path.name == "step-00000007"
-    assert names_in(tmp_path) == ["step-00000007"]
-
-
 # All or nothing
 
 
@@ -224,27 +214,6 @@ def test_a_run_can_start_on_a_full_disk(tmp_path):
     with file_size_limit(0), pytest.raises(OSError, match="could not be saved"):
         ckpt.save(unbound())
     assert names_in(tmp_path) == []
-
-
-@pytest.mark.large
-def test_a_full_file_system_of_its_own(tmp_path):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
-    try:
-        ckpt = ll.checkpoint_io(tmp_path, keep_last=2)
-        state = unbound().replace(extra=torch.zeros(50_000))
-        for step in range(20):  # 200 kB each: two are kept, and a third fits while it is written
-            ckpt.save(state.replace(step=step))
-        all_kept = ll.checkpoint_io(tmp_path)
-        for size in range(60_000, 250_000, 10_000):
-            with pytest.raises(OSError, match=r"No space left on device \(.* free there\)"):
-                saved(all_kept, *(state.replace(step=step, extra=torch.zeros(size * 2)) for step in range(20, 24)))
-            assert not [name for name in names_in(tmp_path) if not name.startswith("step-")]
-            assert same(ckpt.restore(unbound(1), weights_only=True), unbound())
-            ckpt.delete(after=19)
-        assert here(ckpt) == [18, 19]
-        ckpt.save(state.replace(step=20))
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 @contextmanager
@@ -339,17 +308,6 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_written(tmp_path, ki
     assert sorted(tmp_path.iterdir()) == [folder, outside]
 
 
-def test_what_killed_saves_left_is_cleared_by_the_next_run(tmp_path):
-    ll.checkpoint_io(tmp_path).save(unbound())
-    for name in (".writing-step-00000003-aaaaaa", ".deleting-bbbbbb-step-00000001"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / DATA).write_text("half")
-    ckpt = ll.checkpoint_io(tmp_path)
-    assert same(ckpt.restore(unbound(1)), unbound())
-    ckpt.save(unbound().replace(step=1))
-    assert names_in(tmp_path) == ["step-00000000", "step-00000001"]
-
-
 def test_an_interrupt_amid_a_save_leaves_nothing(tmp_path, monkeypatch):
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(unbound())
@@ -402,29 +360,12 @@ def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, name, h
     assert re.fullmatch(r"damaged-\w{6}-step-00000002", aside[0])
 
 
-def test_a_large_checkpoint_is_verified_completely_by_several_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    state = unbound().replace(extra={str(n): torch.full((n + 1_100_000,), 0.1) for n in range(2)})
-    ckpt = ll.checkpoint_io(tmp_path)
-    path = ckpt.save(state)
-    assert same(ckpt.restore(state), state)
-    sound = (path / DATA).read_bytes()
-    for name, run in json.loads((path / MANIFEST).read_bytes())["manifest"]["data"].items():
-        content = bytearray(sound)
-        content[run["begin"]] ^= 1
-        (path / DATA).write_bytes(content)
-        with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=f"the bytes of {name} have been"):
-            ll.checkpoint_io(tmp_path).restore(state, state.step)
-
-
 def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, monitor="x", mode="min")
     for step in range(3):
         damage(ckpt.save(unbound().replace(step=step), {"x": step}))
     given_state, kept = fresh(3), ll.copy_state(fresh(3))
-    with pytest.raises(
-        ll.checkpoint.DamagedCheckpointError, match=r"step-00000001/tensors.safetensors: the bytes of /"
-    ):
+    with pytest.raises(ll.checkpoint.DamagedCheckpointError, match="step-00000001/tensors"):
         ckpt.restore(given_state, 1)
     with pytest.raises(ll.checkpoint.DamagedCheckpointError, match="step-00000000/tensors"):
         ckpt.restore(given_state, "best")
@@ -439,42 +380,6 @@ def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
     with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=r"no checkpoint of step 1; .*damaged"):
         ckpt.restore(given_state, 1)
     assert same(given_state, kept)
-
-
-def test_a_checkpoint_from_the_future_says_so(tmp_path, monkeypatch):
-    for name in ("_format_write.WHOLE", "_format_read.SHARDED"):
-        monkeypatch.setattr(f"looplib.checkpoint.{name}", 99)
-    ll.checkpoint_io(tmp_path).save(unbound())
-    monkeypatch.undo()
-    with pytest.raises(
-        ll.checkpoint.CheckpointVersionError, match=r"step-00000000/manifest.json is of format 99.*newer looplib"
-    ):
-        ll.checkpoint_io(tmp_path).restore(unbound())
-
-
-@pytest.mark.parametrize(
-    "about",
-    [
-        {},
-        {"counts": {}},
-        {"counts": [], "metrics": {}, "created": ""},
-        {"counts": {**dict.fromkeys(COUNTS, 0), "step": 1.5}},
-        {"counts": {**dict.fromkeys(COUNTS, 0), "seed": "x"}},
-        {"counts": {**dict.fromkeys(COUNTS, 0), "more": 1}},
-        {
-            "counts": {**dict.fromkeys(COUNTS, 0)},
-            "metrics": {"x": "much"},
-            "created": "",
-        },
-        {"counts": {**dict.fromkeys(COUNTS, 0), "batch_steps": True}, "metrics": {}, "created": ""},
-    ],
-)
-def test_a_forged_description_is_damage(tmp_path, about):
-    ll.checkpoint_io(tmp_path).save(ll.TrainState(step=1, params={"w": torch.zeros(1)}))
-    files = ("format", "bytes", "data", "values", "tensors")
-    forged(tmp_path / "step-00000001", lambda manifest: {name: manifest[name] for name in files} | about)
-    with pytest.warns(UserWarning, match="step-00000001/manifest.json holds something that no save writes"):
-        assert ll.checkpoint_io(tmp_path).latest() is None
 
 
 # Restore
@@ -528,16 +433,6 @@ def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, c
     )
     ckpt.restore(fresh(), quiet=True)
     assert capsys.readouterr().out == ""
-
-
-def test_a_record_of_a_checkpoint_in_place_of_its_step_is_refused_with_the_step(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path)
-    state = fresh().replace(step=7)
-    ckpt.save(state)
-    with pytest.raises(
-        ValueError, match=r"by its record \(give the step: ckpt.restore\(state, checkpoint.step\), here 7\)"
-    ):
-        ckpt.restore(state, ckpt.latest())
 
 
 def test_latest_best_and_a_step(tmp_path):
@@ -609,19 +504,25 @@ def test_a_restored_state_can_be_restored_into_again(tmp_path):
         assert state.params["0.weight"] is model[0].weight
 
 
-def test_tied_expanded_and_turned_tensors_come_back_as_they_were(tmp_path):
-    base = torch.arange(12.0)
-    params = {"a": base, "b": base[2:6], "t": torch.randn(3, 4).T, "e": torch.ones(1).expand(5)}
-    params["channels"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ties_stay_ties_and_each_tensor_takes_the_layout_of_the_state(tmp_path, asynchronous):
+    image, column = torch.randn(2, 3, 4, 5), torch.arange(12.0)
+    params = {"a": column, "tied": column, "t": torch.randn(3, 4).T, "e": torch.ones(1).expand(5), "image": image}
     state = ll.TrainState(params=params, extra=(torch.tensor(3, dtype=torch.uint16), [2**80, b"x", 1j]), seed=2**100)
-    for asynchronous in (False, True):
-        ckpt = ll.checkpoint_io(tmp_path / str(asynchronous), asynchronous=asynchronous)
-        ckpt.save(state)
-        found = ckpt.restore(state)
-        assert same(found, state)
-        assert {n: t.stride() for n, t in found.params.items()} == {n: t.stride() for n, t in params.items()}
-        assert found.params["b"].data_ptr() == found.params["a"].data_ptr() + 8
-        assert found.params["a"].data_ptr() != base.data_ptr()
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=asynchronous)
+    ckpt.save(state)
+    like = {**params, "tied": column.clone(), "image": image.to(memory_format=torch.channels_last)}
+    found = ckpt.restore(state.replace(params=like))
+    assert same(found, state)
+    assert found.params["tied"].data_ptr() == found.params["a"].data_ptr() != column.data_ptr()
+    assert {name: found.params[name].stride() for name in ("t", "image")} == {
+        "t": (1, 4),
+        "image": like["image"].stride(),
+    }
+    model = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+    ckpt.save(ll.init_state(nn.Conv2d(3, 2, 3), adamw).replace(step=1))
+    moments = ckpt.restore(ll.copy_state(ll.init_state(model, adamw))).opt_state["state"]["weight"]
+    assert moments["exp_avg"].stride() == model.weight.stride()  # which fused kernels pair by
 
 
 def test_a_bound_state_with_an_expanded_buffer(tmp_path):
@@ -801,22 +702,21 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.open, self.began, self.files, self.addresses = threading.Event(), threading.Event(), [], set()
-        self.os_open, self.os_writev = os.open, os.writev
-        monkeypatch.setattr(os, "open", self.open_file)
-        monkeypatch.setattr(os, "writev", self.write)
+        self.open_file_of, self.contiguous = builtins.open, torch.Tensor.contiguous
+        monkeypatch.setattr(builtins, "open", self.open_file)
+        monkeypatch.setattr(torch.Tensor, "contiguous", lambda tensor: self.note(tensor))
 
-    def open_file(self, path, *args):
-        if Path(path).name == DATA:
+    def open_file(self, path, mode="r", *args, **options):
+        if mode == "xb" and Path(path).name == DATA:
             self.files.append(path)
             self.began.set()
             assert self.open.wait(300)
-        return self.os_open(path, *args)
+        return self.open_file_of(path, mode, *args, **options)
 
-    def write(self, file, views):
-        for view in views:
-            if not view.readonly:  # as a header is
-                self.addresses.add(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
-        return self.os_writev(file, views)
+    def note(self, tensor):
+        if threading.current_thread() is not threading.main_thread():
+            self.addresses.add(tensor.untyped_storage().data_ptr())
+        return self.contiguous(tensor)
 
 
 def storages(tree):
@@ -877,19 +777,6 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, monkeypatch):
     assert (tmp_path / "step-00000000").exists() or here(ckpt) == [1]
     ckpt.wait()
     assert here(ckpt) == [1]
-
-
-def test_what_cannot_be_saved_is_said_by_the_save_itself(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
-    with pytest.raises(TypeError, match="/extra/seen is a set, which a checkpoint cannot hold"):
-        ckpt.save(unbound().replace(extra={"seen": {1, 2}}))
-    spent = fresh()
-    ckpt.save(spent)
-    ckpt.restore(spent)
-    with pytest.raises(ll.DonatedStateError):
-        ckpt.save(spent)
-    ckpt.wait()
-    assert here(ckpt) == [0]
 
 
 @pytest.mark.parametrize(

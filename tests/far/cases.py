@@ -791,9 +791,6 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 EXCEPTIONS = {
     "checkpoint.Checkpoint": _RECORD,
     "checkpoint.Checkpoints": _RECORD,
-    "checkpoint.Hub": "it copies files of checkpoints",
-    "checkpoint.hub": "it copies files of checkpoints",
-    "checkpoint.model_card": "a text about a checkpoint",
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,

@@ -1641,16 +1641,20 @@ TABLE.section("Hub, debugging, and flags of scripts")
     "TrainingArguments.hub_private_repo",
     "TrainingArguments.hub_strategy",
     "TrainingArguments.hub_always_push",
-    text="`push` after a save: the latest and the best checkpoint go to the Hub in the background, in one commit. A push "
-    "that has not begun is replaced by the next. (The tests send them to a stand-in for the Hub.)",
+    text="A checkpoint is a folder, which huggingface_hub uploads in the background, in one commit. (The tests send them to "
+    "a stand-in for the Hub.)",
 )
 def _(server, ckpt, state, train):
-    hub = ll.checkpoint.hub("me/gpt2-small", private=True, token=None)
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi(token=None)
+    repo = hub.create_repo("me/gpt2-small", private=True, exist_ok=True).repo_id
     for state in train(state, 4):
-        ckpt.save(state)
-        ckpt.push(hub)
-    hub.wait()
+        path = ckpt.save(state)
+        target = f"checkpoints/{path.name}"
+        pushed = hub.upload_folder(repo_id=repo, folder_path=path, path_in_repo=target, run_as_future=True)
     # shows
+    pushed.result()
     assert [path for path in server.repos["me/gpt2-small"].files if "step-00000004/manifest" in path]
 
 
@@ -1841,16 +1845,18 @@ def _(one_process, gpt2):
     assert not isinstance(gpt2.transformer.wte.weight, torch.distributed.tensor.DTensor)
 
 
-@here(
+@plain(
     "TrainingArguments before 5.push_to_hub_model_id",
     "TrainingArguments before 5.push_to_hub_organization",
     "TrainingArguments before 5.push_to_hub_token",
-    text="Name and token of the repository that `ckpt.push(hub)` pushes to. (The tests push to a stand-in for the Hub.)",
+    text="Name and token of the repository that huggingface_hub uploads to. (The tests use a stand-in for the Hub.)",
 )
 def _(server):
-    hub = ll.checkpoint.hub("organization/gpt2-small", token=None)
+    import huggingface_hub
+
+    repo = huggingface_hub.HfApi(token=None).create_repo("organization/gpt2-small", exist_ok=True).repo_id
     # shows
-    assert [*server.repos] == [hub.repo_id] == ["organization/gpt2-small"]
+    assert [*server.repos] == [repo] == ["organization/gpt2-small"]
 
 
 @here(

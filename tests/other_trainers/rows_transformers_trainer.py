@@ -510,8 +510,8 @@ def _(model, grad_fn, loader, eval_step, test_batches):
 @plain(
     "Trainer.push_to_hub",
     "Trainer.init_hf_repo",
-    text="huggingface_hub's own functions, for the folder of a model; for checkpoints, `ckpt.push(hub)`. (The tests send "
-    "them to a stand-in for the Hub.)",
+    text="huggingface_hub's own functions, for the folder of a model or of a checkpoint. (The tests send them to a "
+    "stand-in for the Hub.)",
 )
 def _(server, gpt2):
     import huggingface_hub
@@ -525,15 +525,19 @@ def _(server, gpt2):
 
 @here(
     "Trainer.create_model_card",
-    text="A card with the metrics of a checkpoint as the Hub's evaluation results; `hub(..., card=...)` pushes one with "
-    "each checkpoint.",
+    text="huggingface_hub's card, with the metrics of a checkpoint as evaluation results.",
 )
 def _(ckpt, eval_step, state, test_batches):
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
     ckpt.save(state, ll.evaluate(eval_step, state, test_batches))
-    about = {"task": "text-classification", "dataset": "mine", "license": "mit"}
-    ll.checkpoint.model_card(ckpt.latest(), "gpt2-small", **about).save("README.md")
+    about = {"task_type": "text-classification", "dataset_type": "mine", "dataset_name": "mine"}
+    results = [EvalResult(**about, metric_type=k, metric_value=v) for k, v in ckpt.latest().metrics.items()]
+    data = ModelCardData(model_name="gpt2-small", license="mit", eval_results=results)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n# gpt2-small\n").save("README.md")
     # shows
-    assert f"| accuracy | {ckpt.latest().metrics['accuracy']:.6g} |" in Path("README.md").read_text()
+    card = ModelCard.load("README.md")
+    assert {each.metric_type: each.metric_value for each in card.data.eval_results} == ckpt.latest().metrics
 
 
 nothing(
@@ -612,13 +616,16 @@ def _(model, grad_fn, loader, eval_step, test_batches):
     "Trainer.push_to_hub(private)",
     "Trainer._push_from_checkpoint",
     "Trainer._finish_current_push",
-    text="A push does not block, and `hub.wait()` does. (The tests push to a stand-in for the Hub.)",
+    text="An upload with `run_as_future=True` does not block, and its `result()` does. (The tests push to a stand-in for "
+    "the Hub.)",
 )
 def _(server, ckpt, state):
-    hub = ll.checkpoint.hub("user/gpt2-small", private=True, token=None)
-    ckpt.save(state)
-    ckpt.push(hub)
-    hub.wait()
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi(token=None)
+    repo = hub.create_repo("user/gpt2-small", private=True, exist_ok=True).repo_id
+    pushed = hub.upload_folder(repo_id=repo, folder_path=ckpt.save(state), run_as_future=True)
+    pushed.result()
     # shows
     assert len(server.repos["user/gpt2-small"].commits) == 2
 
