@@ -44,7 +44,9 @@ class Checkpoint:
 class Checkpoints(list[Checkpoint]):
     """List of the checkpoints in a directory, oldest first, which prints as a table."""
 
-    def _rows(self) -> list[list[str]]:
+    def __repr__(self) -> str:
+        if not self:
+            return "no checkpoints"
         parts = dict.fromkeys(chain.from_iterable(checkpoint.parts for checkpoint in self), "")
         names = dict.fromkeys(chain.from_iterable(checkpoint.metrics for checkpoint in self), "")
         rows = [["step", "epoch", "batch", "samples", "saved", "size", *parts, *names]]
@@ -55,23 +57,8 @@ class Checkpoints(list[Checkpoint]):
             scores = names | mapped("{:.5g}".format, checkpoint.metrics)
             size = in_words(checkpoint.bytes)
             rows.append([*map(str, counts), saved, size, *sizes.values(), *scores.values()])
-        return rows
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no checkpoints"
-        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
-
-    def _repr_html_(self) -> str:
-        if not self:
-            return "no checkpoints"
-        import html  # takes 1.3 ms, for notebooks alone
-
-        head, *body = [[html.escape(cell) for cell in row] for row in self._rows()]
-        lines = [f"<th>{'</th><th>'.join(head)}</th>"] + [f"<td>{'</td><td>'.join(row)}</td>" for row in body]
-        return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
 def describe(path: Path) -> Checkpoint:

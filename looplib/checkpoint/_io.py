@@ -96,8 +96,9 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
         asynchronous: if True, write in the background. A state of donated steps, bound to a module, sharded or on an
-            accelerator is copied to the host first; another one is not. Errors are raised by the next `save`, `restore`, `delete` or `wait`. If there is
-            none, the error is printed when the process exits, after the last save has finished.
+            accelerator is copied to the host first; another one is not. Errors are raised by the next `save`,
+            `restore`, `delete` or `wait`. If there is none, the error is printed when the process exits, after the last
+            save has finished.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
             `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an

@@ -97,7 +97,7 @@ def test_another_base_model_is_refused(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, select=trainable)
     ckpt.save(trained(step, state, 1))
     *_, other = make(base_seed=1)
-    message = r"without the 2 parameters of its base model \(263168 bytes, digest .*load the weights that the run began with"
+    message = "without the parameters of its base model.* 2 of the state.*load the weights that the run began with"
     with pytest.raises(ValueError, match=message):
         ckpt.restore(other)
     *_, again = make()

@@ -321,14 +321,6 @@ def test_an_interrupt_amid_a_save_leaves_nothing(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["step-00000000"]
 
 
-def test_a_directory_that_the_user_removed_is_made_again(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path / "a" / "b")
-    ckpt.save(unbound().replace(step=9))
-    shutil.rmtree(tmp_path / "a")
-    ckpt.save(unbound())
-    assert here(ckpt) == [0]
-
-
 # Damage
 
 
@@ -433,14 +425,6 @@ def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, c
     )
     ckpt.restore(fresh(), quiet=True)
     assert capsys.readouterr().out == ""
-
-
-def test_latest_best_and_a_step(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, monitor="acc", mode="max")
-    for step, acc in [(1, 0.1), (2, 0.9), (3, 0.9), (4, None)]:
-        ckpt.save(unbound(step).replace(step=step), acc and {"acc": acc})
-    for which, step in [("latest", 4), ("best", 2), (3, 3)]:
-        assert same(ckpt.restore(unbound(), which), unbound(step).replace(step=step))
 
 
 @pytest.mark.filterwarnings("ignore:.*other settings. seed was")
@@ -579,14 +563,6 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
     many = ll.TrainState(params={str(i): torch.zeros(1) for i in range(30)})
     with pytest.raises(ValueError, match=r"(?s)/params/9 is in the state.*and 27 more"):
         ckpt.restore(many)
-
-
-def test_another_epoch_length_is_refused_within_an_epoch_but_for_weights(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(unbound(1, epoch_length=10).replace(batch=3))
-    with pytest.raises(ValueError, match=r"made with epoch_length=10, the state with 20, .* after batch 3"):
-        ckpt.restore(unbound(epoch_length=20))
-    assert ckpt.restore(unbound(epoch_length=20), weights_only=True).epoch_length == 20
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -829,7 +805,7 @@ for step in (4, 5):
 
 def test_the_table_reads_well(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
-    assert repr(ckpt.steps()) == ckpt.steps()._repr_html_() == "no checkpoints"
+    assert repr(ckpt.steps()) == "no checkpoints"
     state = ll.TrainState(params={"w": torch.zeros(300)}, opt_state={"m": torch.zeros(250_000)}, epoch=1, batch=3)
     ckpt.save(state.replace(step=500, samples=32_000))
     ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456, "<b>": 2})
@@ -841,31 +817,9 @@ def test_the_table_reads_well(tmp_path):
     assert re.fullmatch(rf"  500      1      3    32000  {when}  1 MB  1.2 kB       1 MB +", lines[1])
     assert re.fullmatch(rf"12000      1      3   768000  {when}  1 MB  1.2 kB       1 MB    0.12346    2", lines[2])
     assert len({len(line) for line in lines}) == 1
-    html = ckpt.steps()._repr_html_()
-    assert html.startswith("<table><tr><th>step</th>")
-    assert "<th>&lt;b&gt;</th>" in html
-    assert html.count("<td>") == 20
     first = ckpt.steps()[0]
     assert first.parts == {"params": 1200, "opt_state": 1_000_000}
     assert first.bytes == (first.path / DATA).stat().st_size
-
-
-def test_a_listing_that_was_overtaken_is_made_again(tmp_path, monkeypatch):
-    """Between the listing of a directory and the look at its one checkpoint, another may take its place."""
-    writer = ll.checkpoint_io(tmp_path, keep_last=1)
-    writer.save(unbound())
-    iterdir, ahead = Path.iterdir, [1, 2, 3]
-
-    def overtaken(folder):
-        for path in iterdir(folder):
-            if ahead and path.name.startswith("step-"):
-                monkeypatch.setattr(Path, "iterdir", iterdir)
-                writer.save(unbound().replace(step=ahead.pop(0)))
-                monkeypatch.setattr(Path, "iterdir", overtaken)
-            yield path
-
-    monkeypatch.setattr(Path, "iterdir", overtaken)
-    assert ll.checkpoint_io(tmp_path).restore(unbound(1)).step == 3
 
 
 def test_looking_in_reads_each_manifest_once(tmp_path, monkeypatch):

@@ -105,18 +105,6 @@ def test_the_state_dict_of_a_bound_state_is_the_modules_own():
     assert not any(tensor.requires_grad for tensor in ours.values() if isinstance(tensor, torch.Tensor))
 
 
-def test_the_state_dict_of_another_state_has_its_values_and_shares_its_memory():
-    model = net()
-    state = unlike(model)
-    ours = state_dict(model, state)
-    plain = net(1)
-    plain.load_state_dict(ours)
-    assert all(torch.equal(p, state.params[name]) for name, p in plain.named_parameters())
-    assert torch.equal(plain.block[1].running_var, state.buffers["block.1.running_var"])
-    assert ours["head.weight"].data_ptr() == state.params["embed.weight"].data_ptr()
-    assert "mask" not in ours
-
-
 def compiled(module):
     return torch.compile(module)
 
@@ -151,16 +139,6 @@ def test_wrappers_leave_no_trace_in_names(root, inner):
             for name, tensor in tensors_of(loaded).items()
             if name != "mask"
         )
-
-
-def test_a_state_of_another_module_is_refused():
-    model = net()
-    with pytest.raises(
-        ValueError, match=r"the state's parameters are not those of this Net: missing \['block.0.bias'"
-    ):
-        state_dict(model, ll.init_state(nn.Linear(2, 1)))
-    with pytest.raises(ValueError, match="the state's buffers are not those"):
-        load_state_dict(model, ll.init_state(model).replace(buffers={}), model.state_dict())
 
 
 def test_a_spent_state_is_refused(tmp_path):
@@ -307,17 +285,6 @@ def test_all_that_does_not_fit_is_named_at_once():
     load_state_dict(model, state, {"last.bias": torch.ones(2), "strange": 1}, strict=False)
 
 
-def test_to_load_nothing_is_an_error():
-    model = net()
-    state = ll.init_state(model)
-    with pytest.raises(ValueError, match=r"missing .* unexpected strange"):
-        load_state_dict(model, state, {"strange": torch.ones(1)}, strict=False)
-    with pytest.raises(ValueError, match="names= chose none"):
-        load_state_dict(model, state, model.state_dict(), names=lambda name: False)
-    with pytest.raises(ValueError, match=r"missing .* and 12 more"):
-        load_state_dict(model, state, {})
-
-
 def test_usual_misfits_are_explained():
     model = net()
     state = ll.init_state(model)
@@ -445,20 +412,10 @@ def gpt2(**changes):
     return transformers.GPT2LMHeadModel(config), transformers.AutoModelForCausalLM
 
 
-def untied():
-    return gpt2(tie_word_embeddings=False)
-
-
 def bert():
     torch.manual_seed(0)
     config = transformers.BertConfig(**TINY, intermediate_size=8, max_position_embeddings=16, num_labels=3)
     return transformers.BertForMaskedLM(config), transformers.AutoModelForMaskedLM
-
-
-def classifier():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**TINY, intermediate_size=8, max_position_embeddings=16, num_labels=3)
-    return transformers.BertForSequenceClassification(config), transformers.AutoModelForSequenceClassification
 
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -468,7 +425,7 @@ def logits(model, state):
     return ll.make_predict_step(model, lambda model, batch: model(input_ids=batch).logits)(state, TOKENS)
 
 
-@pytest.mark.parametrize("make", [gpt2, untied, bert, classifier])
+@pytest.mark.parametrize("make", [gpt2, bert])
 @pytest.mark.parametrize("wrap", ["plain", "compiled", "parallel", "inner"])
 def test_a_saved_folder_loads_in_plain_transformers_with_the_same_outputs(make, wrap, tmp_path):
     model, auto = make()
@@ -553,18 +510,10 @@ def is_vector(name, tensor):
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05}, {"weight_decay": 0.0}),
-    "amsgrad": (torch.optim.Adam, {"lr": 0.05}, {"amsgrad": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, {"momentum": 0.5, "dampening": 0.3}),
     "half momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, {"momentum": 0.0}),
     "SGD": (torch.optim.SGD, {"lr": 0.05}, {"lr": 0.01}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr_decay": 0.1}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}, {"rho": 0.8}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.05}, {"eps": 1e-6}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.05}, {"momentum_decay": 0.01}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.05}, {"weight_decay": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5}, {"centered": True, "momentum": 0.0}),
-    "Rprop": (torch.optim.Rprop, {"lr": 0.05}, {"lr": 0.01}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2}, {"lambd": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {"weight_decay": 0.1}),
     "schedule-free": (schedulefree.AdamWScheduleFree, {"lr": 0.05, "warmup_steps": 3}, {"lr": 0.01}),
 }
@@ -641,23 +590,6 @@ def equal_trees(one, other):
     )
 
 
-def test_muon_over_matrices_alone():
-    def is_matrix(name, tensor):
-        return tensor.ndim == 2
-
-    optimizer = ll.optimizer(torch.optim.Muon, lr=0.02)
-    models, raws = [mlp(), mlp()], []
-    for model in models:
-        for p in model.parameters():
-            p.requires_grad_(p.ndim == 2)
-        raws.append(torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02))
-    raw_steps(models[0], raws[0], 0, 4)
-    state = pure_steps(models[1], ll.init_state(models[1], optimizer), optimizer, 0, 2, True)
-    raws[1].load_state_dict(optimizer_state_dict(models[1], state, raws[1]))
-    raw_steps(models[1], raws[1], 2, 4)
-    assert agrees(ll.init_state(models[0]), models[1])
-
-
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "apply_if_finite"])
 def test_what_is_filled_is_torchs_own_state_dict(wrapped, tmp_path):
     model, reference = mlp(), mlp()
@@ -676,18 +608,6 @@ def test_what_is_filled_is_torchs_own_state_dict(wrapped, tmp_path):
     empty.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     fresh = ll.init_state(model, optimizer).replace(step=3)
     assert equal_trees(load_optimizer_state_dict(model, fresh, empty).opt_state, state.opt_state)
-
-
-def test_a_raw_optimizer_without_the_fused_kernel_gives_what_looplib_needs():
-    model = mlp()
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.05)
-    raw = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    raw_steps(model, raw, 0, 3)
-    state = load_optimizer_state_dict(model, ll.init_state(model, optimizer).replace(step=3), raw)
-    after = pure_steps(model, state, optimizer, 3, 5, False)
-    assert [entry["step"].item() for entry in after.opt_state["state"].values()] == [5.0] * 6
-    for name, p in model.named_parameters():
-        assert torch.equal(state.opt_state["state"][name]["exp_avg"], raw.state[p]["exp_avg"])
 
 
 def test_what_is_kept_takes_the_dtype_of_its_new_place():
@@ -745,8 +665,6 @@ def test_optimizers_that_do_not_match_are_refused():
     for p in params:
         p.requires_grad_()
 
-    with pytest.raises(ValueError, match=r"for 0.weight, the state keeps \['exp_avg', .*, and SGD keeps nothing"):
-        optimizer_state_dict(model, state, torch.optim.SGD(params))
     with pytest.raises(ValueError, match=r"and AdamW keeps \['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'\]"):
         optimizer_state_dict(model, state, torch.optim.AdamW(params, amsgrad=True))
     sgd = torch.optim.SGD(params, momentum=0.9)

@@ -24,15 +24,6 @@ def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
 
 
-def test_saving_a_step_again_replaces_it_and_counts_once(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, keep_last=2)
-    for step, value in [(1, 1), (2, 2), (3, 3), (3, 4), (3, 5)]:
-        ckpt.save(state_of(value, step))
-    assert [(found.step, found.samples) for found in ckpt.steps()] == [(2, 2), (3, 5)]
-    assert names_in(tmp_path) == ["step-00000002", "step-00000003.2"]
-    assert ckpt.restore(state_of(0)).params["w"][0] == 5
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_metrics_of_weights_that_are_saved_again_are_kept(tmp_path, asynchronous):
     ckpt = ll.checkpoint_io(tmp_path, keep_last=1, monitor="loss", asynchronous=asynchronous)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from looplib._core.ranks import is_sharded, shards
+from looplib._core.ranks import is_sharded
+from looplib.checkpoint._format import local
+from looplib.checkpoint._shards import new_like
 
 
 def whole(tensor: Tensor, *, trim: bool = False) -> Tensor:
@@ -23,18 +25,17 @@ def whole(tensor: Tensor, *, trim: bool = False) -> Tensor:
 
 def copied_like(value: Tensor, like: Tensor) -> Tensor:
     """Copy a value with the dtype, device, strides and sharding of `like`."""
-    copied = torch.empty_like(like, requires_grad=False)
+    copied = new_like(like)
     with torch.no_grad():
         if not is_sharded(like):
-            return copied.copy_(whole(value))
-        if not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
+            value = whole(value)
+        elif not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
             from torch.distributed.tensor import distribute_tensor
 
             full = whole(value).detach()
             value = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
-        target, shard = shards([copied, value])
-        target.copy_(shard)
-    return copied
+        local(copied).copy_(local(value))
+    return copied  # type: ignore[no-any-return]
 
 
 def same_values(one: Tensor, other: Tensor, like: Tensor) -> bool:
