@@ -189,9 +189,7 @@ class CheckpointIO:
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )
         ranks = self._meet()
-        copied = self._asynchronous and lease.written_in_place(state)
-        taken_apart = functools.partial(self._taken_apart, state, metrics, copied and ranks.first)
-        parts, about = ranks.on_each(taken_apart)
+        parts, about = ranks.on_each(functools.partial(self._taken_apart, state, metrics, ranks.first))
         if ranks.several:
             # A count, a plain value, a dtype or a shape may not differ.
             title = "the state differs between ranks, so it is not one state to save:\n  "
@@ -202,7 +200,7 @@ class CheckpointIO:
             write(ranks)
             return entry.target
         writing = self._background.start(write, ranks)
-        if not (copied or parts.sharded) and ranks.first:
+        if ranks.first and not parts.copied:
             lease.let_finish(parts.storages, writing)
         return entry.target
 
@@ -324,7 +322,7 @@ class CheckpointIO:
             remove(path)
 
     def _taken_apart(
-        self, state: TrainState, metrics: Mapping[str, float] | None, copied: bool
+        self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
     ) -> tuple[Parts, dict[str, Any]]:
         """The tensors of a state, copied if the next step may write them before they are on disk, and its manifest."""
         trees, left_out = self._left_out.trees(state)
@@ -336,7 +334,7 @@ class CheckpointIO:
         )
         # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires. So are tensors on
         # accelerators, whose queue would else make the copies to the host wait for the steps before them.
-        if self._asynchronous and (parts.sharded or parts.on_device or copied):
+        if self._asynchronous and (parts.sharded or (first and (parts.on_device or lease.written_in_place(state)))):
             parts.copy()
         return parts, about
 

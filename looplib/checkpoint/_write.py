@@ -58,7 +58,10 @@ class Parts:
         about: dtype and shape of all these but for ties, as in the manifest.
         values: the plain values, as in the manifest.
         storages: addresses of the memory that is read.
+        copied: True after `copy`.
     """
+
+    copied = False
 
     def __init__(self, tree: Any) -> None:
         leaves = leaves_of(tree)
@@ -85,7 +88,7 @@ class Parts:
             if path not in self.ties
         }
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in (*whole.values(), *shards.values())}
-        self._copied: list[torch.Event] = []
+        self._copies: list[torch.Event] = []
 
     @property
     def on_device(self) -> bool:
@@ -99,11 +102,12 @@ class Parts:
         for device in devices:
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
-            self._copied.append(event)
+            self._copies.append(event)
+        self.copied = True
 
     def wait(self) -> None:
         """Wait until the copies are there."""
-        for event in self._copied:
+        for event in self._copies:
             event.synchronize()
 
     def size(self) -> int:
@@ -207,15 +211,23 @@ def write_tensors(
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(tensors, about, boxes)
     size, checksums = 0, []
-    with open(path, "xb") as file, ThreadPoolExecutor(1) as pool:
-        for block in chain([torch.frombuffer(header, dtype=torch.uint8)], _blocks(tensors.values())):
-            data = bytes_of(block)
-            checksum = beside(pool, zlib.crc32, data)
-            file.write(data)
-            _start_writeback(file.fileno(), size, len(data))
-            size += len(data)
+    with open(path, "xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
+        for block in chain([[torch.frombuffer(header, dtype=torch.uint8)]], _blocks(tensors.values())):
+            slices = [*map(bytes_of, block)]
+            checksum, begin = beside(pool, _checksum, slices), size
+            for part in slices:
+                file.write(part)
+                size += len(part)
+            _start_writeback(file.fileno(), begin, size - begin)
             checksums.append(checksum())
     return {"bytes": size, "crc32": checksums}
+
+
+def _checksum(slices: Sequence[memoryview]) -> int:
+    checksum = 0
+    for part in slices:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None) -> bytearray:
@@ -231,19 +243,19 @@ def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapp
     return bytearray(len(text).to_bytes(8, "little") + text)
 
 
-def _blocks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The bytes of all tensors, one after another, in pieces of `BLOCK` bytes; those of large tensors without a copy."""
-    pieces: list[Tensor] = []
+def _blocks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The bytes of all tensors, one after another, in slices that together have `BLOCK` bytes, but for the last ones."""
+    slices: list[Tensor] = []
     room = BLOCK
     for tensor in tensors:
         rest = bits_of(tensor).cpu()
         while len(rest) >= room:
-            yield torch.cat([*pieces, rest[:room]]) if pieces else rest[:room]
-            pieces, rest, room = [], rest[room:], BLOCK
-        pieces.append(rest)
+            yield [*slices, rest[:room]]
+            slices, rest, room = [], rest[room:], BLOCK
+        slices.append(rest)
         room -= len(rest)
     if room < BLOCK:
-        yield torch.cat(pieces)
+        yield slices
 
 
 def beside(pool: ThreadPoolExecutor, function: Callable[[Any], Any], argument: Any) -> Callable[[], Any]:

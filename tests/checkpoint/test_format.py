@@ -256,7 +256,7 @@ def test_any_cut_is_found(tmp_path, name):
 
 
 def test_each_block_of_a_large_file_has_a_checksum_of_its_own(tmp_path):
-    """What is not needed is not read: a restore of the weights does not notice damage of the rest."""
+    """Blocks that are not needed are not read: a restore of the weights does not notice damage of the rest."""
     state = ll.TrainState(params={"w": torch.zeros(BLOCK // 4)}, extra=torch.zeros(BLOCK // 4 + 3))
     path = ll.checkpoint_io(tmp_path).save(state) / DATA
     good = path.read_bytes()
