@@ -70,14 +70,13 @@ class Settings:
         """
         saved_length, length = counts["epoch_length"], template.epoch_length
         resume = self._resume(saved, saved_length == length)
-        per_rank = getattr(getattr(resume, "__self__", None), "batch_size_per_rank", None)
-        if counts["batch"] == 0 and per_rank is None:
+        if counts["batch"] == 0:
             return {**counts, "epoch_length": length}
         if resume is not None and None not in (saved_length, length):
             state = TrainState(**counts)
             note_provenance(state, loaders)
             resumed = resume(state)
-            names = ("epoch", "batch", "epoch_length", "batch_samples")
+            names = ("epoch", "batch", "epoch_length")
             return {**counts, **{name: getattr(resumed, name) for name in names}}
         if saved_length == length:
             return counts
