@@ -14,8 +14,6 @@ import hypothesis
 import pytest
 import torch
 
-collect_ignore_glob = ["other_trainers/script_*.py"]  # scripts that train when imported; a test runs them
-
 # No test depends on how fast the machine is, nor on luck: each run tries the same examples. The profile "search" tries
 # new ones each time.
 hypothesis.settings.register_profile("every run", deadline=None, derandomize=True)

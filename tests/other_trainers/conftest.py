@@ -1,6 +1,5 @@
-"""The ready names of the rows, and what runs a row on them."""
+"""The names that the code of a migration page has at hand, and the processes that it runs in."""
 
-import inspect
 import io
 import socket
 from contextlib import redirect_stdout
@@ -12,17 +11,6 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import looplib as ll
-
-
-@pytest.fixture
-def run(request):
-    """`run(function)` calls a function with the fixtures that its parameters name, made in their order."""
-
-    def run(function):
-        torch.manual_seed(0)
-        return function(*map(request.getfixturevalue, inspect.signature(function).parameters))
-
-    return run
 
 
 @pytest.fixture
@@ -190,10 +178,26 @@ def torchrun(monkeypatch):
         monkeypatch.setenv(name, str(value))
 
 
+class Classifier(nn.Module):
+    """As models for fastNLP are written: arguments by the names of the batch, and a dict as the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, words, target=None):
+        logits = self.linear(words)
+        return {"pred": logits} if target is None else {"pred": logits, "loss": F.cross_entropy(logits, target)}
+
+    def train_step(self, words, target):
+        return {"loss": 2 * self(words, target)["loss"]}
+
+    def evaluate_step(self, words):
+        return {"pred": self(words)["pred"].argmax(1)}
+
+
 @pytest.fixture
 def classifier():
-    from rows_fastnlp import Classifier
-
     return Classifier()
 
 

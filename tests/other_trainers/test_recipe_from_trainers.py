@@ -1,6 +1,5 @@
 """The loops beside the scripts that they replace: trained as the Trainer trains, through a signal, on two ranks."""
 
-import ast
 import importlib.util
 import inspect
 import signal
@@ -8,9 +7,9 @@ import warnings
 
 import pytest
 import torch
+from migration_page import ROOT
 from ranks import launch
 from safetensors.torch import load_file
-from trainer_rows import ROOT
 
 import looplib as ll
 
@@ -242,15 +241,3 @@ def test_stopped_on_two_ranks_it_continues_on_one_at_the_same_sample(name, tmp_p
     assert all(row["samples"] == seen + (row["step"] - step) * 8 for row in after)
     assert after
     assert all(value == value for value in scores.values())
-
-
-def test_the_names_in_fastnlps_scripts_are_those_of_the_table():
-    from rows_fastnlp import EXPECTED
-
-    source = ast.parse((ROOT / "tests/other_trainers/original_fastnlp.py").read_text())
-    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    used = {(call.func.id, keyword.arg) for call in calls for keyword in call.keywords}
-    used = {(owner, name) for owner, name in used if owner in ("Trainer", "DistTrainer")}
-    assert len(used) > 25
-    known = {(owner, name.partition("-")[0]) for owner in ("Trainer", "DistTrainer") for name in EXPECTED[owner]}
-    assert used <= known

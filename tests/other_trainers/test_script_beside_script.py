@@ -1,33 +1,26 @@
 """The scripts that open recipes/FROM_TRANSFORMERS.md: both train alike, and no line of looplib's is missed in silence."""
 
 import re
-import runpy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from migration_page import ROOT, Page
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_recipe_from_trainers import Order
-from trainer_rows import ROOT
 from transformers import Trainer
 
 import looplib as ll
 
-HERE = Path(__file__).parent
-SCRIPT = (HERE / "script_looplib.py").read_text()
-
-
-def written(name):
-    """Lines of a script, without blank ones."""
-    return [line for line in (HERE / f"script_{name}.py").read_text().splitlines() if line.strip()]
+PAGE = Page(ROOT / "recipes/FROM_TRANSFORMERS.md")
+THEIRS, OURS = PAGE.blocks()[:2]
 
 
 def test_looplibs_script_has_no_more_lines_than_the_trainers():
-    ours, theirs = written("looplib"), written("transformers")
+    ours, theirs = ([line for line in script.splitlines() if line.strip()] for script in (OURS, THEIRS))
     assert len(ours) <= len(theirs)
-    page = " ".join((ROOT / "recipes/FROM_TRANSFORMERS.md").read_text().split())
+    page = " ".join(PAGE.text.split())
     lengths = [round(sum(len(line.strip()) for line in lines), -2) for lines in (ours, theirs)]
     said = f"has {len(ours)} lines, without blank ones, and the Trainer's {len(theirs)}. Its lines are longer, "
     assert said + f"{lengths[0]:,} characters in all instead of {lengths[1]:,}" in page
@@ -48,7 +41,9 @@ def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
     # The scripts are run as they are, but for the order of the samples: the Trainer gets that of looplib's loader.
     order = lambda trainer, train_set=None: Order(len(trainer.train_dataset), trainer.args.seed)  # noqa: E731
     monkeypatch.setattr(Trainer, "_get_train_sampler", order)
-    theirs, ours = (runpy.run_path(HERE / f"script_{name}.py") for name in ("transformers", "looplib"))
+    theirs, ours = ({"__name__": "__main__"}, {"__name__": "__main__"})
+    exec(THEIRS, theirs)
+    exec(OURS, ours)
     history, rows = theirs["trainer"].state.log_history, ll.log.read_jsonl("runs/loop/log.jsonl")
 
     # In float32 a loss is averaged in another order, and the machine's kernels decide how far Adam carries the last bits.
@@ -92,7 +87,7 @@ SAID = {
     "return {": r"metric_fn returned a NoneType; return a dict",
 }
 OTHER_WEIGHTS = "torch.manual_seed(42)"  # the run begins with other weights, as it does with another seed
-LINES = [line for line in SCRIPT.splitlines() if line.strip()]
+LINES = [line for line in OURS.splitlines() if line.strip()]
 
 
 def result(script, folder, monkeypatch):
@@ -105,7 +100,7 @@ def result(script, folder, monkeypatch):
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         names = {"__name__": "__main__"}
-        exec(compile(small, "script_looplib.py", "exec"), names)
+        exec(small, names)
     rows = ll.log.read_jsonl("runs/loop/log.jsonl")
     values = {(row["step"], name): value for row in rows for name, value in row.items()}
     best = names["best_state"]
@@ -115,7 +110,7 @@ def result(script, folder, monkeypatch):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        values, *rest, given = result(SCRIPT, tmp_path_factory.mktemp("whole") / "run", patch)
+        values, *rest, given = result(OURS, tmp_path_factory.mktemp("whole") / "run", patch)
     assert given == []
     assert rest[0] < max(step for step, _ in values), "the best is not the last"
     return values, *rest
