@@ -137,7 +137,7 @@ class Regression(nn.Module):
 
 
 def history_of_the_trainer(name, **options):
-    """What transformers' Trainer logs of a run with five batches per epoch, where `name` is logged."""
+    """Rows of the log of transformers' Trainer that have `name`, in a run with five batches per epoch."""
     rows = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(40)]
     trainer = transformers.Trainer(Regression(), arguments(**options), train_dataset=rows, eval_dataset=rows)
     trainer.train()
