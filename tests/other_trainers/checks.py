@@ -94,6 +94,34 @@ def sizes(*expected, of_two=None):
     return check
 
 
+def evaluated(prefix="", batches=None):
+    """The scores are those of an evaluation of the first batches, or of all."""
+
+    def check(scores, eval_step, state, test_batches):
+        expected = ll.evaluate(eval_step, state, test_batches[:batches], prefix=prefix)
+        assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+    return check
+
+
+def restored(ckpt, state):
+    """The checkpoint holds all of the state."""
+    template = ll.copy_state(state).replace(step=0, epoch=0, batch=0, samples=0)
+    assert equal(ckpt.restore(template), state)
+
+
+def rate(expected):
+    """The optimizer's learning rate is this function of the step."""
+
+    def check(optimizer, model):
+        state = ll.init_state(model, optimizer)
+        for step in range(12):
+            found = ll.optim.hyperparameters(optimizer, state.replace(step=step))
+            assert found == {"lr": pytest.approx(expected(step))}
+
+    return check
+
+
 def assert_gradient(gradient, model, loss, **tolerance):
     """The gradient and the metric are torch's own of this loss."""
     loss.backward()

@@ -13,9 +13,10 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import schedulefree
 import torch
+import torchao.optim
 import transformers
 from at_hand import GaLoreAdamW, Lion
 from checks import (
@@ -23,13 +24,14 @@ from checks import (
     at,
     close,
     equal,
+    evaluated,
     fires,
     logged,
     looplib_updates,
-    on_two_ranks,
     parameters,
     rates,
     raw_updates,
+    restored,
     same_gradient,
     same_gradient_of_gpt2,
     saved,
@@ -82,6 +84,9 @@ CHECKS = {
     "TrainingArguments.torch_empty_cache_steps": fires(last=200, clear_now=[100, 200]),
     "TrainingArguments.logging_strategy": fires(last=150, log_now=[1, 50, 100, 150]),
     "TrainingArguments.eval_delay": fires(30, 40, 50, last=50),
+    "TrainingArguments.save_strategy": saved(2, 4, 5),
+    "TrainingArguments.eval_on_start": evaluated("eval/", batches=2),
+    "TrainingArguments.per_device_eval_batch_size": evaluated(),
     "TrainingArguments.enable_jit_checkpoint": saved(2),
     "TrainingArguments.accelerator_config": sizes(10, 10, 5, of_two=[[5, 5, 3], [5, 5, 2]]),
     "AcceleratorConfig.non_blocking": sizes(8, 8, 8, 8, 8),
@@ -92,11 +97,19 @@ CHECKS = {
     "Trainer.num_examples": values(examples=40, batch_size=8, total=15),
     "Trainer.get_optimizer_group": values(found=["0.bias", "2.bias"]),
     "Trainer.add_callback": logged(2, 4),
+    "Trainer.save_state": restored,
+    "Trainer._save_checkpoint": restored,
+    "Trainer.evaluate": evaluated("eval/"),
+    "Trainer.evaluate(eval_dataset)": evaluated("test/"),
     # forward, and backward: all weights, and the inputs of the second layer
     "Trainer.floating_point_ops": values(flops=2 * 2 * 12 * (4 * 8 + 8 * 3) + 2 * 12 * 8 * 3),
     "Trainer._inner_training_loop": logged(2, 4, 5),
     "TrainerCallback.on_init_end": logged(0, 5),
     "TrainerCallback.on_epoch_begin": values(events=["begin", "end"] * 2),
+    "TrainerCallback.on_step_begin": values(
+        events=[(when, step + (when == "end")) for step in range(5) for when in ("begin", "end")]
+    ),
+    "TrainerCallback.on_prediction_step": values(sizes=[10, 10, 5]),
     "TrainerControl.should_save": saved(3, 4, 5),
     "TrainerState.is_local_process_zero": values(first=True),
     "TrainerState.log_history": lambda history: (
@@ -162,14 +175,11 @@ def _(train_set, loader):
 
 @shows("TrainingArguments.train_sampling_strategy")
 def _(lengths, loader):
-    def spread(batches):
-        return sum(int(lengths[rows].max() - lengths[rows].min()) for rows in batches)
-
-    grouped = list(loader(ll.TrainState()))
-    theirs = torch.tensor(list(LengthGroupedSampler(4, lengths=lengths.tolist()))).split(4)
-    shuffled = torch.randperm(400).split(4)
-    assert max(spread(grouped), spread(theirs)) < spread(shuffled) / 4
-    assert sorted(torch.cat(grouped).tolist()) == list(range(400))
+    grouped = torch.stack(list(loader(ll.TrainState())))
+    theirs = torch.tensor(list(LengthGroupedSampler(4, lengths=lengths.tolist()))).view(100, 4)
+    assert sorted(grouped.flatten().tolist()) == list(range(400))
+    spreads = [(lengths[rows].amax(1) - lengths[rows].amin(1)).sum() for rows in (grouped, theirs)]
+    assert max(spreads) < (lengths.view(100, 4).amax(1) - lengths.view(100, 4).amin(1)).sum() / 4
     assert lengths[grouped[0]].max() == lengths[theirs[0]].max() == lengths.max()
 
 
@@ -186,16 +196,12 @@ def _(lr):
 
 
 @shows("SchedulerType.reduce_lr_on_plateau")
-def _(optimizer, state, grad_fn, model, batch):
-    torch_optimizer = SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(torch_optimizer, patience=0, threshold=0.0)
+def _(optimizer, state):
+    theirs = SGD([torch.zeros(1)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, patience=0, threshold=0.0)
     for loss in (0.5, 0.4, 0.6):
-        theirs.step(loss)
-    rate = torch_optimizer.param_groups[0]["lr"]
-    assert ll.optim.hyperparameters(optimizer, state) == {"lr": pytest.approx(rate)}
-    moved, _ = ll.make_train_step(grad_fn, optimizer)(state, batch)
-    for name, grad in grad_fn(state, batch).grads.items():
-        torch.testing.assert_close(moved.params[name], state.params[name] - rate * grad)
+        scheduler.step(loss)
+    assert ll.optim.hyperparameters(optimizer, state) == {"lr": pytest.approx(theirs.param_groups[0]["lr"])}
 
 
 @shows("TrainingArguments.weight_decay")
@@ -217,16 +223,12 @@ def _(optimizer, gpt2):
 
 @shows("OptimizerNames.adamw_torch_4bit")
 def _(optimizer, model, loss_fn, batch):
-    import torchao.optim
-
     with torch.compiler.set_stance("force_eager"):
         updates(torchao.optim.AdamW8bit, lr=1e-4)(optimizer, model, loss_fn, batch)
 
 
 @shows("OptimizerNames.schedule_free_adamw")
 def _(state, train_step, optimizer, model, loss_fn, batch):
-    import schedulefree
-
     raw = copy.deepcopy(model)
     theirs = schedulefree.AdamWScheduleFree(raw.parameters(), lr=0.01, warmup_steps=2)
     theirs.train()
@@ -238,8 +240,6 @@ def _(state, train_step, optimizer, model, loss_fn, batch):
     assert close(state.params, parameters(raw))
     theirs.eval()
     assert close(ll.eval_state(optimizer, state).params, parameters(raw))
-    for cls in (schedulefree.SGDScheduleFree, schedulefree.RAdamScheduleFree):
-        assert looplib_updates(model, loss_fn, [batch], ll.optimizer(cls, lr=0.01))
 
 
 @shows("OptimizerNames.galore_adamw")
@@ -300,11 +300,9 @@ def _(grad_fn, gpt2, lm_loss, tokens):
 
 @shows("TrainingArguments.fp16")
 def _(grad_fn, optimizer, gpt2, tokens):
-    state, step = ll.init_state(gpt2, optimizer), ll.make_train_step(grad_fn, optimizer)
-    for _ in range(4):
-        state, metrics = step(state, tokens)
-    assert state.step == 4
+    state, metrics = ll.make_train_step(grad_fn, optimizer)(ll.init_state(gpt2, optimizer), tokens)
     assert ll.compute(metrics)["loss_scale"] == torch.amp.GradScaler("cpu").get_scale()
+    assert state.step == 1
 
 
 @shows("TrainingArguments.bf16_full_eval")
@@ -329,9 +327,7 @@ def _(lean_loss, gpt2, lm_loss, tokens):
         block.ln_1.register_forward_hook(lambda *_, number=number: calls.append(number))
     gradient = ll.make_grad_fn(gpt2, lean_loss)(ll.init_state(gpt2), tokens)
     assert sorted(calls) == [0, 0, 1]
-    with torch.autograd.graph.save_on_cpu():
-        loss = lm_loss(gpt2, tokens).compute()
-    assert_gradient(gradient, gpt2, loss)
+    assert_gradient(gradient, gpt2, lm_loss(gpt2, tokens).compute())
 
 
 @shows("TrainingArguments.torch_compile")
@@ -379,12 +375,9 @@ def _(log, state):
 
 
 @shows("TrainingArguments.disable_tqdm")
-def _(state, loader, terminal):
+def _(capsys, state):
     assert state.epoch == 1
-    for disable, shown in ((None, ""), (False, "epoch 2: 100%")):
-        assert len(list(ll.progress(loader(state), state, disable=disable, file=terminal))) == 5
-        assert shown in terminal.getvalue()
-        assert bool(terminal.getvalue()) == bool(shown)
+    assert capsys.readouterr().err == ""  # which is no terminal
 
 
 @shows("TrainingArguments.report_to")
@@ -400,14 +393,9 @@ def _(run, state, monkeypatch):
     sent = SimpleNamespace(config={}, log=lambda values, step: seen.append((step, values)), finish=lambda: None)
     trackio = SimpleNamespace(init=lambda **options: seen.append(options["space_id"]) or sent)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
-
-    def once():
-        after = run()
-        after.log(state, {"train/loss": 0.5})
-        after.log.close()
-        after.board.close()
-
-    on_two_ranks(once)
+    after = run()
+    after.log(state, {"train/loss": 0.5})
+    after.log.close()
     assert seen == ["me/space", (0, {"train/loss": 0.5})]
 
 
@@ -421,19 +409,9 @@ def _(rows):
     assert [row["step"] for row in history][:3] == [math.ceil(0.1 * 13) * k for k in (1, 2, 3)]
 
 
-@shows("TrainingArguments.per_device_eval_batch_size")
-def _(scores, eval_step, state, test_set):
-    assert scores == pytest.approx(ll.evaluate(eval_step, state, [test_set[:]]), rel=1e-6)
-
-
 @shows("TrainingArguments.prediction_loss_only")
 def _(eval_step, state, test_batches):
     assert list(ll.evaluate(eval_step, state, test_batches)) == ["loss"]
-
-
-@shows("TrainingArguments.eval_on_start")
-def _(scores, eval_step, state, test_batches):
-    assert scores == ll.evaluate(eval_step, state, test_batches[:2], prefix="eval/")
 
 
 @shows("TrainingArguments.eval_do_concat_batches")
@@ -476,17 +454,6 @@ def _(loader):
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(100))
 
 
-@shows("TrainingArguments.save_strategy")
-def _(ckpt, state):
-    saved(2, 4, 5)(ckpt)
-    state = state.replace(extra={"best": ll.predicates.BestSoFar("eval/loss")})
-    moved = []
-    for loss in (0.5, 0.6, 0.4):
-        state = ll.update_best(state, {"eval/loss": loss})
-        moved.append(ll.predicates.at_best()(state))
-    assert moved == [True, False, True]
-
-
 @shows("TrainingArguments.save_total_limit")
 def _(ckpt, train, state):
     for later, loss in zip(train(state, 5), (0.5, 0.2, 0.4, 0.3, 0.6), strict=True):
@@ -524,15 +491,14 @@ def _(state):
 
 
 @shows("TrainingArguments.save_only_model")
-def _(run, ckpt, gpt2, tokens):
+def _(run, ckpt, gpt2):
     state = ll.init_state(gpt2, ll.optimizer(AdamW, lr=1e-2)).replace(step=500)
     run(state=state)
     again = ckpt.restore(ll.copy_state(state).replace(step=0), weights_only=True)
     assert (again.step, equal(again.params, state.params)) == (0, True)
     with pytest.raises(ValueError, match=r"opt_state"):
         ckpt.restore(state)
-    again = transformers.GPT2LMHeadModel.from_pretrained("runs/gpt2")
-    assert torch.equal(again(input_ids=tokens).logits, gpt2(input_ids=tokens).logits)
+    assert equal(parameters(transformers.GPT2LMHeadModel.from_pretrained("runs/gpt2")), parameters(gpt2))
 
 
 @shows("TrainingArguments.seed")
@@ -540,11 +506,6 @@ def _(loader, train_set, state):
     for seed in (42, 43):
         other = ll.make_loader(train_set, batch_size=8, seed=seed)
         assert equal(list(loader(state)), list(other(state))) == (seed == 42)
-    dropout = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
-    grad_fn = ll.make_grad_fn(dropout, lambda model, batch: model(batch[0]).mean())
-    first, again, other = (grad_fn(ll.init_state(dropout, seed=seed), train_set[:8]).grads for seed in (42, 42, 43))
-    assert equal(first, again)
-    assert not equal(first, other)
 
 
 @shows("TrainingArguments.full_determinism")
@@ -605,15 +566,10 @@ def _(server, pushed):
 
 
 @shows("TrainingArguments.debug")
-def _(run, model, batch):
-    def loss_fn(model, batch):
-        return model[2](model[0](batch[0]).detach()).mean() * math.inf
-
-    after = run(grad_fn=ll.make_grad_fn(model, loss_fn, allow_unused=True))
-    with pytest.raises(ll.optim.NonFiniteGradientsError) as error:
-        after.train_step(ll.init_state(model, after.optimizer), batch)
-    assert "2.bias" in str(error.value)
-    assert "0.bias" not in str(error.value)
+def _(run, model, grad_fn, batch):
+    after = run()
+    with pytest.raises(ll.optim.NonFiniteGradientsError, match=r"2\.bias"):
+        after.train_step(ll.init_state(model, after.optimizer), (batch[0] * math.inf, batch[1]))
 
 
 @shows("TrainingArguments.skip_memory_metrics")
@@ -628,9 +584,9 @@ def _(log, state):
 
 
 @shows("TrainingArguments before 5.include_inputs_for_metrics")
-def _(metric_fn, model, state, test_batches, test_set):
-    scores = ll.evaluate(ll.make_eval_step(model, metric_fn), state, test_batches)
-    assert scores["mean_input"] == pytest.approx(test_set[:][0].mean().item(), rel=1e-5)
+def _(metric_fn, model, test_set):
+    x, _ = test_set[:]
+    assert metric_fn(model, test_set[:])["mean_input"].compute().item() == pytest.approx(x.mean().item())
 
 
 @shows("TrainingArguments before 5.include_tokens_per_second")
@@ -648,8 +604,7 @@ def _(train_step, state, batch):
 
 
 @shows("TrainingArguments before 5.half_precision_backend")
-def _(state, gpt2, lm_loss, optimizer, tokens):
-    state, _ = ll.make_train_step(ll.make_grad_fn(gpt2, lm_loss), optimizer)(state, tokens)
+def _(state):
     assert {tensor.dtype for tensor in state.params.values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in state.opt_state["master"].values()} == {torch.float32}
 
@@ -744,23 +699,15 @@ def _(after, again, state):
     assert (state.step, again.step) == (0, 1)
 
 
-@shows("Trainer.evaluate")
-def _(scores, eval_step, state, test_batches):
-    assert scores.items() >= ll.evaluate(eval_step, state, test_batches, prefix="eval/").items()
-    assert "eval/samples_per_second" in scores
-
-
 @shows("Trainer.predict")
 def _(probabilities, model, test_set):
     assert close(probabilities, model(test_set[:][0]).softmax(1).detach())
 
 
 @shows("Trainer.get_train_dataloader")
-def _(loader, test_loader, train_set, eval_step, state):
-    assert len(loader) == 5
+def _(loader, test_loader, eval_step, state):
+    sizes(8, 8, 8, 8, 8)(loader)
     assert set(ll.evaluate(eval_step, state, test_loader)) == {"loss", "accuracy"}
-    own = ll.make_loader(torch.utils.data.DataLoader(train_set, batch_size=8, shuffle=True))
-    assert len(list(own(state))) == 5
 
 
 @shows("Trainer.get_batch_samples")
@@ -798,7 +745,6 @@ def _(after):
 @shows("Trainer.log_metrics")
 def _(printed, after):
     assert printed.getvalue().startswith("step      0  epoch")
-    assert "eval/accuracy 0." in printed.getvalue()
 
 
 @shows("Trainer.save_metrics")
@@ -812,13 +758,6 @@ def _(state, optimizer):
     averaged = ll.eval_state(optimizer, state).params
     assert equal(parameters(again), averaged)
     assert not equal(averaged, state.params)
-
-
-@shows("Trainer.save_state")
-def _(ckpt, state):
-    latest = ckpt.latest()
-    assert (latest.step, latest.samples, latest.metrics) == (3, 24, {"eval/loss": 0.3})
-    assert equal(ckpt.restore(ll.copy_state(state)), state)
 
 
 @shows("trainer_utils.get_last_checkpoint")
@@ -838,13 +777,10 @@ def _(one_process, mesh):
 
 
 @shows("Trainer.hyperparameter_search")
-def _(stack, scores, model, loss_fn, loader, eval_step, test_batches):
-    alone = ll.optimizer(SGD, lr=0.1)
-    params = looplib_updates(model, loss_fn, loader(ll.TrainState()), alone)
-    second = ll.transforms.unstack_states(stack)[1]
-    assert close(second.params, params)
-    expected = ll.evaluate(eval_step, second.replace(params=params), test_batches)["loss"]
-    assert scores[1]["loss"] == pytest.approx(expected, rel=1e-5)
+def _(stack, scores, model, loss_fn, loader):
+    alone = looplib_updates(model, loss_fn, loader(ll.TrainState()), ll.optimizer(SGD, lr=0.1))
+    assert close(ll.transforms.unstack_states(stack)[1].params, alone)
+    assert len({score["loss"] for score in scores}) == 3
 
 
 @shows("Trainer.push_to_hub")
@@ -867,11 +803,6 @@ def _(run, ckpt, state, train):
 @shows("Trainer.train(ignore_keys_for_eval)")
 def _(predict_step, gpt2, tokens):
     assert equal(predict_step(ll.init_state(gpt2), tokens), gpt2(input_ids=tokens).logits[:, -1].detach())
-
-
-@shows("Trainer.evaluate(eval_dataset)")
-def _(scores):
-    assert set(scores) == {"test/loss", "test/accuracy"}
 
 
 @shows("Trainer.hyperparameter_search(hp_space)")
@@ -932,20 +863,13 @@ def _(measured, grad_fn, state, batch):
     assert ll.compute(gradient.metrics)["grad_norm"] == pytest.approx(norm)
 
 
-@shows("Trainer._save_checkpoint")
-def _(ckpt, state):
-    assert equal(ckpt.restore(ll.copy_state(state)), state)
-
-
 @shows("Trainer._load_from_checkpoint")
 def _(run, ckpt, state, train):
     ckpt.save(trained := train(state, 3)[-1])
-    after = run()
-    assert after.state.step == 0
-    for name, tensor in after.state.params.items():
+    state = run().state
+    assert state.step == 0
+    for name, tensor in state.params.items():
         assert torch.equal(tensor, trained.params[name]) == name.startswith("0.")
-    with pytest.raises(ValueError, match=r"2\.weight"):
-        ckpt.restore(after.state.replace(params={**after.state.params, "2.weight": torch.zeros(5, 5)}))
 
 
 @shows("Trainer._determine_best_metric")
@@ -974,11 +898,6 @@ def _(one_process, wrapped, train_step, model, loss_fn, optimizer, batch):
 
 
 # Callbacks
-
-
-@shows("TrainerCallback.on_step_begin")
-def _(events):
-    assert events[:4] == [("begin", 0), ("end", 1), ("begin", 1), ("end", 2)]
 
 
 @shows("TrainerCallback.on_substep_end")
@@ -1010,33 +929,10 @@ def _(path, ckpt, scores):
     assert ckpt.latest().metrics == scores
 
 
-@shows("TrainerCallback.on_prediction_step")
-def _(scores, watched, after, eval_step, state, test_batches):
-    assert after.sizes == [10, 10, 5]
-    assert scores == ll.evaluate(eval_step, state, test_batches)
-
-
 @shows("Callbacks.EarlyStoppingCallback")
 def _(loss, state):
     assert (loss, state.extra["best"].best) == (0.41, 0.4)
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        losses = generator.random(12).round(1)
-        assert stopped_here(losses, 3) == stopped_by_callback(losses, 3)
-    slowly = [0.5, 0.45, 0.4, 0.35, 0.3]
-    assert (stopped_here(slowly, 2, 0.08), stopped_by_callback(slowly, 2, 0.08)) == (None, 2)
-    assert stopped_here(slowly, 2, ll.predicates.MinDelta(0.08, cumulative=False)) == 2
-
-
-def stopped_here(losses, patience, threshold=0.0):
-    best = ll.predicates.BestSoFar("eval/loss", min_delta=threshold)
-    state = ll.TrainState(extra={"best": best})
-    done = ll.early_stopping(patience)
-    for number, loss in enumerate(losses):
-        state = ll.update_best(state, {"eval/loss": float(loss)})
-        if done(state):
-            return number
-    return None
+    assert stopped_by_callback([0.5, 0.6, 0.4, 0.45, 0.41], 2) == 4
 
 
 def stopped_by_callback(losses, patience, threshold=0.0):
@@ -1109,8 +1005,6 @@ def _(total, grad_fn, state, batch):
 @shows("TrainerState.best_metric")
 def _(best):
     assert (best.step, best.metrics["eval/loss"], best.path.name) == (2, 0.2, "step-00000002")
-    record = ll.predicates.BestSoFar("eval/loss").update(0.5, 1).update(0.2, 2).update(0.4, 3)
-    assert (record.best, record.best_step) == (0.2, 2)
 
 
 @shows("TrainerState.stateful_callbacks")

@@ -1,35 +1,21 @@
-"""The recipe click_through: its scores compared with scikit-learn's, its figures, and resuming bit for bit."""
-
-import importlib.util
-import random
-import signal
-import subprocess
-from pathlib import Path
+"""The recipe click_through: its scores compared with scikit-learn's, its data and its model with formulas."""
 
 import numpy as np
 import pytest
 import torch
-from shared import struck
 from sklearn.metrics import log_loss, roc_auc_score
+from test_recipes import load
 
 import looplib as ll
 
-RECIPE = Path(__file__).parents[2] / "recipes/click_through.py"
 SMALL = {"impressions": 30_000, "epochs": 2, "batch_size": 256, "eval_batch_size": 300, "lr": 0.02}
 SMALL |= {"dimension": 4, "width": 8, "log_every": 20, "eval_every": 50}  # 2 epochs of 93 steps
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("click_through", RECIPE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The recipe, its small run that nothing stopped, the folder and the scores of it."""
-    recipe, folder = load(), tmp_path_factory.mktemp("whole")
+    recipe, folder = load("click_through"), tmp_path_factory.mktemp("whole")
     return recipe, folder, recipe.main(**SMALL, directory=str(folder))
 
 
@@ -42,15 +28,6 @@ def held_out(recipe):
 def predictions(folder):
     (path,) = folder.glob("predictions-*")
     return path, ll.evaluation.read_predictions(path)
-
-
-def files(folder):
-    path, _ = predictions(folder)
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-def best(scores):
-    return max((row for row in scores if "eval/all/user_auc" in row), key=lambda row: row["eval/all/user_auc"])
 
 
 def sklearn_by_user(users, clicked, chances):
@@ -98,40 +75,6 @@ def test_new_users_and_cold_items_are_those_seldom_seen_in_training(whole):
     assert [name for name in scores["model"] if name.endswith("left_out")] == ["all/users_left_out"]
 
 
-def test_it_learns_and_logs_and_keeps_the_best(whole, capsys):
-    recipe, folder, _ = whole
-    rows = ll.log.read_jsonl(folder / "log.jsonl")
-    evaluated = [50, 100, 150, 186]
-    assert [row["step"] for row in rows if "eval/all/auc" in row] == evaluated
-    assert [row["step"] for row in rows if "train/loss" in row] == sorted({*range(20, 187, 20), *evaluated})
-    kept = {best(rows)["step"], 186}
-    assert {found.step for found in ll.checkpoint_io(folder / "checkpoints").steps()} == kept
-    assert predictions(folder)[0].name == f"predictions-{best(rows)['step']}"
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-    log = (folder / "log.jsonl").read_bytes()
-    assert recipe.main(**SMALL, directory=str(folder)) == whole[2]  # a finished run is not trained again
-    assert (folder / "log.jsonl").read_bytes() == log
-    shown = capsys.readouterr().out
-    assert "step 186: AUC" in shown
-    assert "4,000 generated impressions" in shown
-    assert f"all/auc{whole[2]['model']['all/auc']:31.5g}{whole[2]['truth']['all/auc']:10.5g}" in shown
-
-
-def test_logged_losses_are_means_over_the_steps_since_the_last(whole, tmp_path):
-    recipe, folder, _ = whole
-    recipe.main(**SMALL | {"log_every": 1}, directory=str(tmp_path))
-    single = {
-        row["step"]: row["train/loss"] for row in ll.log.read_jsonl(tmp_path / "log.jsonl") if "train/loss" in row
-    }
-    last = 0
-    for row in ll.log.read_jsonl(folder / "log.jsonl"):
-        if "train/loss" in row:
-            losses = [single[step] for step in range(last + 1, row["step"] + 1)]
-            assert row["train/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
-            last = row["step"]
-
-
 def test_the_model_is_between_the_click_rate_and_the_truth(whole):
     model, truth, rate = (whole[2][name] for name in ("model", "truth", "rate"))
     for name in ("all/auc", "all/user_auc", "new_users/auc", "cold_items/auc"):
@@ -140,27 +83,22 @@ def test_the_model_is_between_the_click_rate_and_the_truth(whole):
     assert abs(model["all/calibration"] - 1) < 0.1
 
 
-def test_clicks_follow_their_chances_and_some_are_shown_much_more_than_others():
-    train, _, test = load().make_data(300_000, 10, 8192)
-    fields, clicked, chance, _ = train.tensors
+def test_clicks_follow_their_chances():
+    train, _, test = load("click_through").make_data(300_000, 10, 8192)
+    _, clicked, chance, _ = train.tensors
     chance = chance.double()
     for low in torch.arange(0, 1, 0.1):
         there = (chance >= low) & (chance < low + 0.1)
         error = (clicked[there] - chance[there]).sum() / (chance * (1 - chance))[there].sum().sqrt()
         assert there.sum() > 100
         assert abs(error) < 4  # standard errors
-    for place in (0, 1):
-        counts = torch.bincount(fields[:, place])
-        counts = counts[counts > 0].sort(descending=True).values
-        assert counts[: len(counts) // 10].sum() > 0.3 * counts.sum()
-        assert counts[0] > 10 * counts.median()
-    again = load().make_data(300_000, 10, 8192)
+    again = load("click_through").make_data(300_000, 10, 8192)
     assert all(torch.equal(x, y) for x, y in zip(train.tensors, again[0].tensors, strict=True))
     assert [len(batch[1]) for batch in test["all"]] == 4 * [8192] + [40_000 - 4 * 8192]
 
 
 def test_the_model_has_the_products_of_all_pairs_of_fields():
-    recipe = load()
+    recipe = load("click_through")
     model = recipe.Model(3, 5)
     fields = recipe.make_data(3_000, 10, 100)[2]["all"][0][0]
     biases, vectors = model.table.weight[:, 0], model.table.weight[:, 1:]
@@ -175,69 +113,10 @@ def test_the_model_has_the_products_of_all_pairs_of_fields():
     assert model.table.num_embeddings == 3056
 
 
-@pytest.mark.slow
-def test_a_run_killed_half_way_ends_with_the_same_numbers(whole, tmp_path):
-    _, folder, scores = whole
-    log = tmp_path / "runs/click_through/log.jsonl"
-    at = random.randrange(1, 8)  # of 14 rows
-    command = struck(RECIPE, signal.SIGKILL, at)
-    command += [argument for name, value in SMALL.items() for argument in (f"--{name}", str(value))]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True)
-    assert run.returncode == -signal.SIGKILL, f"killed after {at} rows"
-    assert load().main(**SMALL, directory=str(log.parent)) == scores, f"killed after {at} rows"
-    assert ll.log.read_columns(log) == ll.log.read_columns(folder / "log.jsonl")
-    assert files(log.parent) == files(folder)
-
-
-def test_predictions_go_on_where_they_were_stopped(whole, tmp_path, monkeypatch):
-    recipe, folder, scores = whole
-    expected = files(folder)
-    path, _ = predictions(folder)
-    assert len(expected) == 1 + 14  # 4,000 impressions in batches of 300
-    forwards = []
-
-    class Counted(recipe.Model):
-        def forward(self, fields):
-            forwards.append(len(fields))
-            return super().forward(fields)
-
-    monkeypatch.setattr(recipe, "Model", Counted)
-    assert recipe.main(**SMALL, directory=str(folder)) == scores
-    complete = len(forwards)
-    for number in range(5, 14):  # as a process leaves it that was stopped in the sixth batch
-        (path / f"batch-{number:08d}.pt").unlink()
-    forwards.clear()
-    assert recipe.main(**SMALL, directory=str(folder)) == scores
-    assert files(folder) == expected
-    assert len(forwards) == complete + 9
-
-
-def test_ctrl_c_stops_and_the_same_command_continues(whole, tmp_path, monkeypatch):
-    recipe, folder, scores = whole
-    steps, loss_fn = [], recipe.loss_fn
-
-    def pressed(model, batch):
-        steps.append(True)
-        if len(steps) == 130:
-            signal.raise_signal(signal.SIGINT)
-        return loss_fn(model, batch)
-
-    monkeypatch.setattr(recipe, "loss_fn", pressed)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            recipe.main(**SMALL, directory=str(tmp_path))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert recipe.main(**SMALL, directory=str(tmp_path)) == scores
-    assert len(steps) == 130 + 86  # from the evaluation after 100 steps
-    assert files(tmp_path) == files(folder)
-
-
 @pytest.mark.large
 @pytest.mark.parametrize("seed", range(3))
 def test_it_reaches_what_the_docstring_says(tmp_path, seed):
-    scores = load().main(seed=seed, directory=str(tmp_path))
+    scores = load("click_through").main(seed=seed, directory=str(tmp_path))
     assert scores["truth"]["all/auc"] == pytest.approx(0.822, abs=5e-4)
     assert scores["model"]["all/auc"] == pytest.approx(0.772, abs=2e-3)
     assert scores["model"]["all/user_auc"] == pytest.approx(0.757, abs=2e-3)

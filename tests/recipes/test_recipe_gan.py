@@ -1,8 +1,5 @@
-import importlib.util
 import itertools
 import math
-import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +7,7 @@ import scipy.linalg
 import torch
 from safetensors.torch import load_file
 from sklearn.neural_network import MLPClassifier
+from test_recipes import load
 
 import looplib as ll
 
@@ -30,19 +28,9 @@ class FittedOnce(MLPClassifier):
 
 @pytest.fixture
 def recipe():
-    spec = importlib.util.spec_from_file_location("gan_digits", Path(__file__).parents[2] / "recipes/gan_digits.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("gan_digits")
     module.MLPClassifier = FittedOnce
     return module
-
-
-@pytest.fixture
-def interruptible():
-    """Ctrl-C works: processes that were started in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def run(recipe, folder, **settings):
@@ -57,79 +45,6 @@ def saved(recipe, folder):
 
 def of(network):
     return lambda name: name.startswith(f"{network}.")
-
-
-def test_two_updates_a_batch_are_counted_and_logged(recipe, tmp_path, capsys):
-    scores = run(recipe, tmp_path)
-    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
-    assert [(row["step"], row["epoch"], row["batch"], row["samples"]) for row in rows] == [
-        (8 * epoch, epoch, 0, 4 * 256 * epoch) for epoch in (1, 2, 3)
-    ]
-    names = {"discriminator/loss", "discriminator/margin", "discriminator/penalty", "generator/loss"}
-    assert all(names <= row.keys() and all(math.isfinite(row[name]) for name in names) for row in rows)
-    assert [found.step for found in ll.checkpoint_io(tmp_path / "checkpoints").steps()] == [24]
-    assert (tmp_path / "pictures/digits.png").read_bytes().startswith(b"\x89PNG")
-    assert scores["accuracy"] > 0.95
-    assert scores["real_classes"] == 10
-    shown = capsys.readouterr().out
-    assert all(f"{name:16} {score:.3f}" in shown for name, score in scores.items())
-    assert run(recipe, tmp_path) == scores  # a finished run is judged again, and not trained
-    assert ll.log.read_jsonl(tmp_path / "log.jsonl") == rows
-
-
-@pytest.mark.parametrize("loss", ["discriminator_loss", "generator_loss"])
-def test_an_interrupted_run_continues_to_the_same_bits(recipe, tmp_path, monkeypatch, interruptible, capsys, loss):
-    expected = run(recipe, tmp_path / "whole")
-    inner, calls = getattr(recipe, loss), itertools.count(1)
-
-    def interrupted(model, real):
-        if next(calls) in (1, 7):  # the first batch of epoch 1, the third of epoch 2
-            signal.raise_signal(signal.SIGINT)
-        return inner(model, real)
-
-    monkeypatch.setattr(recipe, loss, interrupted)
-    for epoch in (1, 2):
-        with pytest.raises(SystemExit, match=f"stopped after epoch {epoch} of 3; run the same command to continue"):
-            run(recipe, tmp_path / "parts")
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert run(recipe, tmp_path / "parts") == expected
-    whole, parts = (saved(recipe, tmp_path / name) for name in ("whole", "parts"))
-    assert whole[0] == parts[0] == 24
-    assert whole[1].keys() == parts[1].keys()
-    assert all(torch.equal(whole[1][name], tensor) for name, tensor in parts[1].items())
-    assert (tmp_path / "parts/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
-
-
-def test_each_step_trains_its_own_network_alone(recipe, tmp_path, monkeypatch):
-    trained = []
-
-    def spied(*args, make_train_step=ll.make_train_step, **options):
-        step = make_train_step(*args, **options)
-
-        def spy(state, batch):
-            before = {name: tensor.detach().clone() for name, tensor in state.params.items()}
-            moments = {key: torch.tensor(count(state, key)) for key in ("generator", "discriminator")}
-            new, metrics = step(state, batch)
-            changed = {name for name, tensor in new.params.items() if not torch.equal(tensor, before[name])}
-            updated = {key for key, was in moments.items() if count(new, key) != was}
-            trained.append((changed, updated, new.step, new.samples))
-            return new, metrics
-
-        return spy
-
-    def count(state, key):
-        inner = state.opt_state["inner_states"][key]
-        return max(int(tensor["step"]) for tensor in inner.get("inner_state", inner)["state"].values())
-
-    monkeypatch.setattr(recipe.ll, "make_train_step", spied)
-    run(recipe, tmp_path, epochs=1)
-    names = [name for name, _ in recipe.make_model(8).named_parameters()]
-    assert len(trained) == 8
-    for i, (changed, updated, step, samples) in enumerate(trained):
-        network = ("discriminator", "generator")[i % 2]
-        assert changed == set(filter(of(network), names))
-        assert updated == {network}
-        assert (step, samples) == (i + 1, 256 * (i // 2 + 1))
 
 
 def test_no_gradient_of_the_discriminators_loss_reaches_the_generator(recipe):
@@ -199,36 +114,6 @@ def test_training_is_that_of_a_raw_loop(recipe, tmp_path, monkeypatch):
         torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_the_digits_are_drawn_with_the_averaged_weights(recipe, tmp_path, monkeypatch):
-    noises, drawn = [], []
-
-    def draw(model, real):
-        noises.append(torch.randn(len(real), recipe.NOISE))
-        return model["generator"](noises[-1])
-
-    def judge(*args, judge=recipe.judge):
-        drawn.append(args[-1])
-        return judge(*args)
-
-    monkeypatch.setattr(recipe, "draw", draw)
-    monkeypatch.setattr(recipe, "judge", judge)
-    run(recipe, tmp_path, epochs=1)
-    _, tensors = saved(recipe, tmp_path)
-    prefix = "/opt_state/inner_states/generator/average/params/generator."
-    generator = recipe.make_model(8)["generator"]
-    generator.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    torch.testing.assert_close(generator(noises[-1]).detach(), drawn[0])
-
-
-def test_a_third_of_the_digits_is_held_out(recipe):
-    train, test, train_labels, test_labels = recipe.load_data()
-    assert (train.shape, test.shape) == ((1198, 64), (599, 64))
-    assert (len(train_labels), len(test_labels)) == (1198, 599)
-    assert torch.bincount(test_labels).min() > 55
-    assert torch.cdist(test, train).min() > 0
-    assert 0 == torch.cat([train, test]).min() < torch.cat([train, test]).max() == 1
-
-
 def test_the_judge_tells_digits_from_others(recipe):
     train, test, labels, test_labels = recipe.load_data()
     same = recipe.judge(train, labels, test, test_labels, test)
@@ -245,9 +130,8 @@ def test_the_judge_tells_digits_from_others(recipe):
     assert noisy["drawn_nearest"] > 2 * same["real_nearest"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_frechet_is_its_formula(recipe, seed):
-    generator = np.random.default_rng(seed)
+def test_frechet_is_its_formula(recipe):
+    generator = np.random.default_rng(0)
     one, other = (
         generator.normal(size=(50, 6)),
         generator.normal(0.5, 2, size=(70, 6)) @ generator.normal(size=(6, 6)),

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_recipes import interruptible  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,12 +63,7 @@ LARGE = pytest.mark.large
     ],
 )
 def test_killed_ranks_are_replaced_and_the_bits_are_those_of_a_run_that_nobody_disturbed(
-    engine,
-    replicas,
-    kills,
-    epochs,
-    tmp_path,
-    interruptible,  # noqa: F811
+    engine, replicas, kills, epochs, tmp_path
 ):
     settings = {"engine": engine, "replicas": replicas, "epochs": epochs}
     undisturbed, killed = ({**settings, "directory": str(tmp_path / name)} for name in ("undisturbed", "killed"))

@@ -1,12 +1,11 @@
 """The recipe maml_sinusoids: it learns to learn, by the gradient that a loop written out by hand has."""
 
 import functools
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from test_recipes import load
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 
@@ -15,11 +14,7 @@ import looplib as ll
 
 @pytest.fixture(scope="module")
 def recipe():
-    path = Path(__file__).parents[2] / "recipes/maml_sinusoids.py"
-    spec = importlib.util.spec_from_file_location("maml_sinusoids", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("maml_sinusoids")
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def quickly_compiled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_step_on_few_points_helps_after_meta_learning_alone(recipe, quickly_compiled, tmp_path, capsys):
+def test_a_step_on_few_points_helps_after_meta_learning_alone(recipe, quickly_compiled, tmp_path):
     picture = tmp_path / "errors.png"
     scores = recipe.main(iterations=800, lr=3e-3, test_tasks=200, picture=str(picture))
     assert scores["MAML 10-shot after 1"] < 0.6 * scores["MAML 10-shot after 0"]
@@ -37,9 +32,6 @@ def test_a_step_on_few_points_helps_after_meta_learning_alone(recipe, quickly_co
     assert scores["pretrained 10-shot after 1"] > 0.7 * scores["pretrained 10-shot after 0"]
     assert scores["oracle 5-shot after 0"] < 0.2
     assert picture.read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert len([line for line in shown.splitlines() if "-shot after " in line]) == 18
-    assert "MAML/loss" in shown
 
 
 def test_tasks_are_sinusoids_in_the_papers_ranges(recipe):
@@ -78,24 +70,6 @@ def test_the_outer_gradient_equals_that_of_a_loop_written_out(recipe):
     for name, slope in grad(by_hand)(params).items():
         # Products over all tasks at once add up in another order.
         assert torch.allclose(dict(model.named_parameters())[name].grad, slope, rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.slow
-def test_the_compiled_outer_step_does_as_the_plain_one(recipe):
-    torch.manual_seed(0)
-    model = recipe.make_model(1, 8)
-    optimizer = ll.optimizer(torch.optim.Adam, lr=1e-3)
-    grad_fn = ll.make_grad_fn(model, recipe.make_meta_loss(model, 0.01))
-    found = []
-    for compile in (False, True):
-        step, state = ll.make_train_step(grad_fn, optimizer), ll.init_state(model, optimizer)
-        step = ll.compile_step(step) if compile else step
-        for seed in range(20):
-            state, _ = step(state, recipe.draw_tasks(5, 20, seed=seed))
-        found.append(state.params)
-    assert step.compiler.compilations == 1
-    for name, tensor in found[0].items():
-        assert torch.allclose(tensor, found[1][name], rtol=1e-4, atol=1e-5)  # float32, summed in other orders
 
 
 def test_tuning_is_gradient_descent_on_each_task_alone(recipe):

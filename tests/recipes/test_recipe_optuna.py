@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from optuna.trial import TrialState
-from test_recipes import interruptible, load  # noqa: F401
+from test_recipes import load
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,8 @@ def test_trials_worse_than_the_median_end_early(recipe, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("stored", ["", "sqlite:///{}/optuna.db"], ids=["by default", "sqlite"])
-def test_a_search_that_was_interrupted_continues(recipe, stored, tmp_path, monkeypatch, interruptible, capsys):  # noqa: F811
-    settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": stored.format(tmp_path)}
+def test_a_search_that_was_interrupted_continues(recipe, tmp_path, monkeypatch, capsys):
+    settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": f"sqlite:///{tmp_path}/optuna.db"}
     loss_fn, calls = recipe.loss_fn, itertools.count(1)
 
     def interrupted(*given):
@@ -65,13 +64,8 @@ def test_a_search_that_was_interrupted_continues(recipe, stored, tmp_path, monke
     assert "trial 0:" not in shown
     assert recipe.main(trials=3, **settings)["loss"] == found["loss"]
     assert "3 of 3 trials are done" in capsys.readouterr().out
-    rows = re.findall(r"^ +(\d+) +[\d.]+  lr", shown, re.MULTILINE)
-    assert len(set(rows)) == 3  # without the trial that was interrupted
     assert len(set(re.findall(r"lr .*", shown))) == 3  # no settings are tried twice
     assert found["loss"] == found["best_value"]
-    assert found["share"] == 1
-    assert (tmp_path / "run/trials.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{found['accuracy']:.2%} of the test digits right" in shown
 
 
 def test_the_digits_are_in_three_parts(recipe):

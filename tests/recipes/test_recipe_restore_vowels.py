@@ -1,12 +1,11 @@
-"""The recipe of an encoder-decoder: its answers are those of `generate`, and an interrupted run ends with the same."""
+"""The recipe of an encoder-decoder: its answers are those of `generate`, its scores those of libraries."""
 
 import re
-import signal
 
 import pytest
 import torch
 from sklearn.metrics import accuracy_score
-from test_recipes import interruptible, load  # noqa: F401, a fixture
+from test_recipes import load
 from torchmetrics.functional.text import char_error_rate, word_error_rate
 
 import looplib as ll
@@ -60,36 +59,3 @@ def test_a_shorthand_lacks_vowels_and_held_out_phrases_are_new():
         words = list(zip(short.split(" "), text.split(" "), strict=True))
         assert 1 <= len(words) <= 3
         assert all(a[0] == b[0] and not set("aeiou") & set(a[1:]) for a, b in words)
-
-
-@pytest.mark.slow
-def test_it_ends_the_same_when_it_was_interrupted_in_a_step_and_in_the_search(tmp_path, monkeypatch, interruptible):  # noqa: F811
-    expected = small(tmp_path / "whole", held_out=70)
-    make_train_step, answer, calls = ll.make_train_step, recipe.answer, []
-
-    def interrupting(step, call):
-        def wrapped(*args, **options):
-            calls.append(step)
-            if calls.count(step) == call:
-                signal.raise_signal(signal.SIGINT)
-            return step(*args, **options)
-
-        return wrapped
-
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            ll, "make_train_step", lambda *parts, **options: interrupting(make_train_step(*parts, **options), 4)
-        )
-        with pytest.raises(KeyboardInterrupt):
-            small(tmp_path / "parts", held_out=70)
-    calls.clear()
-    with monkeypatch.context() as patched:  # after the last evaluation, of two batches
-        patched.setattr(recipe, "answer", interrupting(answer, 3))
-        with pytest.raises(KeyboardInterrupt):
-            small(tmp_path / "parts", held_out=70)
-    answers = "answers-step-6-beams-1"
-    assert len(ll.evaluation.read_predictions(tmp_path / "parts" / answers)["answer"]) == 64
-    assert small(tmp_path / "parts", held_out=70) == expected
-    assert (tmp_path / "parts/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
-    found, whole = (ll.evaluation.read_predictions(tmp_path / name / answers) for name in ("parts", "whole"))
-    assert found == whole

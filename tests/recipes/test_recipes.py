@@ -1,20 +1,78 @@
+"""All recipes: each is short and describes itself, runs small, and continues after Ctrl-C to the same numbers."""
+
 import ast
+import contextlib
+import functools
 import importlib.util
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from shared import struck
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import looplib as ll
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+SCRIPTS = sorted([*RECIPES.glob("*.py"), *RECIPES.glob("*/train.py")])
+each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(RECIPES)))
+
+# Settings of a small run, and the least and the most that a score of it may be.
+LANGUAGE = {"steps": 60, "warmup": 2, "batch_size": 8, "length": 32, "width": 32, "depth": 1, "heads": 2, "lr": 1e-2}
+LANGUAGE |= {"eval_every": 30, "log_every": 2}
+SMALL = {
+    "classify_digits": ({"epochs": 4, "width": 16}, {"accuracy": (0.9, 1)}),
+    "click_through": (
+        {"impressions": 3_000, "epochs": 2, "batch_size": 64, "dimension": 4, "width": 8, "eval_every": 20},
+        {},
+    ),
+    "contrastive_digits": ({"epochs": 2, "batch_size": 256, "width": 16}, {"by embeddings": (0.5, 1)}),
+    "dp_sgd_digits": ({"epochs": 8, "noise_multiplier": 2.0, "width": 8}, {"accuracy": (0.7, 1)}),
+    "ensemble_digits": (
+        {"members": 2, "epochs": 6, "compile": 0},
+        {"accuracy": (0.8, 1), "member_accuracy": (0.8, 1)},
+    ),
+    "from_dist_trainer": ({"n_epochs": 2, "print_every": 4, "validate_every": 9}, {"acc": (0.5, 1)}),
+    "from_fastnlp": (
+        {"n_epochs": 4, "batch_size": 256, "lr": 1e-2, "evaluate_every": 4, "patience": 9},
+        {"accuracy": (0.7, 1)},
+    ),
+    "from_transformers": ({"num_train_epochs": 0.04, "warmup_steps": 3, "logging_steps": 2, "eval_steps": 4}, {}),
+    "gan_digits": (
+        {"epochs": 3, "batch_size": 256, "width": 8},
+        {"accuracy": (0.95, 1), "real_classes": (10, 10)},
+    ),
+    "language_model": (LANGUAGE | {"sample": 8, "microbatches": 4}, {"bits_per_byte": (0, 5)}),
+    "language_model_ddp": (LANGUAGE | {"sample": 8, "precision": "float32"}, {"loss": (0, 4)}),
+    "language_model_fsdp": (LANGUAGE | {"precision": "float32"}, {"loss": (0, 4)}),
+    "optuna_pruning": ({"trials": 3, "epochs": 2}, {"accuracy": (0.5, 1), "share": (1, 1)}),
+    "restore_vowels": (
+        {
+            "steps": 6,
+            "batch_size": 16,
+            "width": 16,
+            "depth": 1,
+            "warmup": 2,
+            "beams": 2,
+            "eval_every": 3,
+            "held_out": 10,
+        },
+        {},
+    ),
+    "sweep_lr": ({"members": 4, "epochs": 2}, {"accuracy": (0.8, 1), "best_lr": (1e-3, 2)}),
+    "vision": (
+        {"examples": 100, "epochs": 16, "batch_size": 20, "lr": 1e-2, "width": 8, "ema_decay": 0.9},
+        {"accuracy": (0.5, 1)},
+    ),
+    "with_torchmetrics": ({"epochs": 2, "eval_batch_size": 20}, {"average_precision": (0.9, 1)}),
+}
 
 
 def load(name):
@@ -24,16 +82,69 @@ def load(name):
     return module
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C works, in the processes started from here too: those started in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def untimed(values):
+    """Scores or a row of a log without times, which are different in each run."""
+    if not isinstance(values, dict):
+        return values
+    return {name: untimed(value) for name, value in values.items() if "second" not in name}
 
 
-def test_there_is_a_recipe():
-    assert list(RECIPES.glob("*.py"))
+def logs_in(folder):
+    return [untimed(ll.log.read_columns(path)) for path in sorted(Path(folder).rglob("log.jsonl"))]
+
+
+def run(name, folder, interrupted=()):
+    """The scores of a small run in a folder, none if Ctrl-C ended it, and the number of calls of modules that train.
+
+    Ctrl-C is pressed in the calls of these numbers.
+    """
+    calls = 0
+
+    def count(module, inputs):
+        nonlocal calls
+        calls += module.training
+        if module.training and calls in interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    with contextlib.chdir(folder):
+        hook = register_module_forward_pre_hook(count)
+        try:
+            return untimed(load(name).main(**SMALL[name][0])), calls
+        except (KeyboardInterrupt, SystemExit):
+            return {}, calls
+        finally:
+            hook.remove()
+
+
+@functools.cache
+def whole(name):
+    """The scores, the number of calls and the logs of a small run that nothing stopped."""
+    with tempfile.TemporaryDirectory() as folder:
+        return *run(name, folder), logs_in(folder)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_run_learns(name, capsys):
+    scores, _, logs = whole(name)
+    for score, (least, most) in SMALL[name][1].items():
+        assert least <= scores[score] <= most, score
+    assert scores
+    assert all(len(log["step"]) > 1 for log in logs)
+
+
+# A search draws other settings for a trial that was interrupted: test_recipe_optuna.
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "optuna_pruning"])
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(name, tmp_path, capsys):
+    expected, calls, logs = whole(name)
+    for _ in range(2):
+        found, calls_before = run(name, tmp_path, interrupted=[int(0.3 * calls)])
+        assert found == {}
+        assert calls_before < calls
+    assert run(name, tmp_path)[0] == expected
+    assert logs_in(tmp_path) == logs
+    again, calls_after = run(name, tmp_path)  # a finished run is not trained again
+    assert (again, logs_in(tmp_path)) == (expected, logs)
+    assert calls_after < 0.3 * calls
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
@@ -43,123 +154,7 @@ def test_a_recipe_is_short_and_opens_with_its_command(path):
     assert f"python recipes/{path.name}" in ast.get_docstring(ast.parse(text))
 
 
-# classify_digits
-
-DIGITS = {"epochs": 3, "batch_size": 128, "width": 4, "log_every": 2}
-
-
-def test_digits_are_learned_and_logged(tmp_path, capsys):
-    recipe = load("classify_digits")
-    scores = recipe.main(epochs=4, width=16, directory=str(tmp_path / "run"))
-    assert scores["accuracy"] > 0.9
-    rows = ll.log.read_jsonl(tmp_path / "run/log.jsonl")
-    assert [row["step"] for row in rows if "train/loss" in row] == list(range(10, 93, 10))
-    evaluated = [row for row in rows if "eval/loss" in row]
-    assert [row["epoch"] for row in evaluated] == [1, 2, 3, 4]
-    assert evaluated[-1]["eval/accuracy"] == scores["accuracy"]
-    assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["checkpoints", "curves.png", "log.jsonl"]
-    steps = ll.checkpoint_io(tmp_path / "run/checkpoints").steps()
-    best = min(evaluated, key=lambda row: row["eval/loss"])
-    assert [found.step for found in steps] == sorted({best["step"], 92})
-    assert f"{scores['accuracy']:.2%} of the 360 held-out digits" in capsys.readouterr().out
-
-
-def test_digits_are_held_out_by_class_and_shifted_by_a_pixel():
-    recipe = load("classify_digits")
-    train_set, test_set = recipe.load_data()
-    assert len(train_set) + len(test_set) == 1797
-    counts = torch.bincount(test_set.tensors[1])
-    assert counts.min() >= 34
-    assert counts.max() <= 38
-    seen = {tuple(picture.flatten().tolist()) for picture in train_set.tensors[0]}
-    assert sum(tuple(picture.flatten().tolist()) in seen for picture in test_set.tensors[0]) == 0
-
-    pictures = torch.rand(50, 1, 8, 8)
-    moves = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-    zeros = nn.functional.pad(pictures, (1, 1, 1, 1))
-    found = set()
-    for before, after in zip(zeros, recipe.shift(pictures), strict=True):
-        (move,) = [move for move in moves if torch.equal(before.roll(move, (1, 2))[:, 1:-1, 1:-1], after)]
-        found.add(move)
-    assert len(found) > 5
-
-
-def run_digits(recipe, monkeypatch, directory, interrupts=()):
-    """The model after a run that was interrupted in these steps, counted from 1, and each time started again."""
-    models, calls = [], 0
-
-    def make_model(*settings, make=recipe.make_model):
-        models.append(make(*settings))
-        return models[-1]
-
-    def shift(pictures, shift=recipe.shift):
-        nonlocal calls
-        calls += 1
-        if calls in interrupts:
-            signal.raise_signal(signal.SIGINT)
-        return shift(pictures)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(recipe, "make_model", make_model)
-        patched.setattr(recipe, "shift", shift)
-        for _ in interrupts:
-            with pytest.raises(KeyboardInterrupt):
-                recipe.main(**DIGITS, directory=str(directory))
-            assert list(directory.glob("checkpoints/step-*"))
-        recipe.main(**DIGITS, directory=str(directory))
-    assert len(models) == len(interrupts) + 1
-    return models[-1]
-
-
-def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interruptible, capsys):
-    recipe = load("classify_digits")
-    expected = run_digits(recipe, monkeypatch, tmp_path / "whole").state_dict()
-    # 3 epochs of 12 batches: the first step, amid an epoch, at an epoch's end and begin, and in the last step
-    interrupts = (1, 6, 12, 13, 36)
-    found = run_digits(recipe, monkeypatch, tmp_path / "parts", interrupts).state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (tmp_path / "parts/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
-    assert (tmp_path / "parts/curves.png").exists()
-    shown = capsys.readouterr().out
-    for step in interrupts:
-        assert f"stopped at step {step} of 36; run the same command to continue" in shown
-        assert f"Restored step {step} (epoch {step // 12}, batch {step % 12}) from {tmp_path}/parts/" in shown
-
-    log = (tmp_path / "parts/log.jsonl").read_bytes()
-    again = recipe.main(**DIGITS, directory=str(tmp_path / "parts"))  # a finished run is not trained again
-    assert again["accuracy"] == ll.log.read_jsonl(tmp_path / "whole/log.jsonl")[-1]["eval/accuracy"]
-    assert (tmp_path / "parts/log.jsonl").read_bytes() == log
-    assert f"already finished at step 36; delete {tmp_path / 'parts'} to start again" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_process_stopped_by_ctrl_c_continues_by_the_same_command(tmp_path, interruptible):
-    settings = {"epochs": 8, "batch_size": 32, "width": 8, "log_every": 1}
-    options = [argument for name, value in settings.items() for argument in (f"--{name}", str(value))]
-    command = [sys.executable, str(RECIPES / "classify_digits.py"), *options]
-    expected = tmp_path / "expected"
-    load("classify_digits").main(**settings, directory=str(expected))
-    log = tmp_path / "runs/digits/log.jsonl"
-
-    at = random.randrange(20, 200)  # of 360 steps
-    interrupted = [*struck(RECIPES / "classify_digits.py", signal.SIGINT, at), *options]
-    run = subprocess.run(interrupted, cwd=tmp_path, capture_output=True, text=True)
-    assert "run the same command to continue" in run.stdout, f"interrupted at {at}: {run.stdout}\n{run.stderr}"
-    assert run.returncode == 130
-    assert "Traceback" not in run.stderr
-
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert re.search(r"Restored step \d+ .* from runs/digits/checkpoints/step-", again.stdout)
-    assert log.read_bytes() == (expected / "log.jsonl").read_bytes(), f"interrupted at {at}"
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted([*RECIPES.glob("*.py"), *RECIPES.glob("*/train.py")]),
-    ids=lambda path: str(path.relative_to(RECIPES)),
-)
+@each_script
 def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.setenv("COLUMNS", "200")
@@ -187,14 +182,7 @@ def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, c
         assert line[1].endswith(f"(default: {default!r})")
 
 
-# Ctrl-C
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted([*RECIPES.glob("*.py"), *RECIPES.glob("*/train.py")]),
-    ids=lambda path: str(path.relative_to(RECIPES)),
-)
+@each_script
 def test_each_recipe_says_after_a_ctrl_c_what_to_do(path):
     text = path.read_text()
     assert re.search(r"print\(f?\"(\\n)?stopped|SystemExit\(f\"stopped", text)
@@ -203,37 +191,46 @@ def test_each_recipe_says_after_a_ctrl_c_what_to_do(path):
     assert "except KeyboardInterrupt" in last or "after_signal(" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("with_torchmetrics", {"epochs": 5}),
-        ("dp_sgd_digits", {"epochs": 3, "width": 2}),
-        ("contrastive_digits", {"epochs": 3, "batch_size": 512, "width": 8}),
-    ],
-)
-def test_a_recipe_that_was_interrupted_ends_as_one_that_was_not(name, settings, tmp_path, monkeypatch, interruptible):
-    recipe, make_train_step, updates = load(name), ll.make_train_step, 0
+# classify_digits
 
-    def make_interrupted_step(*args, **options):
-        step = make_train_step(*args, **options)
 
-        def interrupted(state, batch):
-            nonlocal updates
-            updates += 1
-            if updates == 4:
-                signal.raise_signal(signal.SIGINT)
-            return step(state, batch)
+def test_digits_are_held_out_by_class_and_shifted_by_a_pixel():
+    recipe = load("classify_digits")
+    train_set, test_set = recipe.load_data()
+    assert len(train_set) + len(test_set) == 1797
+    counts = torch.bincount(test_set.tensors[1])
+    assert counts.min() >= 34
+    assert counts.max() <= 38
+    seen = {tuple(picture.flatten().tolist()) for picture in train_set.tensors[0]}
+    assert sum(tuple(picture.flatten().tolist()) in seen for picture in test_set.tensors[0]) == 0
 
-        return interrupted
+    pictures = torch.rand(50, 1, 8, 8)
+    moves = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+    zeros = nn.functional.pad(pictures, (1, 1, 1, 1))
+    found = set()
+    for before, after in zip(zeros, recipe.shift(pictures), strict=True):
+        (move,) = [move for move in moves if torch.equal(before.roll(move, (1, 2))[:, 1:-1, 1:-1], after)]
+        found.add(move)
+    assert len(found) > 5
 
-    def scores(folder):
-        found = recipe.main(**settings, directory=str(folder))
-        return {name: value for name, value in found.items() if not name.endswith("seconds")}
 
-    expected = scores(tmp_path / "whole")
-    monkeypatch.setattr(ll, "make_train_step", make_interrupted_step)
-    with pytest.raises(KeyboardInterrupt):
-        scores(tmp_path / "parts")
-    monkeypatch.undo()
-    assert scores(tmp_path / "parts") == expected
-    assert updates == 4
+@pytest.mark.slow
+def test_a_process_stopped_by_ctrl_c_continues_by_the_same_command(tmp_path):
+    settings = {"epochs": 8, "batch_size": 32, "width": 8, "log_every": 1}
+    options = [argument for name, value in settings.items() for argument in (f"--{name}", str(value))]
+    command = [sys.executable, str(RECIPES / "classify_digits.py"), *options]
+    expected = tmp_path / "expected"
+    load("classify_digits").main(**settings, directory=str(expected))
+    log = tmp_path / "runs/digits/log.jsonl"
+
+    at = random.randrange(20, 200)  # of 360 steps
+    interrupted = [*struck(RECIPES / "classify_digits.py", signal.SIGINT, at), *options]
+    run = subprocess.run(interrupted, cwd=tmp_path, capture_output=True, text=True)
+    assert "run the same command to continue" in run.stdout, f"interrupted at {at}: {run.stdout}\n{run.stderr}"
+    assert run.returncode == 130
+    assert "Traceback" not in run.stderr
+
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"Restored step \d+ .* from runs/digits/checkpoints/step-", again.stdout)
+    assert log.read_bytes() == (expected / "log.jsonl").read_bytes(), f"interrupted at {at}"

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -63,16 +62,6 @@ def files_in(tree, folders):
 def in_package(built):
     files = files_in(built / "tree", ["looplib"])
     return {name: text for name, text in files.items() if not name.endswith(".md")}
-
-
-def test_the_sdist_holds_looplib_and_its_recipes(built):
-    (path,) = built.glob("*.tar.gz")
-    with tarfile.open(path) as sdist:
-        found = {file.name.partition("/")[2]: sdist.extractfile(file).read() for file in sdist if file.isfile()}
-    expected = in_package(built) | files_in(built / "tree", ["recipes"])
-    expected |= {name: (built / "tree" / name).read_bytes() for name in ("pyproject.toml", "README.md", "LICENSE")}
-    assert len(expected) > 80
-    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_the_wheel_holds_looplib_and_its_recipes(built):
