@@ -888,7 +888,9 @@ def test_a_metric_of_the_update_keeps_its_value_when_a_later_step_writes_the_opt
 
     model = nn.Linear(2, 1)
     optimizer = ll.types.Optimizer(init, update_)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=donate)
+    train_step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=donate
+    )
     state, metrics = ll.init_state(model, optimizer), []
     for _ in range(3):
         state, of_step = train_step(state, torch.ones(4, 2))

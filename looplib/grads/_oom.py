@@ -102,7 +102,7 @@ def _refuse_what_waits(grad_fn: GradFn) -> None:
 
 
 def _waits_for_ranks(model: nn.Module) -> str | None:
-    """What in a module needs all ranks in each pass, if anything."""
+    """Name of the part of a module that needs all ranks in each pass, or None."""
     if any(map(is_sharded, model.parameters())):
         return "a model with DTensors"
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check_count
+from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import compute
@@ -62,6 +62,12 @@ def assert_compiles(
     """
     __tracebackhide__ = True
     check_kind(step, "assert_compiles", "train_step")
+    check(
+        not hasattr(step, "compiler"),
+        "assert_compiles got a step of graphs, which is compiled already or of a stack: give what ll.make_train_step "
+        "returned",
+        TypeError,
+    )
     check_count("steps", steps, 2, "give 2 or more: the second step shows if it is compiled again")
     # Inductor draws different random numbers than eager torch.
     options = {"fallback_random": True} if backend == "inductor" else None

@@ -130,8 +130,8 @@ def test_what_is_no_step_or_compiled_already_is_refused():
         (lambda: ll.vmap_step(smooth), "vmap_step got a differentiable step"),
         (lambda: ll.transforms.differentiable(stacked), "differentiable got a step of a stack"),
         (lambda: ll.transforms.differentiable(eval_step), "differentiable got a step of kind 'eval'"),
-        (lambda: ll.testing.assert_compiles(stacked, None, None), "assert_compiles got a step of a stack"),
-        (lambda: ll.testing.assert_compiles(eval_step, None, None), "assert_compiles got a step of kind 'eval'"),
+        (lambda: ll.testing.assert_compiles(stacked, None, None), "assert_compiles got a step of graphs"),
+        (lambda: ll.testing.assert_compiles(eval_step, None, None), "assert_compiles got an eval step"),
     ]
     for call, words in refused:
         with pytest.raises(TypeError, match=words):
