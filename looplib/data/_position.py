@@ -12,6 +12,7 @@ from typing import Any
 
 from looplib._core.checks import check
 from looplib._core.collective import together_with_data
+from looplib._core.notices import warn
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import rank, world_size
 from looplib.data._orders import Order
@@ -152,8 +153,7 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
     `split_dataset_by_node`), all ranks call this together, and as many ranks continue.
 
     What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples, so
-    the resumed run never sees those that were in the buffer in this epoch. Shuffle the shards alone
-    (`dataset.shuffle(buffer_size=1)`), or save without `with_position`. Draws from the global random streams
+    the resumed run never sees those that were in the buffer in this epoch, and a warning says so. Draws from the global random streams
     (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
 
     Args:
@@ -188,10 +188,25 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
             f"the state is at batch {state.batch} of epoch {state.epoch}, and the loader has yielded {batch} of epoch "
             f"{epoch}: call with_position between two batches, with the newest state",
         )
+        if (size := _shuffle_buffer(dataset)) > 1:
+            warn(
+                f"the position of this {type(dataset).__name__} leaves out its shuffle buffer of {size} samples: a resumed "
+                "run fills it with the samples that follow, and those in it are lost until the next epoch. Shuffle the "
+                "shards alone (dataset.shuffle(buffer_size=1)), or save without with_position, and a resumed run reads "
+                "past what was seen"
+            )
         own = dataset.state_dict()
         ranks = [own] if loader.divide else together_with_data().gather(own)
         text = json.dumps({"epoch": epoch, "batch": batch, "ranks": ranks})
     return state.replace(extra={**extra, KEY: text})
+
+
+def _shuffle_buffer(stream: Any) -> int:
+    """Size of the largest shuffle buffer in a stream of Hugging Face `datasets`, which is made of nested iterables."""
+    inner = [getattr(stream, name) for name in ("_ex_iterable", "ex_iterable") if hasattr(stream, name)]
+    sizes = [_shuffle_buffer(part) for part in (*inner, *getattr(stream, "ex_iterables", ()))]
+    own: int = stream.buffer_size if type(stream).__name__ == "BufferShuffledExamplesIterable" else 1
+    return max(own, *sizes, 1)
 
 
 def stored_position(state: TrainState, name: str, divide: bool) -> Any:

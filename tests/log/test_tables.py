@@ -193,3 +193,13 @@ def test_reading_no_log_is_an_error(path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no log of csv_file"):
         read_columns(path)
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path, path):
+    log = csv_file(path)
+    log(at(1), {"a": 1})
+    (tmp_path / "outside").write_text("mine")
+    (tmp_path / f".{path.name}.writing").symlink_to(tmp_path / "outside")
+    log(at(2), {"b": 2})
+    assert (tmp_path / "outside").read_text() == "mine"
+    assert read_columns(path)["b"] == [None, 2]

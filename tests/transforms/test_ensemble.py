@@ -14,6 +14,7 @@ from transform_cases import (
     OPTIMIZERS,
     WRAPPERS,
     batches,
+    cast,
     classify,
     dropping,
     normalized,
@@ -269,18 +270,18 @@ def test_models(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_lstm_of_less_precision(dtype):
-    make, loss_fn, data = MODELS["LSTM"]
+@pytest.mark.parametrize(("name", "dtype"), [("LSTM", torch.bfloat16), *((name, torch.float32) for name in MODELS)])
+def test_models_of_less_precision(name, dtype):
+    make, loss_fn, data = MODELS[name]
     optimizer, tolerance = ll.optimizer(optim.SGD, lr=0.1), 1e-4 if dtype is torch.float32 else 0.05
     step = ll.make_train_step(ll.make_grad_fn(seeded(make, 0, dtype), loss_fn), optimizer)
     states = [ll.init_state(seeded(make, number, dtype), optimizer, seed=number) for number in range(2)]
     stack, mapped = ll.transforms.stack_states(states), ll.vmap_step(step)
-    for batch in data():
+    for batch in cast(data(), dtype):
         stack, _ = mapped(stack, batch)
         states = [step(state, batch)[0] for state in states]
     for one, state in zip(ll.transforms.unstack_states(stack), states, strict=True):
-        close(one.params, state.params, tolerance)
+        close((one.params, one.buffers), (state.params, state.buffers), tolerance)
 
 
 # Random numbers
