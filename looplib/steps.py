@@ -22,7 +22,7 @@ from looplib._core import torch_private
 from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept, Writes
 from looplib._core.calls import bare, remember
-from looplib._core.checks import check, check_type, named
+from looplib._core.checks import check_type, named
 from looplib._core.engines import NO_CONTEXT, Context, described_program
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
@@ -32,7 +32,17 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
-from looplib._core.updates import announced, any_of, copied, copied_params, decided, read, update_where, updated
+from looplib._core.updates import (
+    announced,
+    any_of,
+    check_updated,
+    copied,
+    copied_params,
+    decided,
+    read,
+    update_where,
+    updated,
+)
 from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import of_this_model
@@ -197,9 +207,11 @@ def make_train_step(
 #            all that can be refused or skipped is, while only buffers have changed, of which there are copies. The host reads
 #            the flags of all wrappers at once.
 #   own      a pure step copies what the update writes. A donated one gives up the state: it is spent from here on, before
-#            the first write, so an update that fails halfway cannot leave a state that looks valid.
+#            the first write, so an update that fails halfway cannot leave a state that looks valid. The trees are checked
+#            once more, since the loss may have run a step of another run over the same memory.
 #   update   writes in place, or returns new tensors.
-#   advance  the next state.
+#   advance  the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
+#            a reader is told that there is no state after it.
 # Once the flags are read, or the passes have failed, signals wait, so that none arrives between giving up the old state and
 # returning the new one.
 
@@ -247,7 +259,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
             new_params, new_opt_state, more = updated(optimizer, grads, owned_state, dict(owned), step, info)
             new_params = _finished(owned, new_params, donate)
-            # New tensors in the optimizer's state carry no lease yet.
+            # A new dict may hold new tensors, which carry no lease yet: the next step takes one over all of them again.
             kept_lease = lease if new_opt_state is owned_state else None
             new = advanced(state, new_params, new_buffers, new_opt_state, samples, True, same_batch, kept_lease)
             if lease is not None:
@@ -286,15 +298,11 @@ def _finished(owned: Params, new: Params, donate: bool) -> Params:
 
     A donated step copies those into the ones that it owns, which a module may hold.
     """
+    check_updated(new, owned)
     for name, tensor in new.items():
         into = owned[name]
         if tensor is into:
             continue
-        check(
-            (tensor.shape, tensor.dtype) == (into.shape, into.dtype),
-            f"the optimizer's update_ returned {name} as {tensor.dtype} of shape {tuple(tensor.shape)}, and the "
-            f"parameter is {into.dtype} of shape {tuple(into.shape)}",
-        )
         if donate:
             into.copy_(tensor)
         else:

@@ -175,6 +175,16 @@ def test_a_wrapper_with_state_keeps_it_in_checkpoints_and_hands_on_what_others_r
         ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), made(1.0)))
 
 
+def test_a_transform_goes_around_a_compiled_step():
+    model = torch.nn.Linear(3, 2)
+    step, optimizer = OWN["make_step"](model, lambda model, batch: model(batch[0]).square().mean())
+    checked = OWN["of_size"](ll.compile_step(step, backend="eager"), 4)
+    state, _ = checked(ll.init_state(model, optimizer), (torch.ones(4, 3),))
+    assert state.batch == 1
+    with pytest.raises(ValueError, match="3 samples, and this run takes 4"):
+        checked(state, (torch.ones(3, 3),))
+
+
 def test_each_is_short_and_imports_nothing_private():
     for block in BLOCKS:
         lines = [line for line in block.splitlines() if line.strip()]

@@ -132,6 +132,27 @@ def updated(
     )
 
 
+def check_updated(new: Any, params: Mapping[str, Tensor]) -> None:
+    """Raise unless an update has returned tensors that fit its parameters."""
+    if not isinstance(new, Mapping):
+        raise TypeError(f"an optimizer's update_ returned {_kind(new)} as its parameters; it returns name -> tensor")
+    for name, tensor in new.items():
+        param = params.get(name)
+        if tensor is param:
+            continue
+        if param is None:
+            raise ValueError(f"the optimizer's update_ returned {name!r}, and was given no parameter of that name")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"the optimizer's update_ returned a {type(tensor).__name__} as {name}; it returns tensors"
+            )
+        if (tensor.shape, tensor.dtype, tensor.device) != (param.shape, param.dtype, param.device):
+            raise ValueError(
+                f"the optimizer's update_ returned {name} as {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                f"{tensor.device}, and the parameter is {param.dtype} of shape {tuple(param.shape)} on {param.device}"
+            )
+
+
 def _kind(out: Any) -> str:
     return f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
 
@@ -144,6 +165,7 @@ def update_where(
         return params, opt_state, {}
     copies = copied_params(grads, params), copied(opt_state)
     new_params, new_state, metrics = updated(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
+    check_updated(new_params, params)
     flag = any_of(flags)
     return where(flag, new_params, params), where(flag, new_state, opt_state), metrics
 
@@ -162,6 +184,7 @@ def update_by_hand(
         return params, opt_state, False
     own = copied_params(grads, params), copied(opt_state)
     new, opt_state, _ = updated(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
+    check_updated(new, params)
     return {**params, **new}, opt_state, True
 
 

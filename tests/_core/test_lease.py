@@ -476,5 +476,7 @@ def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwh
     start = run.state
     with pytest.raises(KeyError if fails else ll.DonatedStateError):
         step(start, ROWS)
+    alone = Run().train()
+    assert all(torch.equal(run.state.params[name], tensor) for name, tensor in alone.params.items())
     if fails:
         assert run.state.buffers["1.num_batches_tracked"] == 1

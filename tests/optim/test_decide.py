@@ -226,22 +226,30 @@ def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_sta
         assert all(torch.equal(first.params[name], p) for name, p in net().named_parameters())
 
 
-def test_what_an_update_returns_must_fit_the_parameters():
-    def wide():
-        inner = momentum()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda new: {name: tensor.double() for name, tensor in new.items()}, ValueError, "0.weight .*torch.float64"),
+        (lambda new: {**new, "0.weight": new["0.weight"][:1]}, ValueError, "0.weight .*shape"),
+        (lambda new: {**new, "more": torch.zeros(1)}, ValueError, "'more'"),
+        (lambda new: {**new, "0.weight": 1.0}, TypeError, "float as 0.weight"),
+        (lambda new: [*new.values()], TypeError, "list"),
+        (lambda new: None, TypeError, "NoneType"),
+    ],
+    ids=["dtype", "shape", "name", "number", "list", "None"],
+)
+def test_what_an_update_returns_must_fit_the_parameters(change, error, words, way):
+    inner = momentum()
 
-        def update_(grads, opt_state, params, step):
-            new, opt_state = inner.update_(grads, opt_state, params, step)
-            return {name: tensor.double() for name, tensor in new.items()}, opt_state
+    def update_(grads, opt_state, params, step):
+        new, opt_state = inner.update_(grads, opt_state, params, step)
+        return change(new), opt_state
 
-        return dataclasses.replace(inner, update_=update_)
-
-    model, optimizer = net(), wide()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    with pytest.raises(
-        ValueError, match=r"update_ returned 0\.weight as torch.float64 .*the parameter is torch.float32"
-    ):
-        step(ll.init_state(model, optimizer), batches(1)[0])
+    model, optimizer = net(), dataclasses.replace(inner, update_=update_)
+    step = WAYS[way](lambda **options: make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options))
+    with pytest.raises(error, match=words):
+        step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
 
 
 # Metrics of an update
