@@ -9,6 +9,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, is_count
+from looplib._core.kinds import check_kind
 from looplib._core.mappings import detached_copies, pick
 from looplib._core.ranks import shards
 from looplib.optim._averaging import Tensors
@@ -42,6 +43,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         "above 0 and at most 1",
     )
 
+    check_kind(optimizer, "lookahead", "optimizer")
     check(
         "master_weights" not in optimizer.description,  # which would not notice that the weights were moved
         "lookahead around master_weights would move the rounded weights, and the next update overwrites "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from looplib._core import interrupts as _interrupts
@@ -171,6 +172,11 @@ def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module]
     Source: "regional compilation" in PyTorch's tutorials; `torch.nn.Module.compile`.
     """
     check_kind(model, "compile_blocks", "model")
+    # Imported here because it takes a second.
+    from torch._dynamo.external_utils import wrap_inline
+
     for module in outermost(model, choice(blocks), "compile_blocks"):
-        module.compile(**options)
+        # As `module.compile()` does, which leaves torch's own classes eager: dynamo skips them as the outermost frame.
+        block: Any = module
+        block._compiled_call_impl = torch.compile(wrap_inline(block._call_impl), **options)
     return model

@@ -175,24 +175,26 @@ def _values(arguments: Any) -> Any:
 def _calls(function: Any, operation: Any, args: Any, kwargs: Any) -> bool:
     """True if a function of torch calls an operation with these arguments, and nothing else."""
     try:
-        with torch.no_grad(), _Recording() as mode:
+        with torch.no_grad(), _Expecting((operation, args, kwargs)) as mode:
             function(*args, **kwargs)
-    except Exception:  # of any kind: the function takes different arguments
+    except Exception:  # of any kind: the function takes different arguments or calls something else
         return False
-    return len(mode.calls) == 1 and _is_equal(mode.calls[0], (operation, args, kwargs))
+    return bool(mode.calls == 1)
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record the operations that are called."""
+class _Expecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise at any call of an operation but one, before it runs: torch would log how another one fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Any] = []
+        self.expected, self.calls = expected, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace != "prim":  # such as a question for the device
-            self.calls.append((func, args, kwargs))
+            self.calls += 1
+            if self.calls > 1 or not _is_equal((func, args, kwargs), self.expected):
+                raise LookupError(func)
         return func(*args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
 import looplib as ll
 
