@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import notebook_launcher
-
-import looplib as ll
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -23,14 +20,26 @@ def free_port():
         return server.getsockname()[1]
 
 
-def test_a_notebook_launches_a_function_with_accelerate(tmp_path):
-    def main(offset):  # of a cell, so that no other process could import it
-        with ll.distributed.setup():
-            mine = torch.tensor([offset + 2.0 * ll.distributed.rank()])
-            torch.distributed.all_reduce(mine)
-            torch.save(mine, tmp_path / f"{ll.distributed.rank()}-of-{ll.distributed.world_size()}")
+NOTEBOOK = """
+import sys, torch
+from accelerate import notebook_launcher
+import looplib as ll
 
-    notebook_launcher(main, (10,), num_processes=2, use_port=str(free_port()))
+
+def main(offset):  # of a cell, so that no other process could import it
+    with ll.distributed.setup():
+        mine = torch.tensor([offset + 2.0 * ll.distributed.rank()])
+        torch.distributed.all_reduce(mine)
+        torch.save(mine, f"{ll.distributed.rank()}-of-{ll.distributed.world_size()}")
+
+
+notebook_launcher(main, (10,), num_processes=2, use_port=sys.argv[1])
+"""
+
+
+def test_a_notebook_launches_a_function_with_accelerate(tmp_path):
+    # In a process of its own, since the launcher forks, and leaves its handlers of signals behind.
+    subprocess.run([sys.executable, "-c", NOTEBOOK, str(free_port())], cwd=tmp_path, env=ENV, check=True, timeout=300)
     assert {path.name: torch.load(path).item() for path in tmp_path.iterdir()} == {"0-of-2": 22, "1-of-2": 22}
 
 
