@@ -35,10 +35,10 @@ from looplib._core.trees import batch_size
 from looplib._core.updates import (
     announced,
     any_of,
-    check_updated,
     copied,
     copied_params,
     decided,
+    new_tensors,
     read,
     update_where,
     updated,
@@ -298,11 +298,8 @@ def _finished(owned: Params, new: Params, donate: bool) -> Params:
 
     A donated step copies those into the ones that it owns, which a module may hold.
     """
-    check_updated(new, owned)
-    for name, tensor in new.items():
+    for name, tensor in new_tensors(new, owned).items():
         into = owned[name]
-        if tensor is into:
-            continue
         if donate:
             into.copy_(tensor)
         else:

@@ -132,14 +132,13 @@ def updated(
     )
 
 
-def check_updated(new: Any, params: Mapping[str, Tensor]) -> None:
-    """Raise unless an update has returned tensors that fit its parameters."""
+def new_tensors(new: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that an update has returned in place of its parameters. Raises if they do not fit these."""
     if not isinstance(new, Mapping):
         raise TypeError(f"an optimizer's update_ returned {_kind(new)} as its parameters; it returns name -> tensor")
-    for name, tensor in new.items():
+    replaced = {name: tensor for name, tensor in new.items() if tensor is not params.get(name)}
+    for name, tensor in replaced.items():
         param = params.get(name)
-        if tensor is param:
-            continue
         if param is None:
             raise ValueError(f"the optimizer's update_ returned {name!r}, and was given no parameter of that name")
         if not isinstance(tensor, Tensor):
@@ -151,6 +150,7 @@ def check_updated(new: Any, params: Mapping[str, Tensor]) -> None:
                 f"the optimizer's update_ returned {name} as {tensor.dtype} of shape {tuple(tensor.shape)} on "
                 f"{tensor.device}, and the parameter is {param.dtype} of shape {tuple(param.shape)} on {param.device}"
             )
+    return replaced
 
 
 def _kind(out: Any) -> str:
@@ -165,7 +165,7 @@ def update_where(
         return params, opt_state, {}
     copies = copied_params(grads, params), copied(opt_state)
     new_params, new_state, metrics = updated(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
-    check_updated(new_params, params)
+    new_tensors(new_params, params)  # raises if they do not fit
     flag = any_of(flags)
     return where(flag, new_params, params), where(flag, new_state, opt_state), metrics
 
@@ -184,7 +184,7 @@ def update_by_hand(
         return params, opt_state, False
     own = copied_params(grads, params), copied(opt_state)
     new, opt_state, _ = updated(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
-    check_updated(new, params)
+    new_tensors(new, params)  # raises if they do not fit
     return {**params, **new}, opt_state, True
 
 

@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
 _LOOPLIB = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.__file__)) + ("<",)
-_NAMES = {"donated_step": "train_step", "pure_step": "train_step", "fires": "__call__"}
+_NAMES = {"fires": "__call__"}
 
 
 def call(frame: FrameType | None = None) -> Call:

@@ -65,19 +65,23 @@ def retry_on_oom(
     summands = summands_of(grad_fn)
     fitting = size or math.inf
 
+    def size_in(count: int) -> int:
+        """Number of samples per microbatch, in a batch of so many."""
+        return max(1, int(min(fitting, count)))
+
     def attempt(state: TrainState, batch: Any, count: int, part: Part) -> Gradients | None:
         """Return the gradients, or None if memory did not suffice and the next attempt takes half."""
         nonlocal fitting
-        pieces = max(1, int(min(fitting, count)))
+        samples = size_in(count)
         saved = mapped(Tensor.clone, state.buffers) if part.donate else {}
         try:
-            return over(summands, state, split(batch, count, pieces, batch_size), count, part)
+            return over(summands, state, split(batch, count, samples, batch_size), count, part)
         except Exception as error:
             _put_back(state, saved)
-            if pieces == 1 or not out_of_memory(error):
+            if samples == 1 or not out_of_memory(error):
                 raise
         # Outside of `except`: the error would keep everything alive that the attempt has allocated.
-        fitting = half(pieces, count)
+        fitting = half(samples, count)
         return None
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
@@ -85,7 +89,7 @@ def retry_on_oom(
         count = batch_size(batch)
         while (out := attempt(state, batch, count, part)) is None:
             pass
-        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(max(1, int(min(fitting, count))))})
+        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(size_in(count))})
 
     made = kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
     return remember(made, retry_on_oom, grad_fn, size=size, batch_size=batch_size)

@@ -18,7 +18,6 @@ from looplib._core.updates import updated
 from looplib.optim._wrong_state import name_of, wrong_state
 from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params
 
-Flag = bool | Tensor
 Updated = tuple[Params, Any, Mapping[str, Any]]
 First = Callable[..., Any]
 Moment = Callable[[Tensor], tuple[dict[str, Tensor], Any]]
