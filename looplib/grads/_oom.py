@@ -66,7 +66,7 @@ def retry_on_oom(
     fitting = size or math.inf
 
     def size_in(count: int) -> int:
-        """Number of samples per microbatch, in a batch of so many."""
+        """Microbatch size for a batch of `count` samples."""
         return max(1, int(min(fitting, count)))
 
     def attempt(state: TrainState, batch: Any, count: int, part: Part) -> Gradients | None:
