@@ -30,8 +30,8 @@ from looplib._core.mappings import as_record, mapped, without
 from looplib._core.ranks import (
     Sums,
     add_up_over_ranks,
+    is_distributed,
     is_sharded,
-    several,
     shards,
     sum_over_ranks,
     total_over_ranks,
@@ -217,7 +217,7 @@ def value_over_ranks(metric: Metric) -> Tensor:
 
 def loss_over_ranks(metrics: Mapping[str, Metric]) -> Any:
     """Loss of the global batch, by which all ranks decide alike. In a single process, it keeps the bits of the loss."""
-    return value_over_ranks(metrics["loss"]) if several() else metrics["loss"].compute()
+    return value_over_ranks(metrics["loss"]) if is_distributed() else metrics["loss"].compute()
 
 
 def shape_or_type(value: Any) -> str:

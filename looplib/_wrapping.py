@@ -7,7 +7,7 @@ from typing import Any
 from looplib._core import kinds
 from looplib._core.checks import check
 from looplib._core.kinds import Made
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
@@ -61,12 +61,12 @@ def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = 
 
     made = Made("grad_fn", name, inner, whole_step=True, scaled=scaled)
 
-    def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if part.summed:
+    def whole(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        if request.summed:
             raise ValueError(_order(made, "accumulate"))
-        if part.scale is not None and not scaled:
+        if request.scale is not None and not scaled:
             raise ValueError(_order(made, "scale_loss"))
-        return function(state, batch, part)
+        return function(state, batch, request)
 
     return kinds.mark(whole, made)
 

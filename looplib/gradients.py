@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.cuts import cuts_marked
-from looplib._core.engines import ALONE, Alone
+from looplib._core.engines import LOCAL_PASSES, Passes
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
 from looplib._core.mappings import as_record, mapped, pairs, without
 from looplib._core.random import mix
-from looplib._core.ranks import placed_like, rank, several
+from looplib._core.ranks import is_distributed, placed_like, rank
 from looplib._core.reached import Reach
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
@@ -40,7 +40,7 @@ from looplib._objective import (
     weight_on_host,
 )
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState, trees_of
 
 __all__ = ["make_grad_fn"]
 
@@ -97,7 +97,7 @@ def make_grad_fn(
             donate.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
-    host = _modules.Host(model, training=True)
+    host = _modules.FunctionalModule(model, training=True)
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
@@ -105,33 +105,33 @@ def make_grad_fn(
     microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
     renormed = tuple(name for name in host.renormed if name in names)
 
-    def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        return microbatches(state, (batch,), part)[0]
+    def grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        return microbatches(state, (batch,), request)[0]
 
-    def microbatches(state: TrainState, batches: Sequence[Any], part: Part) -> list[Gradients]:
+    def microbatches(state: TrainState, batches: Sequence[Any], request: GradRequest) -> list[Gradients]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
         given, buffers = of_this_model(host, state)
-        params = _renormed(host, given, names, part) if host.renormed else given
-        passes = host.engine.passes(part, state, batches, batch_size, lambda: host.holds(params))
+        params = _renormed(host, given, names, request) if host.renormed else given
+        passes = host.engine.passes(request, state, batches, batch_size, lambda: host.holds(params))
         leaves = _Leaves(params, names)
-        seeds = _seeds(state, part, len(batches), leaves.traced)
+        seeds = _seeds(state, request, len(batches), leaves.traced)
         outs: list[Gradients] = []
 
         def body() -> None:
-            leaves.begin(part.context.into)
+            leaves.begin(request.context.into)
             if reach.plain:
                 reach.set_aside()
-            normalizer = part.normalizer
+            normalizer = request.normalizer
             last = len(batches) - 1
             for index, batch in enumerate(batches):
                 if index:
                     host.start(seeds[index])
-                out = microbatch(batch, part, passes, leaves, normalizer, not index, index == last)
+                out = microbatch(batch, request, passes, leaves, normalizer, not index, index == last)
                 normalizer = out.normalizer
                 outs.append(out)
 
         lent, writes = (
-            (buffers, None) if part.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
+            (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
         )
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
@@ -149,11 +149,11 @@ def make_grad_fn(
                 leaves.end()
                 if reach.plain:
                     reach.put_back()
-                if passes is not ALONE:
+                if passes is not LOCAL_PASSES:
                     passes.end()
             finally:
                 _interrupts.end_hold(thread)
-        if part.context.last and len(outs[-1].grads) < len(needed):
+        if request.context.last and len(outs[-1].grads) < len(needed):
             _refuse_unreached(outs[-1], needed)
         if writes is not None:
             host.unwritten.check(given, writes)
@@ -166,11 +166,11 @@ def make_grad_fn(
         "grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed, reach=reach
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
-    return remember(kinds.mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
+    return with_repr(kinds.mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _microbatch_of(
-    host: _modules.Host, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
+    host: _modules.FunctionalModule, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
 ) -> Callable[..., Gradients]:
     """Forward and backward pass of one microbatch, with a state's tensors already in the module."""
     model, watch = host.model, Watch()
@@ -178,14 +178,14 @@ def _microbatch_of(
     # A separate function, so that one microbatch's graph is freed before the next one is built.
     def microbatch(
         batch: Any,
-        part: Part,
-        passes: Alone,
+        request: GradRequest,
+        passes: Passes,
         leaves: _Leaves,
         normalizer: Tensor | float | None,
         first: bool,
         final: bool,
     ) -> Gradients:
-        shared, summed = passes is not ALONE, part.reduction == "sum"
+        shared, summed = passes is not LOCAL_PASSES, request.reduction == "sum"
         samples, counts = batch_size(batch), True
         if shared:
             batch, counts = passes.before(final, batch, samples)
@@ -198,36 +198,38 @@ def _microbatch_of(
         if (summed or passes.ranks > 1) and not isinstance(loss, Mean):
             watch.look(batch)
         if passes.ranks > 1:
-            objective = _objective_of_all(passes, loss, samples, part, normalizer, first)
+            objective = _objective_of_all(passes, loss, samples, request, normalizer, first)
         else:
             if normalizer is None and not isinstance(loss, Mean):
-                normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
+                normalizer = (
+                    request.context.samples
+                )  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         value, factor, weight, normalizer = objective
         if not (reach.known or leaves.traced):
             reach.learn(value, batch, leaves.all, leaves.names)
         inputs = _NO_INPUTS if reach.plain and not leaves.traced else leaves.inputs
-        _backward(value, factor, part.scale, inputs, leaves.again)
+        _backward(value, factor, request.scale, inputs, leaves.again)
         metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
-            if passes.spare:
-                padding_passes(batch, part, passes, inputs)
+            if passes.padding:
+                padding_passes(batch, request, passes, inputs)
             grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
             if len(grads) < len(leaves.names) and not leaves.traced:
                 reach.check(value, {*leaves.names} - grads.keys())
         counted = passes.samples(samples, first) if shared else samples
         ranks = passes.ranks
         added_up = _writes(grads) if summed and ranks > 1 else None
-        left_open = weight, normalizer, ranks, None, part.scale, added_up
+        left_open = weight, normalizer, ranks, None, request.scale, added_up
         return as_record(Gradients, (grads, metrics, after, counted, *left_open))
 
-    def padding_passes(batch: Any, part: Part, passes: Alone, inputs: tuple[Tensor, ...]) -> None:
+    def padding_passes(batch: Any, request: GradRequest, passes: Passes, inputs: tuple[Tensor, ...]) -> None:
         """Passes that only the other ranks need, whose gradients are multiplied by zero."""
-        for left in passes.spare:
-            passes.before_spare(left)
+        for left in passes.padding:
+            passes.before_padding(left)
             again = split_loss(loss_fn(model, batch))[0]
-            _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale, inputs)
+            _backward(objective_of(again, 0, True, 1.0).value, 0.0, request.scale, inputs)
 
     return microbatch
 
@@ -306,15 +308,17 @@ class _Leaves:
         any(map(setattr, self.inputs, repeat("grad"), self._stale))
 
 
-def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[str], part: Part) -> dict[str, Tensor]:
+def _renormed(
+    host: _modules.FunctionalModule, params: dict[str, Tensor], names: Sequence[str], request: GradRequest
+) -> dict[str, Tensor]:
     """Parameters to run on if the forward pass writes some: copies, unless the step trains them in place."""
-    if several():
+    if is_distributed():
         raise RuntimeError(
             f"{', '.join(host.renormed)} has max_norm=, so each rank writes it in its forward pass by what its own "
             "part of the batch holds, and the ranks' weights drift apart: leave out max_norm= (weight decay on the "
             "embedding, or dividing by the norm in forward, bounds it on all ranks alike)"
         )
-    return host.unshared(params, params if host.engine.name else names if part.donate else ())
+    return host.unshared(params, params if host.engine.name else names if request.donate else ())
 
 
 def _written(renormed: Iterable[str], params: dict[str, Tensor], state: TrainState) -> dict[str, Tensor] | None:
@@ -327,33 +331,33 @@ def _without_graph(buffer: Tensor) -> Tensor:
     return buffer.detach() if buffer.requires_grad else buffer
 
 
-def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]:
+def _seeds(state: TrainState, request: GradRequest, count: int, traced: bool) -> list[int]:
     if traced:
-        return [*indices(part, count)]
+        return [*indices(request, count)]
     step, seed, own = state.step, state.seed, rank()
-    return [mix(seed, step, own, index) for index in indices(part, count)]
+    return [mix(seed, step, own, index) for index in indices(request, count)]
 
 
 def _objective_of_all(
-    passes: Alone, loss: Any, samples: int, part: Part, normalizer: Tensor | float | None, first: bool
+    passes: Passes, loss: Any, samples: int, request: GradRequest, normalizer: Tensor | float | None, first: bool
 ) -> Objective:
     """Objective of a microbatch on one of several ranks, with the normalizer that all ranks agree on."""
     agreed, total = passes.agree(weight_on_host(loss), first)
     if agreed is not None:
         normalizer = agreed
     elif normalizer is None and not isinstance(loss, Mean):
-        normalizer = part.context.samples
-    return objective_of(loss, samples, part.reduction == "sum", normalizer, passes.ranks, total)
+        normalizer = request.context.samples
+    return objective_of(loss, samples, request.reduction == "sum", normalizer, passes.ranks, total)
 
 
-def indices(part: Part, count: int) -> Iterable[int]:
+def indices(request: GradRequest, count: int) -> Iterable[int]:
     """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
     if count == 1:
-        return [part.index]
-    return range(count) if not part.index else [mix(part.index, index) for index in range(count)]
+        return [request.index]
+    return range(count) if not request.index else [mix(request.index, index) for index in range(count)]
 
 
-def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def of_this_model(host: _modules.FunctionalModule, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     params, buffers, _ = trees_of(state)
     if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
         host.explain(params, buffers, None)

@@ -21,7 +21,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept, Writes
-from looplib._core.calls import bare, remember
+from looplib._core.calls import with_repr, without_repr
 from looplib._core.checks import check_type, named
 from looplib._core.engines import NO_CONTEXT, Context, described_program
 from looplib._core.forgotten import Watch
@@ -29,7 +29,7 @@ from looplib._core.kinds import chain
 from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in, wait_for_readers
 from looplib._core.loss_functions import check_function_of_model
 from looplib._core.random import mix
-from looplib._core.ranks import rank, several
+from looplib._core.ranks import is_distributed, rank
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
@@ -51,10 +51,10 @@ from looplib.types import (
     EvalStep,
     GradFn,
     Gradients,
+    GradRequest,
     Metric,
     Optimizer,
     Params,
-    Part,
     PredictStep,
     TrainState,
     TrainStep,
@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepSpec:
     """Components of a step, for transforms that build another step from it.
 
     Attributes:
@@ -98,24 +98,24 @@ class Parts:
 
 
 @runtime_checkable
-class MadeStep(Protocol):
+class StepWithSpec(Protocol):
     """A step that records its components: returned by this module and by transforms."""
 
-    parts: Parts
+    parts: StepSpec
 
     def __call__(self, state: TrainState, batch: Any) -> Any: ...
 
 
-def with_parts(step: S, parts: Parts) -> S:
+def with_spec(step: S, parts: StepSpec) -> S:
     """Return the step as a `MadeStep`."""
     open_to_attributes: Any = step
     open_to_attributes.parts = parts
     return step
 
 
-def parts_of(step: object, transform: str) -> Parts:
+def spec_of(step: object, transform: str) -> StepSpec:
     """Return a step's components; raise TypeError, naming the transform, for a function that is not a `MadeStep`."""
-    if isinstance(step, MadeStep) and isinstance(step.parts, Parts):
+    if isinstance(step, StepWithSpec) and isinstance(step.parts, StepSpec):
         return step.parts
     raise TypeError(
         f"{transform} got a {type(step).__name__} that is no step of looplib; give what ll.make_train_step, "
@@ -192,11 +192,13 @@ def make_train_step(
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
     # Ranks compare it at the first step.
-    context = Context(program=partial(described_program, given, optimizer.description)) if several() else NO_CONTEXT
+    context = (
+        Context(program=partial(described_program, given, optimizer.description)) if is_distributed() else NO_CONTEXT
+    )
     watched = (given, optimizer.decide, optimizer.update_)
-    parts = Parts("train", _core(grad_fn, optimizer), watched, donate, same_batch)
-    step = with_parts(_train_step(bare(grad_fn), optimizer, donate, same_batch, context), parts)
-    return remember(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
+    parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
+    step = with_spec(_train_step(without_repr(grad_fn), optimizer, donate, same_batch, context), parts)
+    return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
 # The order of a train step, and why:
@@ -218,7 +220,7 @@ def make_train_step(
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, context: Context) -> TrainStep:
     own = _given_up if donate else _copied
-    part = Part(donate=donate, context=context)
+    request = GradRequest(donate=donate, context=context)
     writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
     watch = Watch(grad_fn)
 
@@ -233,7 +235,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
         thread, grad_mode = threading.get_ident(), torch.is_grad_enabled()
         try:
             try:
-                out = grad_fn(state, batch, part)
+                out = grad_fn(state, batch, request)
                 grads, metrics, new_buffers, samples = out[:4]  # at once: each name of a NamedTuple takes 40 ns
                 if donate:
                     writes.learn(kept)
@@ -311,7 +313,7 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
     """The step for graphs, from the same parts: to own is to copy, and tensors choose whether the update is made."""
 
     def core(state: TrainState, batch: Any) -> Outcome:
-        out = grad_fn(state, batch, Part())
+        out = grad_fn(state, batch, GradRequest())
         params, _, opt_state = trees_of(state)
         decision, opt_state = decided(optimizer, out.grads, opt_state, out.metrics, params, state.step)
         flags = announced(decision)
@@ -341,7 +343,7 @@ def _evaluate(
     """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
-    out = grad_fn(now, batch, Part())
+    out = grad_fn(now, batch, GradRequest())
     return loss_over_ranks(out.metrics), out.grads
 
 
@@ -418,8 +420,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    made = with_parts(eval_step, Parts("eval", _unchanging(eval_step), (model, metric_fn)))
-    return remember(made, make_eval_step, model, metric_fn)
+    made = with_spec(eval_step, StepSpec("eval", _unchanging(eval_step), (model, metric_fn)))
+    return with_repr(made, make_eval_step, model, metric_fn)
 
 
 def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
@@ -443,8 +445,8 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_training(model, predict_fn)
-    made = with_parts(predict_step, Parts("predict", _unchanging(predict_step), (model, predict_fn)))
-    return remember(made, make_predict_step, model, predict_fn)
+    made = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), (model, predict_fn)))
+    return with_repr(made, make_predict_step, model, predict_fn)
 
 
 def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:
@@ -466,7 +468,7 @@ def _apart(out: Any) -> Any:
 
 
 def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:
-    host = _modules.Host(model, training=False)
+    host = _modules.FunctionalModule(model, training=False)
 
     def forward(state: TrainState, batch: Any) -> Any:
         _interrupts.install()

@@ -23,6 +23,7 @@ __all__ = [
     "DonatedStateError",
     "EvalStep",
     "GradFn",
+    "GradRequest",
     "Gradients",
     "Grads",
     "Init",
@@ -31,7 +32,6 @@ __all__ = [
     "Metrics",
     "Optimizer",
     "Params",
-    "Part",
     "PredictStep",
     "Schedule",
     "Sink",
@@ -257,7 +257,7 @@ class Gradients(NamedTuple):
     A wrapper replaces the fields it is responsible for and keeps the rest: `out._replace(grads=...)`.
 
     Attributes:
-        grads: name -> gradient of the mean loss, or with `Part.reduction` "sum", of the summed loss divided by
+        grads: name -> gradient of the mean loss, or with `GradRequest.reduction` "sum", of the summed loss divided by
             `normalizer`. The caller owns the tensors.
         metrics: name -> mergeable record. Always contains "loss".
         buffers: name -> buffer after the forward pass.
@@ -267,7 +267,7 @@ class Gradients(NamedTuple):
         ranks: number of ranks over which an engine such as DDP has averaged `grads`.
         params: name -> value after the forward pass, for parameters that the forward pass itself writes, such as
             those of `nn.Embedding(max_norm=...)`. None for most models.
-        scale: the `Part.scale` by which the loss was multiplied, else None.
+        scale: the `GradRequest.scale` by which the loss was multiplied, else None.
         added_up: name -> gradient and the number of writes to it, where an engine adds up the microbatches itself, so
             that a wrapper within `accumulate` that changes them is refused; else None.
     """
@@ -285,13 +285,13 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GradRequest:
     """The part of an optimizer step that a `GradFn` is asked for: one microbatch, or the whole step.
 
-    A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(part, ...)`.
+    A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(request, ...)`.
 
     >>> import looplib as ll
-    >>> ll.types.Part(index=2, reduction="sum").reduction
+    >>> ll.types.GradRequest(index=2, reduction="sum").reduction
     'sum'
 
     Attributes:
@@ -319,18 +319,18 @@ class Part:
         return self.reduction == "sum"
 
 
-WHOLE = Part()
+WHOLE = GradRequest()
 
 
 class GradFn(Protocol):
-    """Gradient function: `grad_fn(state, batch, part=Part()) -> Gradients`, pure.
+    """Gradient function: `grad_fn(state, batch, request=GradRequest()) -> Gradients`, pure.
 
-    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes `part` on:
+    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes `request` on:
 
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
-    ...     def halved_grad_fn(state, batch, part=ll.types.Part()):
-    ...         out = grad_fn(state, batch, part)
+    ...     def halved_grad_fn(state, batch, request=ll.types.GradRequest()):
+    ...         out = grad_fn(state, batch, request)
     ...         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
     ...     return halved_grad_fn
     >>> model = torch.nn.Linear(2, 1)
@@ -339,7 +339,7 @@ class GradFn(Protocol):
     tensor([[0.5000, 0.5000]])
     """
 
-    def __call__(self, state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients: ...
+    def __call__(self, state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients: ...
 
 
 @runtime_checkable

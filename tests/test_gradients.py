@@ -32,10 +32,10 @@ def test_clip_by_global_norm_has_the_bits_of_torchs(seed, scale, max_norm):
 def test_a_norm_that_is_not_positive_is_refused():
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"max_norm is .*above 0"):
-            ll.clip_by_global_norm(lambda state, batch, part: None, wrong)
-    clipped = ll.clip_by_global_norm(lambda state, batch, part: None, 1.0)
+            ll.clip_by_global_norm(lambda state, batch, request: None, wrong)
+    clipped = ll.clip_by_global_norm(lambda state, batch, request: None, 1.0)
     with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
-        clipped(ll.TrainState(), None, ll.types.Part(reduction="sum"))
+        clipped(ll.TrainState(), None, ll.types.GradRequest(reduction="sum"))
 
 
 def test_parts_add_up_to_the_whole():
@@ -56,8 +56,8 @@ def test_parts_add_up_to_the_whole():
         whole = grad_fn(state, (x, y))
         grads, weight, normalizer = None, 0, None
         for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            context = dataclasses.replace(ll.types.Part().context, into=grads)
-            out = grad_fn(state, batch, ll.types.Part(index, "sum", normalizer, context=context))
+            context = dataclasses.replace(ll.types.GradRequest().context, into=grads)
+            out = grad_fn(state, batch, ll.types.GradRequest(index, "sum", normalizer, context=context))
             grads, weight, normalizer = out.grads, weight + out.weight, out.normalizer
         for name, grad in grads.items():
             torch.testing.assert_close(grad * normalizer / weight, whole.grads[name], rtol=1e-14, atol=1e-16)

@@ -207,7 +207,7 @@ def test_the_message_says_what_was_found_and_what_to_give(build, message):
 def test_plain_functions_of_a_users_own_are_taken_everywhere():
     state, batch = THINGS["state"], torch.ones(4, 3)
     ll.clip_by_global_norm(lambda *call: THINGS["grad_fn"](*call), 1.0)(state, batch)
-    ll.accumulate(lambda state, batch, part: THINGS["grad_fn"](state, batch, part), 2)(state, batch)
+    ll.accumulate(lambda state, batch, request: THINGS["grad_fn"](state, batch, request), 2)(state, batch)
     assert ll.evaluate(lambda state, batch: {"n": ll.Mean(len(batch))}, state, [batch]) == {"n": 4.0}
     assert list(ll.predict(lambda s, b: b, state, [batch])) == [batch]
     ll.tee(lambda state, values: None, print)(state, {"a": 1.0})
@@ -272,7 +272,7 @@ def test_a_wrapper_that_keeps_the_part_to_itself_does_not_lose_the_loss_scale():
     optimizer = ll.optim.dynamic_loss_scale(THINGS["optimizer"])
     state, batch = ll.init_state(THINGS["model"], optimizer), torch.ones(4, 3)
 
-    def deaf(state, batch, part=None):
+    def deaf(state, batch, request=None):
         return THINGS["grad_fn"](state, batch)
 
     with pytest.raises(TypeError, match="scale_loss would divide gradients by a scale that their loss was not"):

@@ -108,8 +108,8 @@ class EndsEarly(Dataset):
 
 
 def halved(grad_fn):
-    def halved_grad_fn(state, batch, part):
-        out = grad_fn(state, batch, part)
+    def halved_grad_fn(state, batch, request):
+        out = grad_fn(state, batch, request)
         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
 
     return halved_grad_fn

@@ -129,8 +129,8 @@ def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_
 def test_a_wrapper_of_ones_own_within_a_step_is_shown_by_its_name():
     inner = ll.make_grad_fn(MODEL, loss_fn)
 
-    def halved(state, batch, part=ll.types.Part()):  # noqa: B008
-        return inner(state, batch, part)
+    def halved(state, batch, request=ll.types.GradRequest()):  # noqa: B008
+        return inner(state, batch, request)
 
     step = ll.make_train_step(halved, ll.optimizer(SGD, lr=0.1))
     assert repr(step) == "ll.make_train_step(halved, ll.optimizer(SGD, lr=0.1))"

@@ -1,6 +1,6 @@
 """Reprs that read as the code that made an object: `ll.make_train_step(ll.make_grad_fn(Linear, loss_fn), ...)`.
 
-A factory returns `remember(result, itself, *its_arguments)`. Arguments without short code are shown by name: modules
+A factory returns `with_repr(result, itself, *its_arguments)`. Arguments without short code are shown by name: modules
 and datasets by their class, functions by their name, lambdas by their parameters.
 """
 
@@ -59,7 +59,7 @@ class Function(functools.partial[Any]):
 Function.__name__ = "function"  # in error messages, which call it what it is to its users
 
 
-def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:
+def with_repr(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:
     """Return the object that a factory made, with the call as its repr. Settings at their defaults are left out."""
     call = Call(factory, args, settings)
     if hasattr(type(made), "call"):
@@ -72,7 +72,7 @@ def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) 
     return function  # type: ignore[no-any-return]
 
 
-def bare(function: T) -> T:
+def without_repr(function: T) -> T:
     """The function itself, without its repr. Calls of it are faster: a subclass of `partial` lacks the fast protocol."""
     return cast(Any, function).func if type(function) is Function else function
 

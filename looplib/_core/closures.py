@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from looplib._core.modules import Host, named_modules
+from looplib._core.modules import FunctionalModule, named_modules
 from looplib._core.notices import LIBRARIES
 
 _INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
@@ -128,7 +128,11 @@ def _references(thing: Any, path: str, names: set[str], whole: bool) -> Iterator
         yield from _of_class(type(thing), path, names | {"__call__"})
 
 
-_PARTS = {partial: ("func", "args", "keywords"), types.MethodType: ("__func__", "__self__"), Host: ("model",)}
+_PARTS = {
+    partial: ("func", "args", "keywords"),
+    types.MethodType: ("__func__", "__self__"),
+    FunctionalModule: ("model",),
+}
 
 
 def _of_module(model: nn.Module) -> Iterator[Reference]:

@@ -2,8 +2,8 @@
 
 A single process runs a loss and its gradient, microbatch by microbatch. An engine that reduces gradients over ranks
 must be told which backward pass is the last one. It divides by the number of ranks, which is right only if all ranks
-know the weight of the whole batch, and it may need the same number of passes on each rank. `Together` does all of
-this; `Alone` has the same methods and does nothing. Before the first step, ranks compare what must be the same on all
+know the weight of the whole batch, and it may need the same number of passes on each rank. `SyncPasses` does all of
+this; `Passes` has the same methods and does nothing. Before the first step, ranks compare what must be the same on all
 of them.
 """
 
@@ -31,7 +31,7 @@ from looplib._core.trees import padding_batch
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Internal context that looplib's functions pass to each other with a `Part`.
+    """Internal context that looplib's functions pass to each other with a `GradRequest`.
 
     Attributes:
         into: gradients so far, to add to in place.
@@ -54,7 +54,7 @@ NO_CONTEXT = Context()
 
 
 class Asked(Protocol):
-    """The fields of a `Part` that an engine reads."""
+    """The fields of a `GradRequest` that an engine reads."""
 
     @property
     def normalizer(self) -> Tensor | float | None: ...
@@ -66,17 +66,17 @@ class Asked(Protocol):
     def context(self) -> Context: ...
 
 
-class Alone:
+class Passes:
     """Passes of a single process: does nothing."""
 
     ranks = 1
-    spare: Sequence[int] = ()  # passes that all ranks make and this one does not need: how many are left after each
+    padding: Sequence[int] = ()  # passes that all ranks make and this one does not need: how many are left after each
 
     def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
         """The batch to run the model on, and True if it counts: it is a stand-in if this rank has no sample of it."""
         return (batch, True) if samples else (padding_batch(batch), False)
 
-    def before_spare(self, left: int) -> None: ...
+    def before_padding(self, left: int) -> None: ...
 
     def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
         """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
@@ -92,38 +92,38 @@ class Alone:
     def end(self) -> None: ...
 
 
-ALONE = Alone()
+LOCAL_PASSES = Passes()
 
 
-class Together(Alone):
+class SyncPasses(Passes):
     """Passes of one step on all ranks, whose gradients an engine averages."""
 
     def __init__(
-        self, engine: Engine, ranks: int, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int]
+        self, engine: Engine, ranks: int, request: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int]
     ) -> None:
-        self.engine, self.ranks, self.summed, self.last = engine, ranks, part.summed, part.context.last
+        self.engine, self.ranks, self.summed, self.last = engine, ranks, request.summed, request.context.last
         self.own: list[float] = []
         self.kept: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before a pass that does not count
         self.counted: Sums | None = None
-        if part.normalizer is None:
-            known = part.context.samples
+        if request.normalizer is None:
+            known = request.context.samples
             self.own = [sum(map(batch_size, batches)) if known is None else known]
             if self.summed or not engine.weighed:
                 # Sent during the first forward pass, unless a weight, known only afterwards, must be sent too.
                 self.counted = Sums(self.own)
         # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
         if self.summed and engine.passes_together():
-            self.spare = range(round(largest_over_ranks([len(batches)])[0]) - len(batches))[::-1]
+            self.padding = range(round(largest_over_ranks([len(batches)])[0]) - len(batches))[::-1]
 
     def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
-        self.engine.sync(self.last and final and not self.spare)
+        self.engine.sync(self.last and final and not self.padding)
         if samples:
             return batch, True
         # The others wait for this rank's pass. Its gradients are multiplied by zero, and its statistics put back.
         self.kept = self.kept or [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         return padding_batch(batch), False
 
-    def before_spare(self, left: int) -> None:
+    def before_padding(self, left: int) -> None:
         self.engine.sync(self.last and not left)
 
     def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
@@ -171,14 +171,14 @@ class NoEngine:
 
     def passes(
         self,
-        part: Asked,
+        request: Asked,
         state: Any,
         batches: Sequence[Any],
         batch_size: Callable[[Any], int],
         bound: Callable[[], bool],
-    ) -> Alone:
+    ) -> Passes:
         """Passes for the microbatches of one call. `bound` returns True if the state holds the module's own parameters."""
-        if not (self.warned or part.context.local) and (ranks := world_size()) > 1:
+        if not (self.warned or request.context.local) and (ranks := world_size()) > 1:
             self.warned = True
             warn(
                 f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
@@ -186,15 +186,17 @@ class NoEngine:
                 "ll.grads.reduce_gradients",
                 RuntimeWarning,
             )
-        return ALONE
+        return LOCAL_PASSES
 
-    def lend(self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
+    def swap_in(
+        self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]
+    ) -> SwappedIn | None:
         return None
 
-    def take_back(self, lent: Lent | None) -> None: ...
+    def restore(self, lent: SwappedIn | None) -> None: ...
 
 
-class Lent(NamedTuple):
+class SwappedIn(NamedTuple):
     """Values written into an engine's own parameters for the duration of a call."""
 
     owners: set[int]  # ids of these parameters
@@ -220,14 +222,14 @@ class Engine(NoEngine):
 
     def passes(
         self,
-        part: Asked,
+        request: Asked,
         state: Any,
         batches: Sequence[Any],
         batch_size: Callable[[Any], int],
         bound: Callable[[], bool],
-    ) -> Alone:
-        self._refuse_strangers(part.donate and bound())
-        ranks, context = world_size(), part.context
+    ) -> Passes:
+        self._refuse_strangers(request.donate and bound())
+        ranks, context = world_size(), request.context
         if ranks > 1 and context.local:
             raise RuntimeError(
                 f"reduce_gradients around a model in {self.name}, which reduces its gradients itself: leave one of "
@@ -236,7 +238,7 @@ class Engine(NoEngine):
         if ranks > 1 and not self.compared:
             compare(state, batches, context.program)
             self.compared = True  # only now, since all ranks compare again after one that was not in this step
-        return Together(self, ranks, part, batches, batch_size) if ranks > 1 else ALONE
+        return SyncPasses(self, ranks, request, batches, batch_size) if ranks > 1 else LOCAL_PASSES
 
     def _refuse_strangers(self, bound: bool) -> None:
         if tracing():
@@ -266,7 +268,9 @@ class Engine(NoEngine):
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
 
-    def lend(self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
+    def swap_in(
+        self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]
+    ) -> SwappedIn | None:
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
         if is_alone():
             self._run_alone()
@@ -283,7 +287,7 @@ class Engine(NoEngine):
             lent_to = shards(own_params.values())
             saved = [tensor.clone() for tensor in lent_to]
             torch_private.foreach_copy_(lent_to, shards(params[name] for name in own_params))
-        return Lent(set(map(id, own_params.values())), lent_to, saved)
+        return SwappedIn(set(map(id, own_params.values())), lent_to, saved)
 
     def _run_alone(self) -> None:
         """Keep replicas from sending the first rank's buffers, for which the other ranks would have to be here."""
@@ -296,7 +300,7 @@ class Engine(NoEngine):
         for replica in self.replicas:
             replica.require_forward_param_sync = False
 
-    def take_back(self, lent: Lent | None) -> None:
+    def restore(self, lent: SwappedIn | None) -> None:
         while self.sends:
             replica, sends = self.sends.pop()
             replica.require_forward_param_sync = sends

@@ -193,7 +193,7 @@ class _Running(threading.local):
 running = _Running()  # modules that this thread runs on states at present, the innermost last
 
 
-class Host:
+class FunctionalModule:
     """A module that can run on any state's tensors, in its own modes, and is left unchanged."""
 
     def __init__(self, model: nn.Module, training: bool) -> None:
@@ -245,7 +245,7 @@ class Host:
         draws.takes_step(thread)
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
-        if lent := engine.lend(params, self.params) if engine else None:
+        if lent := engine.swap_in(params, self.params) if engine else None:
             kept = [id(value) not in lent.owners for value in swaps.own]
             swaps = Swaps(*[[*compress(column, kept)] for column in swaps])
         owners, keys, own, theirs = swaps
@@ -274,7 +274,7 @@ class Host:
                 del hosted[depth:]  # also if an interrupt came before the first line above
                 any(map(operator.setitem, owners, keys, own))
                 if engine:
-                    engine.take_back(lent)
+                    engine.restore(lent)
                 self._set_modes(modes)
                 for generator, stream in pairs(generators, streams):
                     generator.set_state(stream)

@@ -80,7 +80,7 @@ def world_size() -> int:
     return distributed.get_world_size(_group) if _available and distributed.is_initialized() else 1
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """True if there are other processes to agree with."""
     return world_size() > 1
 
@@ -177,7 +177,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over all ranks, in place. All ranks pass the same shape and dtype."""
-    if several():
+    if is_distributed():
         _all_reduce(values, distributed.ReduceOp.SUM, group())
     return values
 
@@ -192,7 +192,7 @@ def _all_reduce(values: Tensor, op: Any, on: Any) -> None:
 
 def total_over_ranks(value: Tensor | float) -> Tensor | float:
     """Sum of one number over all ranks, in float64 if possible: on its own device, or a number if it is one."""
-    if not several():
+    if not is_distributed():
         return value
     if not isinstance(value, Tensor):
         return Sums([value]).read()[0]
@@ -206,7 +206,7 @@ class Sums:
     def __init__(self, values: Sequence[float]) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
         self._work: Any = None
-        if several():
+        if is_distributed():
             self._on = host_group()
             self._work = distributed.all_reduce(self._values, group=self._on, async_op=True)
             waiting.request(self._work, self._on)
@@ -221,7 +221,7 @@ class Sums:
 
 def gather(value: Any) -> list[Any]:
     """Values of all ranks in order, on each rank. They are pickled, so pass plain values and tensors."""
-    if not several():
+    if not is_distributed():
         return [value]
     return exchange(value, host_group())
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check
 from looplib._wrapping import check_whole, of_whole_step
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def adaptive_grad_clip(
@@ -49,8 +49,8 @@ def adaptive_grad_clip(
     check(clipping > 0 and eps > 0, f"clipping is {clipping} and eps {eps}; give numbers above 0")
     grad_fn = check_whole(grad_fn, "adaptive_grad_clip")
 
-    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = grad_fn(state, batch, part)
+    def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, request)
         params = state.params
         with torch.no_grad():
             for name, grad in out.grads.items():
@@ -60,7 +60,7 @@ def adaptive_grad_clip(
         return out
 
     made = of_whole_step("adaptive_grad_clip", clipped, grad_fn)
-    return remember(made, adaptive_grad_clip, grad_fn, clipping, eps=eps, applies=applies)
+    return with_repr(made, adaptive_grad_clip, grad_fn, clipping, eps=eps, applies=applies)
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import trees
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_count
 from looplib._core.kinds import Made, check_kind, mark
 from looplib._core.mappings import mapped
 from looplib._core.random import mix
-from looplib._core.ranks import gather, largest_over_ranks, rank, several
+from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
 from looplib._objective import mean_of, records, shape_or_type, split_loss
 from looplib.gradients import indices, make_grad_fn, of_this_model
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 class _Microbatch(NamedTuple):
@@ -91,7 +91,7 @@ def make_contrastive_grad_fn(
     """
     check_kind(embed_fn, "make_contrastive_grad_fn", "loss_fn")
     check_count("microbatches", microbatches)
-    host = _modules.Host(model, training=True)
+    host = _modules.FunctionalModule(model, training=True)
 
     def pull(model: Any, microbatch: _Microbatch) -> Mean:
         """Surrogate loss with the cached gradient: the product of the embeddings with it."""
@@ -106,29 +106,33 @@ def make_contrastive_grad_fn(
     if not host.engine.name:
         pulls = reduce_gradients(pulls)
 
-    def contrastive(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        _check_whole(part)
+    def contrastive(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        _check_whole(request)
         count = batch_size(batch)
         sizes = [*map(len, torch.arange(count).tensor_split(max(1, min(microbatches, count))))]
         batches = trees.split(batch, count, sizes, batch_size)
-        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, part), sizes)]
+        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
-        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], part)
+        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], request)
         return out._replace(metrics=records(loss, aux, count, apart=False))
 
     made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
-    return remember(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
+    return with_repr(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
 
 
 def _embedded(
-    host: _modules.Host, embed_fn: Callable[[Any, Any], Any], state: TrainState, batches: Sequence[Any], part: Part
+    host: _modules.FunctionalModule,
+    embed_fn: Callable[[Any, Any], Any],
+    state: TrainState,
+    batches: Sequence[Any],
+    request: GradRequest,
 ) -> list[Any]:
     """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
     params, buffers = of_this_model(host, state)
-    seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(batches))]
-    passes = round(largest_over_ranks([len(batches)])[0]) if several() else len(batches)
+    seeds = [mix(state.seed, state.step, rank(), index) for index in indices(request, len(batches))]
+    passes = round(largest_over_ranks([len(batches)])[0]) if is_distributed() else len(batches)
     embeddings: list[Any] = []
 
     def body() -> None:
@@ -142,14 +146,14 @@ def _embedded(
     return embeddings[: len(batches)]
 
 
-def _check_whole(part: Part) -> None:
+def _check_whole(request: GradRequest) -> None:
     """Raise inside a compiled step or `accumulate`, where the whole batch is not available."""
     if tracing():
         raise UntraceableError(
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
             "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
         )
-    if part.summed:
+    if request.summed:
         raise ValueError(
             "make_contrastive_grad_fn within accumulate would compare the samples of one microbatch alone: leave "
             "accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
@@ -191,7 +195,7 @@ def _loss_and_grads(
 
     embedded, total = trees.map_leaves(leaf_of, embeddings), count
     with torch.enable_grad():
-        if several():
+        if is_distributed():
             embedded, total = _of_all_ranks(embedded, embeddings, count, leaves[0].device)
         loss, aux = split_loss(embedding_loss(embedded))
         value = mean_of(loss)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import modules as _modules
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
@@ -64,7 +64,7 @@ def neftune(
         finally:
             hook.remove()
 
-    return remember(noisy, neftune, loss_fn, embedding, alpha=alpha)
+    return with_repr(noisy, neftune, loss_fn, embedding, alpha=alpha)
 
 
 def _embedding(model: nn.Module, embedding: str | Callable[[nn.Module], nn.Module]) -> nn.Module:

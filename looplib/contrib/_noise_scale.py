@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.kinds import Made, mark
 from looplib._core.widening import stacked
 from looplib._wrapping import check_grad_fn
 from looplib.contrib._per_sample import _examples, _together
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Grads, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, TrainState
 
 
 def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
@@ -43,14 +43,14 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
     """
     grad_fn = check_grad_fn(grad_fn, "gradient_noise_scale")
 
-    def measured(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = _examples("gradient_noise_scale", grad_fn, state, batch, part)
+    def measured(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = _examples("gradient_noise_scale", grad_fn, state, batch, request)
         sums = {name: grad.sum(0) for name, grad in out.grads.items()}
         scale = _estimates(out.grads, sums, out.samples) if out.samples > 1 else Mean(0.0, 0.0)
-        return _together(out, sums, part, {"gradient_noise_scale": scale})
+        return _together(out, sums, request, {"gradient_noise_scale": scale})
 
     made = mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn, adds=True))
-    return remember(made, gradient_noise_scale, grad_fn)
+    return with_repr(made, gradient_noise_scale, grad_fn)
 
 
 def _estimates(grads: Grads, sums: Grads, count: int) -> Mean:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check
 from looplib._core.cuts import cuts_marked
 from looplib._core.kinds import Made, check_kind, mark
@@ -32,7 +32,7 @@ from looplib._objective import mean_of, multiply, record, split_loss
 from looplib._wrapping import PER_SAMPLE_SCALED
 from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Grads, LossFn, Metric, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
 
 
 def make_per_sample_grad_fn(
@@ -82,16 +82,16 @@ def make_per_sample_grad_fn(
     Source: `torch.func`'s tutorial on per-sample gradients.
     """
     check_kind(loss_fn, "make_per_sample_grad_fn", "loss_fn")
-    host = _modules.Host(model, training=True)
+    host = _modules.FunctionalModule(model, training=True)
     names = _modules.trainable_names(model, trainable)
     _check_model(host)
     host.warn_of_eval_mode(names)
 
-    def per_sample_grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        _check_part(part)
+    def per_sample_grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        _check_part(request)
         params, buffers = of_this_model(host, state)
         lent = mapped(Tensor.clone, buffers)
-        seed = part.index if tracing() else mix(state.seed, state.step, rank(), part.index)
+        seed = request.index if tracing() else mix(state.seed, state.step, rank(), request.index)
         samples = batch_size(batch)
         columns, layout = _columns_of(batch, samples)
 
@@ -116,14 +116,14 @@ def make_per_sample_grad_fn(
         return Gradients(grads, metrics, buffers, samples)
 
     made = mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model))
-    return remember(made, make_per_sample_grad_fn, model, loss_fn, trainable=trainable)
+    return with_repr(made, make_per_sample_grad_fn, model, loss_fn, trainable=trainable)
 
 
 _Sums = dict[str, tuple[Tensor, Tensor]]  # name -> total and weight
 
 
 def _value_and_sums(
-    host: _modules.Host, loss_fn: LossFn, batch: Any, lent: dict[str, Tensor]
+    host: _modules.FunctionalModule, loss_fn: LossFn, batch: Any, lent: dict[str, Tensor]
 ) -> tuple[Tensor, _Sums]:
     """The loss to differentiate and the metrics of a batch of one sample, with a state's tensors in the module."""
     with cuts_marked():
@@ -180,7 +180,7 @@ def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
     )
 
 
-def _check_model(host: _modules.Host) -> None:
+def _check_model(host: _modules.FunctionalModule) -> None:
     """Raise for a model in which a sample's gradient depends on other samples."""
     check(
         not host.engine.name,
@@ -195,17 +195,17 @@ def _check_model(host: _modules.Host) -> None:
     )
 
 
-def _check_part(part: Part) -> None:
+def _check_part(request: GradRequest) -> None:
     """Raise if summed or scaled gradients are requested."""
     check(
-        not part.summed,
+        not request.summed,
         "gradients of each sample do not add up within accumulate: bring them together inside, "
         "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
     )
-    check(part.scale is None, PER_SAMPLE_SCALED)
+    check(request.scale is None, PER_SAMPLE_SCALED)
 
 
-def _batch_norms(host: _modules.Host) -> list[str]:
+def _batch_norms(host: _modules.FunctionalModule) -> list[str]:
     modes = dict(zip(host.modules, host.modes, strict=True))
     return [
         f"{name or 'the model'} ({type(module).__name__})"
@@ -236,10 +236,10 @@ def _sum(values: Tensor) -> Tensor:
     return values.to(wide_dtype(values.device)).sum()
 
 
-def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
+def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:
     """Gradients of each sample of this part."""
-    alone = dataclasses.replace(part.context, into=None)
-    out = grad_fn(state, batch, dataclasses.replace(part, reduction="mean", normalizer=None, context=alone))
+    alone = dataclasses.replace(request.context, into=None)
+    out = grad_fn(state, batch, dataclasses.replace(request, reduction="mean", normalizer=None, context=alone))
     params = state.params
     for name, grad in out.grads.items():
         if grad.shape != (expected := (out.samples, *params[name].shape)):
@@ -250,11 +250,11 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part
     return out
 
 
-def _together(out: Gradients, grads: Grads, part: Part, metrics: dict[str, Metric]) -> Gradients:
+def _together(out: Gradients, grads: Grads, request: GradRequest, metrics: dict[str, Metric]) -> Gradients:
     """Gradients summed over the samples, as from an ordinary GradFn. `grads` may be overwritten."""
-    normalizer = part.normalizer if part.summed and part.normalizer is not None else max(out.samples, 1)
+    normalizer = request.normalizer if request.summed and request.normalizer is not None else max(out.samples, 1)
     multiply(grads, 1 / normalizer)
-    if into := part.context.into:
+    if into := request.context.into:
         grads = {name: into[name].add_(grad) for name, grad in grads.items()}
     mean = Gradients(grads, {**out.metrics, **metrics}, out.buffers, out.samples)
-    return mean._replace(weight=out.samples, normalizer=normalizer) if part.summed else mean
+    return mean._replace(weight=out.samples, normalizer=normalizer) if request.summed else mean

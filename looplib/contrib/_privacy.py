@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_argument
 from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
@@ -22,7 +22,7 @@ from looplib._wrapping import check_grad_fn, check_parts, of_whole_step
 from looplib.contrib._per_sample import _examples, _sum, _together
 from looplib.grads._wrapper import max_norm_of, seen
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Grads, Metric, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Metric, TrainState
 
 
 def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
@@ -57,8 +57,8 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
     check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
     grad_fn = check_grad_fn(grad_fn, "clip_per_sample")
 
-    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = _examples("clip_per_sample", grad_fn, state, batch, part)
+    def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = _examples("clip_per_sample", grad_fn, state, batch, request)
         norms = _norms(out.grads)
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         sums = {name: torch.tensordot(factors.to(grad), grad, 1) for name, grad in out.grads.items()}
@@ -66,10 +66,10 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
             "clipped": Mean((norms > max_norm).sum(), out.samples),
             "grad_norm_per_sample": Mean(_sum(norms), out.samples),
         }
-        return _together(out, sums, part, metrics)
+        return _together(out, sums, request, metrics)
 
     made = mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm, adds=True))
-    return remember(made, clip_per_sample, grad_fn, max_norm)
+    return with_repr(made, clip_per_sample, grad_fn, max_norm)
 
 
 def _norms(grads: Grads) -> Tensor:
@@ -130,8 +130,8 @@ def add_noise(
     grad_fn = check_parts(grad_fn, "add_noise")
     _check_norm(grad_fn, max_norm)
 
-    def noisy(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = grad_fn(state, batch, dataclasses.replace(part, reduction="sum"))
+    def noisy(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, dataclasses.replace(request, reduction="sum"))
         check(
             "clipped" in out.metrics,
             "add_noise got gradients that are not clipped sample by sample, which no noise makes private: "
@@ -144,7 +144,7 @@ def add_noise(
         return Gradients(out.grads, out.metrics, out.buffers, out.samples)
 
     made = of_whole_step("add_noise", noisy, grad_fn)
-    return remember(made, add_noise, grad_fn, max_norm, noise_multiplier, expected_batch_size=expected_batch_size)
+    return with_repr(made, add_noise, grad_fn, max_norm, noise_multiplier, expected_batch_size=expected_batch_size)
 
 
 def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check_argument
 from looplib._core.mappings import mapped, pick
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.grads._clipping import global_norm
-from looplib.types import WHOLE, GradFn, Gradients, Grads, Params, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Params, TrainState
 
 
 def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn:
@@ -43,17 +43,17 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     check_argument(rho > 0, "rho", rho, "give a distance above 0")
     grad_fn = check_whole(grad_fn, "sam")
 
-    def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        first = grad_fn(state, batch, part)
+    def sharp(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        first = grad_fn(state, batch, request)
         start = {**state.params, **(first.params or {})}
         params = mapped(Tensor.detach, pick(start, first.grads))
         away = _worst_nearby(params, first.grads, rho, adaptive)
         moved = state.replace(params={**start, **away}, buffers=first.buffers)
-        second = grad_fn(moved, batch, dataclasses.replace(part, donate=False))
+        second = grad_fn(moved, batch, dataclasses.replace(request, donate=False))
         return first._replace(grads=second.grads)
 
     made = of_whole_step("sam", sharp, grad_fn, scaled=True)
-    return remember(made, sam, grad_fn, rho, adaptive=adaptive)
+    return with_repr(made, sam, grad_fn, rho, adaptive=adaptive)
 
 
 @torch.no_grad()

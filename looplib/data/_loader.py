@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
 from looplib._core.advice import explain_arguments
-from looplib._core.calls import Call, Code, remember
+from looplib._core.calls import Call, Code, with_repr
 from looplib._core.checks import check, check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
@@ -364,7 +364,7 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         source = Samples(engines, order, epochs, _epoch_length(epochs), batched)
     move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
     made = Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
-    return remember(
+    return with_repr(
         made,
         make_loader,
         Code(type(dataset).__name__),

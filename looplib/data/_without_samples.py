@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check
 from looplib.data._loader import Loader
 from looplib.data._plan import Plan, listed
@@ -66,4 +66,4 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
 
     planned_without = dataclasses.replace(source, plan=plan_of)
     without = dataclasses.replace(loader, source=planned_without, left_out=loader.left_out | gone)
-    return remember(without, without_samples, loader, sorted(gone, key=repr))
+    return with_repr(without, without_samples, loader, sorted(gone, key=repr))

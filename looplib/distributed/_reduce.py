@@ -40,7 +40,7 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
 def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] | None:
     """Metrics of all ranks that have any. A rank without metrics passes `like`, a template of what they would be."""
     own = None if metrics is None else dict(metrics)
-    if not _ranks.several():
+    if not _ranks.is_distributed():
         return own
     unsent: _Unsent = {}
     data = _pickled(own, unsent)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from looplib._core.checks import are_columns, check_optional_count, named
 from looplib._core.collective import together, together_with_data
-from looplib._core.ranks import alone, is_first, is_sharded, rank, several, world_size
+from looplib._core.ranks import alone, is_distributed, is_first, is_sharded, rank, world_size
 from looplib.types import TrainState
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def ranks_of(reading: Reading, state: TrainState) -> Callable[[], AbstractContex
 
 def _needs_all(state: TrainState) -> bool:
     """True if FSDP2 has sharded the parameters, and gathers them on all ranks in each forward pass."""
-    return several() and any(map(is_sharded, state.params.values()))
+    return is_distributed() and any(map(is_sharded, state.params.values()))
 
 
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:

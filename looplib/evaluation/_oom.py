@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check_optional_count
 from looplib._core.kinds import checked, mark_alike
 from looplib._core.memory import half, out_of_memory
@@ -68,7 +68,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
             fitting = half(largest, count)
 
     made = mark_alike(cast(Step, splitting), "split_on_oom", step)
-    remembered: Step = remember(made, split_on_oom, step, size=size, batch_size=batch_size)
+    remembered: Step = with_repr(made, split_on_oom, step, size=size, batch_size=batch_size)
     return remembered
 
 

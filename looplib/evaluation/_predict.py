@@ -12,7 +12,7 @@ from torch import Tensor
 from looplib._core import draws, trees
 from looplib._core.checks import check
 from looplib._core.kinds import checked
-from looplib._core.ranks import gather, several
+from looplib._core.ranks import gather, is_distributed
 from looplib._core.trees import batch_size
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order
@@ -78,7 +78,7 @@ def predicted(
 
     by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
-    gathered, context = reading.divide and several(), ranks_of(reading, state)
+    gathered, context = reading.divide and is_distributed(), ranks_of(reading, state)
     batches = _in_own_stream(lambda: read(reading, state))
     while True:
         with context():

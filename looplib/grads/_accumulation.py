@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_optional_count
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import made
 from looplib._core.mappings import pick, subset, without
-from looplib._core.ranks import several
+from looplib._core.ranks import is_distributed
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
@@ -30,7 +30,7 @@ from looplib._wrapping import check_parts
 from looplib.gradients import indices
 from looplib.grads._wrapper import kept, name_of
 from looplib.metrics._mean import merge
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def accumulate(
@@ -83,7 +83,7 @@ def accumulate(
     grad_fn = check_parts(grad_fn, "accumulate")
     summands = summands_of(grad_fn, dtype)
 
-    def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+    def accumulated(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if microbatches is None and size is None:
             pieces = _given(batch)
             count = sum(map(batch_size, pieces))
@@ -91,10 +91,10 @@ def accumulate(
             count = batch_size(batch)
             sizes = size if size is not None else _even(count, microbatches or 1)
             pieces = split(batch, count, sizes, batch_size)
-        return over(summands, state, pieces, count, part)
+        return over(summands, state, pieces, count, request)
 
     made = kept(accumulated, "accumulate", grad_fn)
-    return remember(
+    return with_repr(
         made, accumulate, grad_fn, microbatches=microbatches, size=size, dtype=dtype, batch_size=batch_size
     )
 
@@ -112,15 +112,15 @@ class Summands(NamedTuple):
     grad_fn: GradFn
     dtype: torch.dtype | None
     adds: bool
-    microbatches: Callable[[TrainState, Sequence[Any], Part], list[Gradients]] | None
+    microbatches: Callable[[TrainState, Sequence[Any], GradRequest], list[Gradients]] | None
 
-    def added_by(self, part: Part) -> bool:
+    def added_by(self, request: GradRequest) -> bool:
         """True if the function, or the engine in it, accumulates into the gradients so far.
 
         A user's wrapper may change the gradients it receives, which would be wrong for those of earlier microbatches.
         An engine, though, must find the accumulated gradients in `.grad`, where it reduces them over the ranks.
         """
-        return self.dtype is None and (self.adds or part.context.ranks > 1)
+        return self.dtype is None and (self.adds or request.context.ranks > 1)
 
 
 def summands_of(grad_fn: GradFn, dtype: torch.dtype | None = None) -> Summands:
@@ -130,14 +130,14 @@ def summands_of(grad_fn: GradFn, dtype: torch.dtype | None = None) -> Summands:
     return Summands(grad_fn, dtype, record.adds, record.microbatches if dtype is None else None)
 
 
-def over(summands: Summands, state: TrainState, pieces: Sequence[Any], count: int, part: Part) -> Gradients:
+def over(summands: Summands, state: TrainState, pieces: Sequence[Any], count: int, request: GradRequest) -> Gradients:
     """Accumulate the gradients of all microbatches, which hold `count` samples together."""
-    context, summed = part.context, part.reduction == "sum"
-    alone = len(pieces) == 1 and summands.dtype is None and (context.into is None or summands.added_by(part))
+    context, summed = request.context, request.reduction == "sum"
+    alone = len(pieces) == 1 and summands.dtype is None and (context.into is None or summands.added_by(request))
     # Other ranks may have more microbatches, and collective calls must come in the same order on all.
-    if alone and (summed or not several()):
-        return summands.grad_fn(state, pieces[0], part)
-    whole = dataclasses.replace(part, reduction="sum", context=_counted(context, count))
+    if alone and (summed or not is_distributed()):
+        return summands.grad_fn(state, pieces[0], request)
+    whole = dataclasses.replace(request, reduction="sum", context=_counted(context, count))
     if summands.microbatches is not None:
         out = _joined(summands.microbatches(state, pieces, whole))
     else:
@@ -170,17 +170,19 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
 _metrics_of, _samples_of = map(operator.attrgetter, ("metrics", "samples"))
 
 
-def _one_by_one(summands: Summands, state: TrainState, pieces: Sequence[Any], part: Part) -> list[Gradients]:
+def _one_by_one(
+    summands: Summands, state: TrainState, pieces: Sequence[Any], request: GradRequest
+) -> list[Gradients]:
     """Call the gradient function once per microbatch and add up the gradients."""
     grad_fn, dtype = summands.grad_fn, summands.dtype
-    normalizer, ranks, adds = part.normalizer, part.context.ranks, summands.added_by(part)
+    normalizer, ranks, adds = request.normalizer, request.context.ranks, summands.added_by(request)
     grads: dict[str, Tensor] = {}
-    _add(grads, part.context.into or {}, dtype)
+    _add(grads, request.context.into or {}, dtype)
     outs: list[Gradients] = []
-    for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
-        last = part.context.last and len(outs) == len(pieces) - 1
-        context = dataclasses.replace(part.context, into=grads if adds else None, last=last, ranks=ranks)
-        out = grad_fn(state, piece, dataclasses.replace(part, index=index, normalizer=normalizer, context=context))
+    for index, piece in zip(indices(request, len(pieces)), pieces, strict=True):
+        last = request.context.last and len(outs) == len(pieces) - 1
+        context = dataclasses.replace(request.context, into=grads if adds else None, last=last, ranks=ranks)
+        out = grad_fn(state, piece, dataclasses.replace(request, index=index, normalizer=normalizer, context=context))
         _check_summed(grad_fn, out, dtype)
         normalizer, ranks = out.normalizer, out.ranks
         adds = adds or ranks > 1
@@ -200,7 +202,7 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
         if out.weight is None:
             raise TypeError(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
-                "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
+                "accumulated hands its `request` on to the one that it wraps (see ll.types.GradRequest)"
             )
         return
     if dtype is not None:

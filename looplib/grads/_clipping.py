@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check_argument
 from looplib._core.ranks import any_sharded
 from looplib._core.widening import stacked
 from looplib._objective import multiply
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> GradFn:
@@ -53,15 +53,15 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
     check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
     grad_fn = check_whole(grad_fn, "clip_by_global_norm")
 
-    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = grad_fn(state, batch, part)
+    def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, request)
         norm = global_norm(out.grads.values(), norm_type)
         if max_norm != math.inf:
             multiply(out.grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
 
     made = of_whole_step("clip_by_global_norm", clipped, grad_fn)
-    return remember(made, clip_by_global_norm, grad_fn, max_norm, norm_type=norm_type)
+    return with_repr(made, clip_by_global_norm, grad_fn, max_norm, norm_type=norm_type)
 
 
 def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -117,12 +117,12 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
     check_argument(max_value > 0, "max_value", max_value, "give a magnitude above 0")
     grad_fn = check_whole(grad_fn, "clip_by_value")
 
-    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = grad_fn(state, batch, part)
+    def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, request)
         grads = list(out.grads.values())
         torch_private.foreach_clamp_min_(grads, -max_value)
         torch_private.foreach_clamp_max_(grads, max_value)
         return out
 
     made = of_whole_step("clip_by_value", clipped, grad_fn)
-    return remember(made, clip_by_value, grad_fn, max_value)
+    return with_repr(made, clip_by_value, grad_fn, max_value)

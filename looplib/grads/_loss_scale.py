@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._objective import multiply
 from looplib._wrapping import check_scalable, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.optim._skipping import _finite, _scale_of
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def scale_loss(grad_fn: GradFn) -> GradFn:
@@ -44,16 +44,16 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
     """
     grad_fn = check_scalable(grad_fn, "scale_loss")
 
-    def scaled(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if part.scale is not None:
+    def scaled(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        if request.scale is not None:
             raise ValueError("scale_loss within scale_loss: once is enough")
         scale = _scale_of(state.opt_state)
-        out = grad_fn(state, batch, dataclasses.replace(part, scale=scale))
+        out = grad_fn(state, batch, dataclasses.replace(request, scale=scale))
         if out.scale is not scale:
             raise TypeError(
                 "scale_loss would divide gradients by a scale that their loss was not multiplied by: the grad_fn within "
-                "must hand its third argument on to the one that it wraps, grad_fn(state, batch, part), and return "
-                "out._replace(grads=...) (see ll.types.Part)"
+                "must hand its third argument on to the one that it wraps, grad_fn(state, batch, request), and return "
+                "out._replace(grads=...) (see ll.types.GradRequest)"
             )
         if half := [name for name, grad in out.grads.items() if grad.dtype is torch.float16]:
             raise ValueError(
@@ -67,4 +67,4 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)}, scale=None)
 
     made = of_whole_step("scale_loss", scaled, grad_fn, scaled=True)
-    return remember(made, scale_loss, grad_fn)
+    return with_repr(made, scale_loss, grad_fn)

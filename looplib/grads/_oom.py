@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check_optional_count
 from looplib._core.engines import engine_of
 from looplib._core.kinds import chain
@@ -23,7 +23,7 @@ from looplib._wrapping import check_parts
 from looplib.grads._accumulation import over, summands_of
 from looplib.grads._wrapper import kept
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def retry_on_oom(
@@ -69,13 +69,13 @@ def retry_on_oom(
         """Microbatch size for a batch of `count` samples."""
         return max(1, int(min(fitting, count)))
 
-    def attempt(state: TrainState, batch: Any, count: int, part: Part) -> Gradients | None:
+    def attempt(state: TrainState, batch: Any, count: int, request: GradRequest) -> Gradients | None:
         """Return the gradients, or None if memory did not suffice and the next attempt takes half."""
         nonlocal fitting
         samples = size_in(count)
-        saved = mapped(Tensor.clone, state.buffers) if part.donate else {}
+        saved = mapped(Tensor.clone, state.buffers) if request.donate else {}
         try:
-            return over(summands, state, split(batch, count, samples, batch_size), count, part)
+            return over(summands, state, split(batch, count, samples, batch_size), count, request)
         except Exception as error:
             _put_back(state, saved)
             if samples == 1 or not out_of_memory(error):
@@ -84,15 +84,15 @@ def retry_on_oom(
         fitting = half(samples, count)
         return None
 
-    def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        _refuse_what_cannot_be_retried(part)
+    def retrying(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        _refuse_what_cannot_be_retried(request)
         count = batch_size(batch)
-        while (out := attempt(state, batch, count, part)) is None:
+        while (out := attempt(state, batch, count, request)) is None:
             pass
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(size_in(count))})
 
     made = kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
-    return remember(made, retry_on_oom, grad_fn, size=size, batch_size=batch_size)
+    return with_repr(made, retry_on_oom, grad_fn, size=size, batch_size=batch_size)
 
 
 def _refuse_what_waits(grad_fn: GradFn) -> None:
@@ -121,13 +121,13 @@ def _put_back(state: TrainState, buffers: Mapping[str, Tensor]) -> None:
             state.buffers[name].copy_(tensor)
 
 
-def _refuse_what_cannot_be_retried(part: Part) -> None:
+def _refuse_what_cannot_be_retried(request: GradRequest) -> None:
     if tracing():
         raise UntraceableError(
             "retry_on_oom cannot try again within a compiled step: leave it out and give ll.accumulate(grad_fn, "
             "size=...), or leave out ll.compile_step"
         )
-    if part.context.into is not None or not part.context.last:
+    if request.context.into is not None or not request.context.last:
         raise ValueError(
             "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
             "around, retry_on_oom(accumulate(grad_fn, ...))"

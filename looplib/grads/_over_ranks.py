@@ -7,12 +7,12 @@ from typing import Any
 
 from looplib._core import engines
 from looplib._core import ranks as _ranks
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.trees import batch_size, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib._wrapping import check_parts
 from looplib.grads._wrapper import kept
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def reduce_gradients(grad_fn: GradFn) -> GradFn:
@@ -44,30 +44,30 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     """
     grad_fn, compared = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom"), False
 
-    def reduced(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if not _ranks.several():
-            return grad_fn(state, batch, part)
-        if part.summed:
+    def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        if not _ranks.is_distributed():
+            return grad_fn(state, batch, request)
+        if request.summed:
             raise ValueError(
                 "reduce_gradients within accumulate would send each microbatch: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
         nonlocal compared
         if not compared:
-            engines.compare(state, (batch,), part.context.program)
+            engines.compare(state, (batch,), request.context.program)
             compared = True
-        own = replace(part, reduction="sum", context=replace(part.context, local=True))
+        own = replace(request, reduction="sum", context=replace(request.context, local=True))
         out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
         if out.weight is None:
             raise TypeError(
                 "reduce_gradients got gradients without the weight of this rank's part: the grad_fn within must hand "
-                "its third argument on to the one that it wraps, grad_fn(state, batch, part), and return "
-                "out._replace(grads=...) (see ll.types.Part)"
+                "its third argument on to the one that it wraps, grad_fn(state, batch, request), and return "
+                "out._replace(grads=...) (see ll.types.GradRequest)"
             )
         return mean_over_ranks(out, state.params)
 
     made = kept(reduced, "reduce_gradients", grad_fn)
-    return remember(made, reduce_gradients, grad_fn)
+    return with_repr(made, reduce_gradients, grad_fn)
 
 
 def _is_empty(batch: Any) -> bool:
@@ -78,9 +78,9 @@ def _is_empty(batch: Any) -> bool:
         return False
 
 
-def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
+def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:
     """Contribution of a rank without samples: the names of its metrics, and zero for everything else."""
-    out = grad_fn(state, padding_batch(batch), replace(part, donate=False))
+    out = grad_fn(state, padding_batch(batch), replace(request, donate=False))
     weight = None if out.weight is None else out.weight * 0
     return out._replace(
         grads={}, metrics=uncounted(out.metrics), buffers=state.buffers, samples=0, weight=weight, params=None

@@ -22,8 +22,8 @@ def wrapper(
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
     ...     @ll.grads.wrapper(grad_fn)
-    ...     def halved_grad_fn(state, batch, part=ll.types.Part()):
-    ...         out = grad_fn(state, batch, part)
+    ...     def halved_grad_fn(state, batch, request=ll.types.GradRequest()):
+    ...         out = grad_fn(state, batch, request)
     ...         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
     ...     return halved_grad_fn
     >>> grad_fn = ll.make_grad_fn(torch.nn.Linear(2, 1), lambda model, x: model(x).mean())

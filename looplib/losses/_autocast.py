@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
@@ -54,4 +54,4 @@ def autocast(
         with torch.autocast(device, dtype=dtype, enabled=enabled):
             return function(model, batch)
 
-    return remember(casted, autocast, function, dtype, enabled=enabled)
+    return with_repr(casted, autocast, function, dtype, enabled=enabled)

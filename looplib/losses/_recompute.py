@@ -21,7 +21,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 
@@ -87,7 +87,7 @@ def recompute(
             finally:
                 _interrupts.end_hold(thread)
 
-    return remember(recomputing, recompute, loss_fn, modules)
+    return with_repr(recomputing, recompute, loss_fn, modules)
 
 
 def _put_back(modules: list[nn.Module], forwards: list[Any]) -> None:

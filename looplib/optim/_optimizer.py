@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from looplib._core.advice import explain_arguments
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.descriptions import described
 from looplib._core.tracing import entered, tracing
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
@@ -134,4 +134,4 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         description,
         partial(kernel_name, recipe, plans),
     )
-    return remember(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
+    return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)

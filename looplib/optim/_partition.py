@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.tracing import on_host
@@ -99,7 +99,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     description = mapped(operator.attrgetter("description"), optimizers)
     made = Optimizer(init, update_, decide, evaluation, numbers, description)
-    return remember(made, partition, optimizers, label)
+    return with_repr(made, partition, optimizers, label)
 
 
 def _update_part(

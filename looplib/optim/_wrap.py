@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check_type
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
@@ -74,7 +74,7 @@ def wrap(
         description,
         optimizer.kernel,
     )
-    return remember(made, factory, optimizer, **settings)
+    return with_repr(made, factory, optimizer, **settings)
 
 
 def update_within(

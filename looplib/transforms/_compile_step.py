@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from looplib._core import interrupts as _interrupts
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import check_kind
 from looplib._core.lease import give_up
 from looplib.gradients import check_history
 from looplib.losses._recompute import Classes, choice, outermost
-from looplib.steps import Parts, advanced, parts_of, with_parts
+from looplib.steps import StepSpec, advanced, spec_of, with_spec
 from looplib.transforms._compiler import Compiler
 from looplib.types import Metric, TrainState, TrainStep, trees_of
 
@@ -76,33 +76,33 @@ def compile_step(
         UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
             ranks (use `compile_blocks` for the model there).
     """
-    parts = parts_of(step, "compile_step")
+    parts = spec_of(step, "compile_step")
     chosen = {"mode": mode, "options": options, "backend": backend}
     if isinstance(parts, GraphParts):
         made = step_of_graphs(step, parts, parts.compiler.compiled(chosen))
     else:
         made = step_of_graphs(step, parts, Compiler(parts.core, parts.donate, chosen, parts.watched))
-    remembered: S = remember(made, compile_step, step, mode=mode, options=options, backend=backend)
+    remembered: S = with_repr(made, compile_step, step, mode=mode, options=options, backend=backend)
     return remembered
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphParts(Parts):
+class GraphParts(StepSpec):
     """Components of a step that runs as a graph, and the compiler of its graphs."""
 
     compiler: Compiler
 
 
-def step_of_graphs(step: S, parts: Parts, compiler: Compiler) -> S:
+def step_of_graphs(step: S, parts: StepSpec, compiler: Compiler) -> S:
     """The same step, run by the graphs that a compiler makes of it."""
-    shared = {field.name: getattr(parts, field.name) for field in fields(Parts)}
+    shared = {field.name: getattr(parts, field.name) for field in fields(StepSpec)}
     made = _train_step(parts, compiler) if parts.kind == "train" else _step_without_training(compiler)
-    open_to_attributes: Any = with_parts(made, GraphParts(**{**shared, "donate": compiler.donate}, compiler=compiler))
+    open_to_attributes: Any = with_spec(made, GraphParts(**{**shared, "donate": compiler.donate}, compiler=compiler))
     open_to_attributes.compiler = compiler
     return cast(S, open_to_attributes)
 
 
-def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
+def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
     donate, same_batch = compiler.donate, parts.same_batch
     watch = None if donate else Watch(parts.watched[0], inner=not compiler.no_grad)
 

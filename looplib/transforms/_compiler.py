@@ -27,7 +27,7 @@ from looplib._core.checks import few
 from looplib._core.modules import _generators
 from looplib._core.notices import warn
 from looplib._core.random import mix
-from looplib._core.ranks import is_sharded, rank, several
+from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._expression import as_answer, expression, reader
@@ -141,7 +141,7 @@ class Compiler:
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         """Find or make the program for these inputs, and get the host's answers for this step."""
-        if several():
+        if is_distributed():
             raise UntraceableError(
                 f"a step cannot be compiled whole on {torch.distributed.get_world_size()} ranks, which send each "
                 "other gradients: leave out ll.compile_step, and compile the model's blocks, ll.transforms.compile_blocks(model, Block)"

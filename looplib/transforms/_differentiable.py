@@ -26,13 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.checks import check
 from looplib._core.cuts import STOPS
 from looplib._core.mappings import mapped
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import map_tensors
-from looplib.steps import Outcome, parts_of
+from looplib.steps import Outcome, spec_of
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
@@ -105,13 +105,13 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
     """
-    parts = parts_of(train_step, "differentiable")
+    parts = spec_of(train_step, "differentiable")
     kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
     check(parts.kind == "train", kind, TypeError)
     if isinstance(parts, GraphParts):
         parts.compiler.options_for("differentiable")  # compile options make no difference here
     made = step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
-    return remember(made, differentiable, train_step)
+    return with_repr(made, differentiable, train_step)
 
 
 class _Differentiable(Compiler):

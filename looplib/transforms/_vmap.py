@@ -22,12 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from looplib._core.calls import remember
+from looplib._core.calls import with_repr
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
-from looplib.steps import Outcome, parts_of
+from looplib.steps import Outcome, spec_of
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._decompositions import mappable
@@ -113,12 +113,12 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
-    parts = parts_of(step, "vmap_step")
+    parts = spec_of(step, "vmap_step")
     options: Mapping[str, Any] = {"backend": "eager"}
     if isinstance(parts, GraphParts):
         options = parts.compiler.options_for("vmap_step")
     compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
-    remembered: S = remember(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
+    remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
     return remembered
 
 

@@ -57,7 +57,7 @@ def test_weights_of_a_bounded_norm_train_as_in_a_raw_loop_and_no_given_state_cha
     grad_fn = ll.make_grad_fn(model, loss_fn)
     if wrapped:
         inner = grad_fn
-        grad_fn = ll.accumulate(lambda state, batch, part: inner(state, batch, part), 1)
+        grad_fn = ll.accumulate(lambda state, batch, request: inner(state, batch, request), 1)
     step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     evaluate = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
     predict = ll.make_predict_step(model, lambda model, batch: model(batch[0]))

@@ -127,7 +127,7 @@ def on_two_ranks(engine, uneven):
         _, grads = raw(encoder(mask=False), batch)
         wrapped = DistributedDataParallel(model) if engine else model
         grad_fn = ll.contrib.make_contrastive_grad_fn(wrapped, embed, loss_fn, microbatches=6)
-        out = grad_fn(ll.init_state(wrapped), own, ll.types.Part(donate=engine))
+        out = grad_fn(ll.init_state(wrapped), own, ll.types.GradRequest(donate=engine))
         torch.testing.assert_close(out.grads, grads, rtol=1e-12, atol=1e-14)
         assert out.samples == len(batch["key"])
         print("equal on", rank)

@@ -168,8 +168,8 @@ def test_dropout_differs_by_example_and_is_a_function_of_the_place():
     state = ll.init_state(model, seed=5)
     stream = torch.get_rng_state()
 
-    def masks(state, **part):
-        return grad_fn(state, x, ll.types.Part(**part)).grads["2.weight"][:, 0] != 0
+    def masks(state, **request):
+        return grad_fn(state, x, ll.types.GradRequest(**request)).grads["2.weight"][:, 0] != 0
 
     first = masks(state)
     assert len({tuple(row.tolist()) for row in first}) == 6
@@ -179,7 +179,7 @@ def test_dropout_differs_by_example_and_is_a_function_of_the_place():
         assert not torch.equal(first, other)
     for wrapped in (ll.contrib.clip_per_sample(grad_fn, 1e6), ll.contrib.gradient_noise_scale(grad_fn)):
         for index, expected in ((0, first), (1, masks(state, index=1))):
-            grads = wrapped(state, x, ll.types.Part(index=index)).grads
+            grads = wrapped(state, x, ll.types.GradRequest(index=index)).grads
             assert torch.equal(grads["2.weight"][0] != 0, expected.any(0))
     assert torch.equal(stream, torch.get_rng_state())
 
@@ -279,8 +279,8 @@ def test_parts_add_up_to_the_whole(sizes, max_norm, per, wrapper):
 
     grads, weight, given = None, 0, per
     for index, piece in enumerate(pieces):
-        context = dataclasses.replace(ll.types.Part().context, into=grads)
-        out = grad_fn(state, piece, ll.types.Part(index, "sum", given, context=context))
+        context = dataclasses.replace(ll.types.GradRequest().context, into=grads)
+        out = grad_fn(state, piece, ll.types.GradRequest(index, "sum", given, context=context))
         assert grads is None or all(out.grads[name] is grad for name, grad in grads.items())
         grads, weight, given = out.grads, weight + out.weight, out.normalizer
     assert given == (per or sizes[0])
@@ -296,7 +296,7 @@ def noise_of(state, batch, max_norm=2.0, multiplier=0.5, size=None, wrap=lambda 
     state = ll.init_state(model).replace(**state)
     clip = wrap(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_loss), max_norm))
     out = ll.contrib.add_noise(clip, max_norm, multiplier, expected_batch_size=size)(state, batch)
-    part = clip(state, batch, ll.types.Part(reduction="sum"))
+    part = clip(state, batch, ll.types.GradRequest(reduction="sum"))
     size = size or len(batch[1])
     return torch.cat([(out.grads[name] * size - part.grads[name] * part.normalizer).flatten() for name in part.grads])
 
@@ -444,15 +444,15 @@ def test_what_cannot_be_is_refused_when_it_is_made(make, named):
         make(perceptron())
 
 
-SCALED = ll.types.Part(scale=torch.tensor(2.0))
+SCALED = ll.types.GradRequest(scale=torch.tensor(2.0))
 
 
 @pytest.mark.parametrize(
     ("make", "change", "error", "named"),
     [
         (lambda m: ll.accumulate(per_sample(m), 2), {}, ValueError, "accumulate.*clip_per_sample"),
-        (per_sample, {"part": SCALED}, ValueError, "scale_loss"),
-        (clip, {"part": SCALED}, ValueError, "scale_loss"),
+        (per_sample, {"request": SCALED}, ValueError, "scale_loss"),
+        (clip, {"request": SCALED}, ValueError, "scale_loss"),
         (per_sample, {"y": torch.zeros(6)}, ValueError, r"\(6,\).* 7 samples"),
         (per_sample, {"y": np.zeros(7)}, TypeError, "ndarray"),
         (lambda m: per_sample(m, lambda m, b: m(b[0])), {}, ValueError, r"\(1, 3\)"),
@@ -471,6 +471,6 @@ SCALED = ll.types.Part(scale=torch.tensor(2.0))
 )
 def test_what_cannot_be_is_refused_when_it_is_called(make, change, error, named):
     model, _, (x, y) = a_model_and_batch("perceptron")
-    values = {"x": x, "y": y, "part": ll.types.Part(), **change}
+    values = {"x": x, "y": y, "request": ll.types.GradRequest(), **change}
     with pytest.raises(error, match=named):
-        make(model)(ll.init_state(model), (values["x"], values["y"]), values["part"])
+        make(model)(ll.init_state(model), (values["x"], values["y"]), values["request"])

@@ -8,7 +8,7 @@ import torch
 import looplib as ll
 
 
-def parts_of(same_batch, donate):
+def spec_of(same_batch, donate):
     one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     model = torch.nn.ModuleDict({"one": one, "other": other})
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -28,7 +28,7 @@ def parts_of(same_batch, donate):
 @pytest.mark.parametrize("same_batch", [False, True])
 @pytest.mark.parametrize("look", ["next epoch", "save"])
 def test_two_steps_on_each_batch_are_warned_of_without_same_batch(donate, same_batch, look, tmp_path):
-    model, optimizer, steps = parts_of(same_batch, donate)
+    model, optimizer, steps = spec_of(same_batch, donate)
     loader = ll.make_loader(torch.arange(20.0)[:, None] / 20, batch_size=4)
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
     for count, batch in enumerate(loader(state), 1):
@@ -45,7 +45,7 @@ def test_two_steps_on_each_batch_are_warned_of_without_same_batch(donate, same_b
 
 @pytest.mark.parametrize("skip", [0, 2])
 def test_one_batch_is_overfitted_on_purpose_in_silence(skip, tmp_path):
-    model, optimizer, (step, _) = parts_of(False, True)
+    model, optimizer, (step, _) = spec_of(False, True)
     loader = ll.make_loader(torch.arange(20.0)[:, None] / 20, batch_size=4)
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
     for count, batch in enumerate(loader(state)):

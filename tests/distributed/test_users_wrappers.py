@@ -11,8 +11,8 @@ import looplib as ll
 
 
 def halved(grad_fn):
-    def halved_grad_fn(state, batch, part):
-        out = grad_fn(state, batch, part)
+    def halved_grad_fn(state, batch, request):
+        out = grad_fn(state, batch, request)
         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
 
     return halved_grad_fn
@@ -20,8 +20,8 @@ def halved(grad_fn):
 
 def halved_in_place(grad_fn):
     @ll.grads.wrapper(grad_fn)
-    def halved_grad_fn(state, batch, part):
-        out = grad_fn(state, batch, part)
+    def halved_grad_fn(state, batch, request):
+        out = grad_fn(state, batch, request)
         with torch.no_grad():
             for grad in out.grads.values():
                 grad.div_(2)
@@ -31,8 +31,8 @@ def halved_in_place(grad_fn):
 
 
 def counted(grad_fn):
-    def counted_grad_fn(state, batch, part):
-        out = grad_fn(state, batch, part)
+    def counted_grad_fn(state, batch, request):
+        out = grad_fn(state, batch, request)
         return out._replace(metrics={**out.metrics, "microbatches": ll.Mean(1.0, 1)})
 
     return counted_grad_fn
@@ -43,7 +43,7 @@ def twice(grad_fn):
 
 
 def deaf(grad_fn):
-    return lambda state, batch, part=None: grad_fn(state, batch)
+    return lambda state, batch, request=None: grad_fn(state, batch)
 
 
 def loss_fn(model, x):
@@ -66,8 +66,8 @@ def gradients(engine, wrap):
     """The gradients of a step of this rank's half of a batch."""
     model = model_in(engine)
     grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
-    part = ll.types.Part(donate=engine is not None)
-    out = grad_fn(ll.init_state(model), samples().tensor_split(2)[ll.distributed.rank()], part)
+    request = ll.types.GradRequest(donate=engine is not None)
+    out = grad_fn(ll.init_state(model), samples().tensor_split(2)[ll.distributed.rank()], request)
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in out.grads.items()}
 
 

@@ -244,8 +244,8 @@ def _(device):
 def _(device):
     def halved(grad_fn):
         @ll.grads.wrapper(grad_fn)
-        def halved_grad_fn(state, batch, part=ll.types.Part()):  # noqa: B008
-            out = grad_fn(state, batch, part)
+        def halved_grad_fn(state, batch, request=ll.types.GradRequest()):  # noqa: B008
+            out = grad_fn(state, batch, request)
             return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
 
         return halved_grad_fn

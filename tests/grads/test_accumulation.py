@@ -157,8 +157,8 @@ def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
     optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, batch: (mean_loss(model, batch), {"rows": Count(len(batch[0]))}))
 
-    def plain(state, batch, part):
-        return grad_fn(state, batch, part)
+    def plain(state, batch, request):
+        return grad_fn(state, batch, request)
 
     def run(grad_fn):
         step, out = ll.make_train_step(grad_fn, optimizer, donate=donate), []
@@ -183,9 +183,9 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     model, parts = mlp(), []
     grad_fn = ll.make_grad_fn(model, mean_loss)
 
-    def watched(state, batch, part=None):
-        parts.append((part.index, part.context.last, part.context.into is None, len(batch[0])))
-        return grad_fn(state, batch, part)
+    def watched(state, batch, request=None):
+        parts.append((request.index, request.context.last, request.context.into is None, len(batch[0])))
+        return grad_fn(state, batch, request)
 
     batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
     ll.accumulate(watched, microbatches=4)(ll.init_state(model), batch)
@@ -316,11 +316,11 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match=rf"put it around, scale_loss\({wrapper.__name__}\(grad_fn"):
             wrapper(ll.grads.scale_loss(grad_fn))
 
-    def deaf(state, batch, part=None):
+    def deaf(state, batch, request=None):
         return grad_fn(state, batch)
 
     batch = torch.randn(4, 5, dtype=torch.double), torch.randint(0, 3, (4,))
-    with pytest.raises(TypeError, match=r"deaf gave no weight.*hands its `part` on"):
+    with pytest.raises(TypeError, match=r"deaf gave no weight.*hands its `request` on"):
         ll.accumulate(deaf, 2)(ll.init_state(model), batch)
 
 

@@ -257,7 +257,7 @@ def test_within_pieces_they_are_refused_when_made(name):
         with pytest.raises(ValueError, match=message):
             outer(wrapped)
     with pytest.raises(ValueError, match=rf"{name} within accumulate would act on each microbatch alone"):
-        wrapped(ll.init_state(net()), batches(1)[0], ll.types.Part(reduction="sum"))
+        wrapped(ll.init_state(net()), batches(1)[0], ll.types.GradRequest(reduction="sum"))
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -18,16 +18,16 @@ def per_sample(model):
 
 
 def plain(grad_fn):
-    def plain_grad_fn(state, batch, part):
-        return grad_fn(state, batch, part)
+    def plain_grad_fn(state, batch, request):
+        return grad_fn(state, batch, request)
 
     return plain_grad_fn
 
 
 def doubled(grad_fn):
     @functools.wraps(grad_fn)  # copies all attributes
-    def doubled_grad_fn(state, batch, part):
-        out = grad_fn(state, batch, part)
+    def doubled_grad_fn(state, batch, request):
+        out = grad_fn(state, batch, request)
         return out._replace(grads={name: 2 * grad for name, grad in out.grads.items()})
 
     return doubled_grad_fn
@@ -35,19 +35,19 @@ def doubled(grad_fn):
 
 def marked(grad_fn):
     @ll.grads.wrapper(grad_fn)
-    def marked_grad_fn(state, batch, part):
-        return grad_fn(state, batch, part)
+    def marked_grad_fn(state, batch, request):
+        return grad_fn(state, batch, request)
 
     return marked_grad_fn
 
 
-WHOLE = ll.types.Part()
+WHOLE = ll.types.GradRequest()
 
 
 def keeping(grad_fn):
     @ll.grads.wrapper(grad_fn, keeps_max_norm=True)
-    def keeping_grad_fn(state, batch, part=WHOLE):
-        return grad_fn(state, batch, part)
+    def keeping_grad_fn(state, batch, request=WHOLE):
+        return grad_fn(state, batch, request)
 
     return keeping_grad_fn
 
@@ -84,8 +84,8 @@ def test_a_users_own_clipping_says_its_norm():
         clip = ll.contrib.clip_per_sample(grad_fn, max_norm)
 
         @ll.grads.wrapper(grad_fn, max_norm=max_norm)
-        def clipped(state, batch, part):
-            return clip(state, batch, part)
+        def clipped(state, batch, request):
+            return clip(state, batch, request)
 
         return clipped
 
@@ -107,8 +107,8 @@ def test_a_wrong_order_is_refused_when_built_through_marked_wrappers(around):
 def test_a_users_wrapper_of_a_whole_step_is_refused_for_a_microbatch():
     def signs(grad_fn):
         @ll.grads.wrapper(grad_fn, whole_step=True)
-        def sign_grad_fn(state, batch, part):
-            out = grad_fn(state, batch, part)
+        def sign_grad_fn(state, batch, request):
+            out = grad_fn(state, batch, request)
             return out._replace(grads={name: grad.sign() for name, grad in out.grads.items()})
 
         return sign_grad_fn

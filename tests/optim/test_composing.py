@@ -343,7 +343,7 @@ def test_both_passes_draw_the_same_mask_and_buffers_are_the_firsts(donate):
     state = ll.init_state(model, sgd())
     x = batches(1)[0]
     plain = grad_fn(state, x)
-    out = ll.contrib.sam(grad_fn)(ll.copy_state(state), x, ll.types.Part(donate=donate))
+    out = ll.contrib.sam(grad_fn)(ll.copy_state(state), x, ll.types.GradRequest(donate=donate))
     first, one, two = masks
     assert torch.equal(one, two)
     assert torch.equal(first, one)

@@ -412,8 +412,8 @@ def test_the_state_of_another_optimizer_is_refused(name, donate):
 @pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 def test_gradients_that_a_class_cannot_take_are_refused(donate):
     def half_grads(grad_fn):
-        def halved(state, batch, part=ll.types.WHOLE):
-            out = grad_fn(state, batch, part)
+        def halved(state, batch, request=ll.types.WHOLE):
+            out = grad_fn(state, batch, request)
             return out._replace(grads={name: grad.half() for name, grad in out.grads.items()})
 
         return halved

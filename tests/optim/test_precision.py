@@ -122,7 +122,7 @@ def test_accumulation_of_ragged_pieces_within_scale_loss_is_the_whole_batchs_gra
     state = ll.init_state(model, optimizer)
     grad_fn = ll.grads.scale_loss(ll.accumulate(ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))))
     parts = list(zip(*(tensor.split(pieces) for tensor in batch), strict=True))
-    grads = grad_fn(state, parts, ll.types.Part(donate=donate)).grads
+    grads = grad_fn(state, parts, ll.types.GradRequest(donate=donate)).grads
     whole = net().double()
     loss_fn(whole, (batch[0].double(), batch[1])).backward()
     for name, p in whole.named_parameters():

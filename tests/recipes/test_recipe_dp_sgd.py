@@ -28,9 +28,9 @@ def test_each_digit_is_drawn_by_its_own_coin_and_a_batch_may_be_empty(recipe, mo
     def add_noise(*args, add=ll.contrib.add_noise, **options):
         noisy = add(*args, **options)
 
-        def seen(state, batch, part):
+        def seen(state, batch, request):
             sizes.append(len(batch[1]))
-            gradients.append(noisy(state, batch, part))
+            gradients.append(noisy(state, batch, request))
             return gradients[-1]
 
         return seen

@@ -632,9 +632,9 @@ def annealing(donate):
     model.temperature = 1.0
     inner = ll.make_grad_fn(model, lambda model, batch: mean_loss(model, batch) / model.temperature)
 
-    def grad_fn(state, batch, part=WHOLE):
+    def grad_fn(state, batch, request=WHOLE):
         ll.transforms.on_host(lambda step: setattr(model, "temperature", 1.0 / (1 + step)), state.step)
-        return inner(state, batch, part)
+        return inner(state, batch, request)
 
     return ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
 

@@ -26,7 +26,7 @@ def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
     """Call `body()` while the module holds the state's values."""
     check_state(model, state)
     with forgotten.export():
-        return _modules.Host(model, training=False).run(state.params, state.buffers, 0, body)
+        return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
