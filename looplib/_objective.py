@@ -26,6 +26,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check
+from looplib._core.engines import Passes, RunningSum
 from looplib._core.mappings import as_record, mapped, without
 from looplib._core.ranks import (
     Sums,
@@ -43,37 +44,47 @@ from looplib.types import Gradients, Metric
 
 
 class Objective(NamedTuple):
-    """The scalar to differentiate, `value * factor`, with its weight and the `normalizer` it was already divided by."""
+    """The scalar to differentiate, `value * factor`, and the weight by which its gradient is still to be divided."""
 
     value: Tensor
     factor: Tensor | float
     weight: Tensor | float | None
-    normalizer: Tensor | float
 
 
-def objective_of(
-    loss: Any,
-    samples: int,
-    summed: bool,
-    normalizer: Tensor | float | None,
-    ranks: int = 1,
-    total: float | None = None,
-) -> Objective:
-    """Objective of a loss function's scalar or `Mean`: the mean loss, or the summed loss if `summed`.
+def objective_of(loss: Any, samples: int, total: RunningSum | None, passes: Passes) -> Objective:
+    """Objective of a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
 
-    On several ranks, whose gradients are averaged afterwards, the mean is over all ranks and `normalizer` is the same
-    on each. `total` is the weight of the losses of all ranks, if it is known.
+    The first microbatch of a sum chooses the normalizer of all. On several ranks, whose gradients are averaged
+    afterwards, the ranks agree on it, and the mean is over all of them.
     """
+    ranks, weight_of_all = passes.ranks, None
+    normalizer = None if total is None else total.normalizer
+    if normalizer is None and ranks > 1:
+        normalizer, weight_of_all = passes.agree(weight_on_host(loss))
+    value = value_of(loss)
     if isinstance(loss, Mean):
-        value, weight = _scalar(loss.total), _detached(loss.weight)
-        if summed:
-            return _summed(value, weight, loss.times, normalizer)
-        return Objective(value, _over(value, _mean_weight(weight, loss.times, ranks, total)), None, 1.0)
-    value = _scalar(loss)
-    if not summed and ranks == 1:
-        return as_record(Objective, (value, 1.0, None, 1.0))
-    normalizer = max(samples, 1) if normalizer is None else normalizer
-    return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
+        weight = _detached(loss.weight)
+        if total is None:
+            return Objective(value, _over(value, _mean_weight(weight, loss.times, ranks, weight_of_all)), None)
+        one = scalar_like(value) if isinstance(weight, Tensor) or isinstance(normalizer, Tensor) else 1.0
+        if loss.times != 1:
+            weight = weight * loss.times
+        if normalizer is None:
+            normalizer = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+        total.normalizer = normalizer
+        return Objective(value, one * loss.times / normalizer, weight)
+    if total is None and ranks == 1:
+        return as_record(Objective, (value, 1.0, None))
+    if normalizer is None:  # the samples of the step are known in advance, so no division is left for the end
+        normalizer = max(samples if total is None or total.samples is None else total.samples, 1)
+    if total is not None:
+        total.normalizer = normalizer
+    return Objective(value, samples / normalizer, samples if ranks == 1 else None)
+
+
+def value_of(loss: Any) -> Tensor:
+    """The scalar of a loss, before any division."""
+    return _scalar(loss.total if isinstance(loss, Mean) else loss)
 
 
 def _mean_weight(weight: Tensor | float, times: int, ranks: int, total: float | None) -> Tensor | float:
@@ -101,7 +112,7 @@ def mean_of(loss: Any) -> Tensor:
     """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
     if not isinstance(loss, Mean):
         return _scalar(loss).reshape(())
-    value, weight = _scalar(loss.total), _detached(loss.weight)
+    value, weight = value_of(loss), _detached(loss.weight)
     return (value * _over(value, weight + (weight == 0))).reshape(())
 
 
@@ -122,15 +133,6 @@ def _scalar(value: Any) -> Tensor:
             "under no_grad"
         )
     return value if type(value) is Tensor else _gathered(value)
-
-
-def _summed(value: Tensor, weight: Tensor | float, times: int, normalizer: Tensor | float | None) -> Objective:
-    one = scalar_like(value) if isinstance(weight, Tensor) or isinstance(normalizer, Tensor) else 1.0
-    if times != 1:
-        weight = weight * times
-    if normalizer is None:
-        normalizer = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-    return Objective(value, one * times / normalizer, weight, normalizer)
 
 
 def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:
@@ -264,15 +266,15 @@ def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
     return constant
 
 
-def mean_of_sums(out: Gradients) -> Gradients:
-    """Turn gradients of the summed loss over `normalizer` into gradients of the mean loss."""
+def mean_of_sums(out: Gradients, total: RunningSum) -> Gradients:
+    """Turn gradients of the summed loss into gradients of the mean loss."""
     if out.weight is not None:
-        total = total_over_ranks(out.weight) if out.ranks > 1 else out.weight
-        multiply(out.grads, _factor(out.normalizer * out.ranks, total))
-    return out._replace(weight=None, normalizer=1.0)
+        weight = total_over_ranks(out.weight) if total.ranks > 1 else out.weight
+        multiply(out.grads, _factor(_normalizer(total) * total.ranks, weight))
+    return out._replace(weight=None)
 
 
-def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
+def mean_over_ranks(out: Gradients, total: RunningSum, params: Mapping[str, Tensor]) -> Gradients:
     """Gradient of the mean loss over all ranks, from each rank's gradient of its summed loss. A collective call.
 
     The weights are summed over ranks first, then the gradients. A gradient that a rank does not have counts as zero.
@@ -280,14 +282,19 @@ def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
     has_grad = [float(name in out.grads) for name in params]
     weight = out.weight if out.weight is not None else out.samples
     sums = Sums([out.samples, *has_grad, *([] if isinstance(weight, Tensor) else [weight])])
-    total = total_over_ranks(weight) if isinstance(weight, Tensor) else None
+    of_all = total_over_ranks(weight) if isinstance(weight, Tensor) else None
     samples, *counts = sums.read()
-    if total is None:
-        total = counts.pop()
+    if of_all is None:
+        of_all = counts.pop()
     reached = compress(params, counts)
     grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
-    add_up_over_ranks(grads.values(), out.normalizer / (total + (total == 0)))
-    return out._replace(grads=grads, samples=round(samples), weight=None, normalizer=1.0)
+    add_up_over_ranks(grads.values(), _normalizer(total) / (of_all + (of_all == 0)))
+    return out._replace(grads=grads, samples=round(samples), weight=None)
+
+
+def _normalizer(total: RunningSum) -> Tensor | float:
+    """What the summed losses were divided by: 1 if no gradient function has divided them."""
+    return 1.0 if total.normalizer is None else total.normalizer
 
 
 def _factor(normalizer: Tensor | float, total: Tensor | float) -> Tensor | float:

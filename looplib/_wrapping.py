@@ -62,7 +62,7 @@ def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = 
     made = Made("grad_fn", name, inner, whole_step=True, scaled=scaled)
 
     def whole(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        if request.summed:
+        if request.sum is not None:
             raise ValueError(_order(made, "accumulate"))
         if request.scale is not None and not scaled:
             raise ValueError(_order(made, "scale_loss"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -21,7 +22,7 @@ from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
 from looplib._core.calls import with_repr
 from looplib._core.cuts import cuts_marked
-from looplib._core.engines import LOCAL_PASSES, Passes
+from looplib._core.engines import LOCAL_PASSES, Engine, Passes
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
@@ -31,14 +32,7 @@ from looplib._core.ranks import is_distributed, placed_like, rank
 from looplib._core.reached import Reach
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
-from looplib._objective import (
-    Objective,
-    objective_of,
-    records,
-    scalar_like,
-    split_loss,
-    weight_on_host,
-)
+from looplib._objective import objective_of, records, scalar_like, split_loss, value_of
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState, trees_of
 
@@ -112,23 +106,20 @@ def make_grad_fn(
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
         given, buffers = of_this_model(host, state)
         params = _renormed(host, given, names, request) if host.renormed else given
-        passes = host.engine.passes(request, state, batches, batch_size, lambda: host.holds(params))
+        total, in_place = request.sum, lambda: request.donate and host.holds(params)
+        passes = host.engine.passes(state, batches, batch_size, total, in_place)
         leaves = _Leaves(params, names)
         seeds = _seeds(state, request, len(batches), leaves.traced)
         outs: list[Gradients] = []
 
         def body() -> None:
-            leaves.begin(request.context.into)
+            leaves.begin(None if total is None else total.grads)
             if reach.plain:
                 reach.set_aside()
-            normalizer = request.normalizer
-            last = len(batches) - 1
             for index, batch in enumerate(batches):
                 if index:
                     host.start(seeds[index])
-                out = microbatch(batch, request, passes, leaves, normalizer, not index, index == last)
-                normalizer = out.normalizer
-                outs.append(out)
+                outs.append(microbatch(batch, request, passes, leaves, index == len(batches) - 1))
 
         lent, writes = (
             (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
@@ -153,17 +144,26 @@ def make_grad_fn(
                     passes.end()
             finally:
                 _interrupts.end_hold(thread)
-        if request.context.last and len(outs[-1].grads) < len(needed):
-            _refuse_unreached(outs[-1], needed)
+        last = outs[-1]
+        if len(last.grads) < len(needed) and (total is None or total.last):
+            _refuse_unreached(last, needed)
         if writes is not None:
             host.unwritten.check(given, writes)
-            outs[-1] = outs[-1]._replace(buffers=mapped(_without_graph, outs[-1].buffers))
+            last = last._replace(buffers=mapped(_without_graph, last.buffers))
         if renormed:
-            outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))
+            last = last._replace(buffers={**last.buffers, **_written(renormed, params, given)})
+        outs[-1] = last
         return outs
 
     facts = Made(
-        "grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed, reach=reach
+        "grad_fn",
+        "make_grad_fn",
+        adds=True,
+        microbatches=microbatches,
+        compare=host.engine.compare if isinstance(host.engine, Engine) else None,
+        model=model,
+        renormed=renormed,
+        reach=reach,
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
     return with_repr(kinds.mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
@@ -171,41 +171,20 @@ def make_grad_fn(
 
 def _microbatch_of(
     host: _modules.FunctionalModule, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
-) -> Callable[..., Gradients]:
+) -> Callable[[Any, GradRequest, Passes, _Leaves, bool], Gradients]:
     """Forward and backward pass of one microbatch, with a state's tensors already in the module."""
     model, watch = host.model, Watch()
 
     # A separate function, so that one microbatch's graph is freed before the next one is built.
-    def microbatch(
-        batch: Any,
-        request: GradRequest,
-        passes: Passes,
-        leaves: _Leaves,
-        normalizer: Tensor | float | None,
-        first: bool,
-        final: bool,
-    ) -> Gradients:
-        shared, summed = passes is not LOCAL_PASSES, request.reduction == "sum"
-        samples, counts = batch_size(batch), True
-        if shared:
-            batch, counts = passes.before(final, batch, samples)
-        if leaves.traced:
-            with cuts_marked():
-                out = loss_fn(model, batch)
-        else:
+    def microbatch(batch: Any, request: GradRequest, passes: Passes, leaves: _Leaves, final: bool) -> Gradients:
+        samples, total = batch_size(batch), request.sum
+        batch, counts = passes.before(final, batch, samples)
+        with cuts_marked() if leaves.traced else _AS_IT_IS:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out, counts)
-        if (summed or passes.ranks > 1) and not isinstance(loss, Mean):
+        if not isinstance(loss, Mean) and (total is not None or passes.ranks > 1):
             watch.look(batch)
-        if passes.ranks > 1:
-            objective = _objective_of_all(passes, loss, samples, request, normalizer, first)
-        else:
-            if normalizer is None and not isinstance(loss, Mean):
-                normalizer = (
-                    request.context.samples
-                )  # the total is known in advance, so no division is left for the end
-            objective = objective_of(loss, samples, summed, normalizer)
-        value, factor, weight, normalizer = objective
+        value, factor, weight = objective_of(loss, samples, total, passes)
         if not (reach.known or leaves.traced):
             reach.learn(value, batch, leaves.all, leaves.names)
         inputs = _NO_INPUTS if reach.plain and not leaves.traced else leaves.inputs
@@ -213,29 +192,19 @@ def _microbatch_of(
         metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
-            if passes.padding:
-                padding_passes(batch, request, passes, inputs)
+            for left in passes.padding:
+                passes.before_padding(left)
+                again, _ = split_loss(loss_fn(model, batch))
+                _backward(value_of(again), 0.0, request.scale, inputs)
             grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
             if len(grads) < len(leaves.names) and not leaves.traced:
                 reach.check(value, {*leaves.names} - grads.keys())
-        counted = passes.samples(samples, first) if shared else samples
-        ranks = passes.ranks
-        added_up = _writes(grads) if summed and ranks > 1 else None
-        left_open = weight, normalizer, ranks, None, request.scale, added_up
-        return as_record(Gradients, (grads, metrics, after, counted, *left_open))
-
-    def padding_passes(batch: Any, request: GradRequest, passes: Passes, inputs: tuple[Tensor, ...]) -> None:
-        """Passes that only the other ranks need, whose gradients are multiplied by zero."""
-        for left in passes.padding:
-            passes.before_padding(left)
-            again = split_loss(loss_fn(model, batch))[0]
-            _backward(objective_of(again, 0, True, 1.0).value, 0.0, request.scale, inputs)
+            if total is not None and passes.ranks > 1:
+                total.ranks = passes.ranks
+                total.written = {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
+        return as_record(Gradients, (grads, metrics, after, passes.samples(samples), weight, request.scale))
 
     return microbatch
-
-
-def _writes(grads: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    return {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
 
 
 def _refuse_unreached(out: Gradients, needed: Sequence[str]) -> None:
@@ -248,6 +217,7 @@ _IN_INFERENCE_MODE = (
     "gradients were asked for under torch.inference_mode(), whose tensors carry none: take the step out of it. Eval and "
     "predict steps record no gradients anyway, and torch.no_grad() does the same for your own code"
 )
+_AS_IT_IS = nullcontext()
 _NO_INPUTS: tuple[Tensor, ...] = ()
 _NOTHING, _PLAIN = {type(None)}, {Tensor}
 _requires_grad, _is_leaf, _grad = map(operator.attrgetter, ("requires_grad", "is_leaf", "grad"))
@@ -321,9 +291,17 @@ def _renormed(
     return host.unshared(params, params if host.engine.name else names if request.donate else ())
 
 
-def _written(renormed: Iterable[str], params: dict[str, Tensor], state: TrainState) -> dict[str, Tensor] | None:
-    before = state.params
-    return {name: params[name] for name in renormed if params[name] is not before[name]} or None
+def _written(renormed: Iterable[str], params: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: params[name] for name in renormed if params[name] is not before[name]}
+
+
+def forward_writes(
+    buffers: dict[str, Tensor], params: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters and the buffers among the tensors after a forward pass (see `Gradients.buffers`)."""
+    if names := buffers.keys() & params.keys():
+        return {name: buffers[name] for name in names}, without(buffers, names)
+    return {}, buffers
 
 
 def _without_graph(buffer: Tensor) -> Tensor:
@@ -336,18 +314,6 @@ def _seeds(state: TrainState, request: GradRequest, count: int, traced: bool) ->
         return [*indices(request, count)]
     step, seed, own = state.step, state.seed, rank()
     return [mix(seed, step, own, index) for index in indices(request, count)]
-
-
-def _objective_of_all(
-    passes: Passes, loss: Any, samples: int, request: GradRequest, normalizer: Tensor | float | None, first: bool
-) -> Objective:
-    """Objective of a microbatch on one of several ranks, with the normalizer that all ranks agree on."""
-    agreed, total = passes.agree(weight_on_host(loss), first)
-    if agreed is not None:
-        normalizer = agreed
-    elif normalizer is None and not isinstance(loss, Mean):
-        normalizer = request.context.samples
-    return objective_of(loss, samples, request.reduction == "sum", normalizer, passes.ranks, total)
 
 
 def indices(request: GradRequest, count: int) -> Iterable[int]:

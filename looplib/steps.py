@@ -23,13 +23,14 @@ from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept, Writes
 from looplib._core.calls import with_repr, without_repr
 from looplib._core.checks import check_type, named
-from looplib._core.engines import NO_CONTEXT, Context, described_program
+from looplib._core.engines import described_program
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
 from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in, wait_for_readers
 from looplib._core.loss_functions import check_function_of_model
+from looplib._core.mappings import pick
 from looplib._core.random import mix
-from looplib._core.ranks import is_distributed, rank
+from looplib._core.ranks import rank
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
@@ -45,13 +46,13 @@ from looplib._core.updates import (
 )
 from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
-from looplib.gradients import of_this_model
+from looplib.gradients import forward_writes, of_this_model
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
     GradFn,
-    Gradients,
     GradRequest,
+    Grads,
     Metric,
     Optimizer,
     Params,
@@ -191,13 +192,10 @@ def make_train_step(
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
-    # Ranks compare it at the first step.
-    context = (
-        Context(program=partial(described_program, given, optimizer.description)) if is_distributed() else NO_CONTEXT
-    )
     watched = (given, optimizer.decide, optimizer.update_)
     parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
-    step = with_spec(_train_step(without_repr(grad_fn), optimizer, donate, same_batch, context), parts)
+    program = partial(described_program, given, optimizer.description)
+    step = with_spec(_train_step(without_repr(grad_fn), optimizer, donate, same_batch, program), parts)
     return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
@@ -218,9 +216,12 @@ def make_train_step(
 # returning the new one.
 
 
-def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, context: Context) -> TrainStep:
+def _train_step(
+    grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, program: Callable[[], Mapping[str, Any]]
+) -> TrainStep:
     own = _given_up if donate else _copied
-    request = GradRequest(donate=donate, context=context)
+    request = GradRequest(donate=donate)
+    compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
     writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
     watch = Watch(grad_fn)
 
@@ -235,8 +236,11 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
         thread, grad_mode = threading.get_ident(), torch.is_grad_enabled()
         try:
             try:
+                if compare is not None:
+                    compare(state, (batch,), program)  # with the other ranks, at the first step
                 out = grad_fn(state, batch, request)
-                grads, metrics, new_buffers, samples = out[:4]  # at once: each name of a NamedTuple takes 40 ns
+                grads, metrics, new_buffers, samples, *_ = out
+                forward_params, new_buffers = forward_writes(new_buffers, params)
                 if donate:
                     writes.learn(kept)
                 decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
@@ -250,7 +254,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
             _interrupts.install()  # here: the end of an earlier loop, which may be collected at any time, removes it
-            owned, owned_state, lease = own(state, params, next_opt_state, out, writes)
+            owned, owned_state, lease = own(state, params, next_opt_state, grads, forward_params, writes)
             info = {
                 "applied": applied,
                 "metrics": metrics,
@@ -281,18 +285,21 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
 Owned = tuple[Params, Any, Lease | None]
 
 
-def _given_up(state: TrainState, params: Params, opt_state: Any, out: Gradients, writes: Writes) -> Owned:
+def _given_up(
+    state: TrainState, params: Params, opt_state: Any, grads: Grads, forward_params: Params, writes: Writes
+) -> Owned:
     """The state's own tensors, for a donated step to write. The state is spent from here on."""
-    names = out.grads.keys() | writes.params if writes.params else out.grads.keys()
+    names = grads.keys() | writes.params if writes.params else grads.keys()
     lease, _ = give_up(state, names, writes.buffers or ())
     return params, opt_state, lease
 
 
-def _copied(state: TrainState, params: Params, opt_state: Any, out: Gradients, writes: Writes) -> Owned:
+def _copied(
+    state: TrainState, params: Params, opt_state: Any, grads: Grads, forward_params: Params, writes: Writes
+) -> Owned:
     """Copies of what a pure step writes. Parameters that the forward pass writes are copies already."""
-    in_forward = out.params or {}
-    own = copied_params(out.grads.keys() - in_forward.keys(), {**params, **in_forward} if in_forward else params)
-    return own, copied(opt_state), None
+    own = copied_params(grads.keys() - forward_params.keys(), params)
+    return {**own, **forward_params}, copied(opt_state), None
 
 
 def _finished(owned: Params, new: Params, donate: bool) -> Params:
@@ -317,22 +324,15 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         params, _, opt_state = trees_of(state)
         decision, opt_state = decided(optimizer, out.grads, opt_state, out.metrics, params, state.step)
         flags = announced(decision)
-        in_forward = out.params or {}
-        new_params, opt_state, more = update_where(
-            flags,
-            optimizer,
-            out.grads,
-            opt_state,
-            {**params, **in_forward},
-            state.step,
-            {"metrics": out.metrics, "buffers": out.buffers, "seed": state.seed},
-        )
+        forward_params, buffers = forward_writes(out.buffers, params)
+        info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
+        start = {**params, **forward_params}
+        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
         applied = any_of(flags)
-        if in_forward:
-            before = {name: params[name] for name in in_forward}
-            new_params |= where(applied, {name: new_params[name] for name in in_forward}, before)
+        if forward_params:
+            new_params |= where(applied, pick(new_params, forward_params), pick(params, forward_params))
         metrics = {**out.metrics, **aux_records(more, out.samples, apart=False)}
-        return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, applied)
+        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, applied)
 
     return core
 

@@ -6,14 +6,14 @@ import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from looplib._core import advice, lease, updates
 from looplib._core.calls import Call
 from looplib._core.checks import named
-from looplib._core.engines import NO_CONTEXT, Context
+from looplib._core.engines import RunningSum
 from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
 from looplib._core.trees import register_record
@@ -257,19 +257,14 @@ class Gradients(NamedTuple):
     A wrapper replaces the fields it is responsible for and keeps the rest: `out._replace(grads=...)`.
 
     Attributes:
-        grads: name -> gradient of the mean loss, or with `GradRequest.reduction` "sum", of the summed loss divided by
-            `normalizer`. The caller owns the tensors.
+        grads: name -> gradient of the mean loss, or if a running sum was requested, of the summed loss divided by its
+            normalizer. The caller owns the tensors.
         metrics: name -> mergeable record. Always contains "loss".
-        buffers: name -> buffer after the forward pass.
+        buffers: name -> tensor after the forward pass, of the buffers, and of the parameters that the forward pass
+            itself writes, such as those of `nn.Embedding(max_norm=...)`.
         samples: number of samples in the batch.
         weight: what is left to divide the summed loss by; None if `grads` are already those of the mean loss.
-        normalizer: what the summed loss has already been divided by.
-        ranks: number of ranks over which an engine such as DDP has averaged `grads`.
-        params: name -> value after the forward pass, for parameters that the forward pass itself writes, such as
-            those of `nn.Embedding(max_norm=...)`. None for most models.
         scale: the `GradRequest.scale` by which the loss was multiplied, else None.
-        added_up: name -> gradient and the number of writes to it, where an engine adds up the microbatches itself, so
-            that a wrapper within `accumulate` that changes them is refused; else None.
     """
 
     grads: Grads
@@ -277,46 +272,31 @@ class Gradients(NamedTuple):
     buffers: dict[str, Tensor]
     samples: int
     weight: Tensor | float | None = None
-    normalizer: Tensor | float = 1.0
-    ranks: int = 1
-    params: Params | None = None
     scale: Tensor | None = None
-    added_up: dict[str, tuple[Tensor, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GradRequest:
-    """The part of an optimizer step that a `GradFn` is asked for: one microbatch, or the whole step.
+    """What a `GradFn` is asked for: the gradient of the mean loss, or that of one microbatch of a step.
 
     A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(request, ...)`.
 
-    >>> import looplib as ll
-    >>> ll.types.GradRequest(index=2, reduction="sum").reduction
-    'sum'
+    >>> import looplib as ll, dataclasses
+    >>> dataclasses.replace(ll.types.GradRequest(), index=2).index
+    2
 
     Attributes:
         index: index of the microbatch, which its random numbers depend on.
-        reduction: "mean" for the gradient of the mean loss; "sum" for the gradient of the summed loss over
-            `normalizer`, together with its weight.
-        normalizer: what to divide summed losses by, so that half-precision gradients stay as small as those of a
-            mean. None lets the function choose: the step's number of samples if it is known, otherwise the
-            microbatch's own weight (at least 1).
         scale: factor by which the loss is multiplied before the backward pass.
         donate: True if the state's buffers may be overwritten.
-        context: private to looplib and without promises. Pass it on.
+        sum: the running sum to which the gradient of the summed loss is added, in place of that of the mean loss.
+            Private to looplib and without promises: `accumulate` makes it, and a wrapper passes it on.
     """
 
     index: int = 0
-    reduction: Literal["mean", "sum"] = "mean"
-    normalizer: Tensor | float | None = None
     scale: Tensor | None = None
     donate: bool = False
-    context: Context = NO_CONTEXT
-
-    @property
-    def summed(self) -> bool:
-        """True if the gradient of the summed loss is requested, together with its weight."""
-        return self.reduction == "sum"
+    sum: RunningSum | None = None
 
 
 WHOLE = GradRequest()

@@ -1,7 +1,5 @@
 """Clipping against torch's own."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
+from looplib._core.engines import RunningSum
 
 
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-4, 1e4), max_norm=st.floats(1e-3, 1e3))
@@ -35,7 +34,7 @@ def test_a_norm_that_is_not_positive_is_refused():
             ll.clip_by_global_norm(lambda state, batch, request: None, wrong)
     clipped = ll.clip_by_global_norm(lambda state, batch, request: None, 1.0)
     with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
-        clipped(ll.TrainState(), None, ll.types.GradRequest(reduction="sum"))
+        clipped(ll.TrainState(), None, ll.types.GradRequest(sum=RunningSum()))
 
 
 def test_parts_add_up_to_the_whole():
@@ -54,13 +53,12 @@ def test_parts_add_up_to_the_whole():
     for fn in (loss_fn, token_loss):
         grad_fn = ll.make_grad_fn(model, fn)
         whole = grad_fn(state, (x, y))
-        grads, weight, normalizer = None, 0, None
+        total, weight = RunningSum(), 0
         for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            context = dataclasses.replace(ll.types.GradRequest().context, into=grads)
-            out = grad_fn(state, batch, ll.types.GradRequest(index, "sum", normalizer, context=context))
-            grads, weight, normalizer = out.grads, weight + out.weight, out.normalizer
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad * normalizer / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
+            out = grad_fn(state, batch, ll.types.GradRequest(index, sum=total))
+            total.grads, weight = out.grads, weight + out.weight
+        for name, grad in total.grads.items():
+            torch.testing.assert_close(grad * total.normalizer / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
     assert all(p.grad is None for p in model.parameters())
 
 

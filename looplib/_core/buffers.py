@@ -20,6 +20,19 @@ from looplib._core.tracing import tracing
 from looplib._core.updates import clones
 
 
+def with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors with copies of their values, for `put_back`."""
+    given = [*tensors]
+    return [*zip(given, clones(given), strict=True)]
+
+
+def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors their values back from copies."""
+    with torch.no_grad():
+        for tensor, copy in copied:
+            tensor.copy_(copy)
+
+
 class Writes:
     """Names of what the forward passes of a donated step write, learned from its calls.
 
@@ -53,7 +66,7 @@ class Kept:
     def __init__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], writes: Writes) -> None:
         self.params, self.buffers = params, buffers
         self._tensors = {**buffers, **{name: params[name] for name in writes.params}} if writes.params else buffers
-        self._copies = clones([*self._tensors.values()]) if self._tensors else []
+        self._copies = clones([*self._tensors.values()])
         self.versions = _versions(params, buffers)
 
     def counted(self) -> set[str]:
@@ -71,7 +84,7 @@ class Kept:
 
     def restore(self) -> None:
         """Put the values back. Raise if the forward pass has written a parameter of which there is no copy."""
-        self._put_back()
+        put_back(zip(self._tensors.values(), self._copies, strict=True))
         if lost := self._lost():
             raise RuntimeError(
                 f"the forward pass wrote to the parameter {', '.join(lost)} in place, for the first time in a step whose "
@@ -89,14 +102,9 @@ class Kept:
         if overwritten(state, (self.params, self.buffers)) is not None:
             return
         lost = self._lost()
-        self._put_back()
+        put_back(zip(self._tensors.values(), self._copies, strict=True))
         if lost:
             spend(state)
-
-    def _put_back(self) -> None:
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors.values(), self._copies, strict=True):
-                tensor.copy_(copy)
 
     def _lost(self) -> list[str]:
         return sorted(self.counted() - self._tensors.keys())

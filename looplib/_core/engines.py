@@ -12,15 +12,15 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import kinds, lease, torch_private, trees, waiting
+from looplib._core.buffers import put_back, with_copies
 from looplib._core.collective import together_with_data
 from looplib._core.descriptions import described, described_arguments
 from looplib._core.notices import warn
@@ -29,41 +29,28 @@ from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import padding_batch
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Internal context that looplib's functions pass to each other with a `GradRequest`.
+class RunningSum:
+    """What the microbatches of one step share, while their gradients of summed losses become the gradient of a mean.
 
     Attributes:
-        into: gradients so far, to add to in place.
-        samples: samples in all microbatches of the step, if known.
-        ranks: number of ranks over which an engine is going to average.
-        last: True if no further microbatch of this step follows, so an engine now reduces the gradients.
+        samples: samples in all microbatches, if known: what scalar losses are divided by at once.
+        normalizer: what every microbatch divides its summed loss by, so that half-precision gradients stay as small as
+            those of a mean. None until the first one has chosen it: `samples`, or its own weight (at least 1).
+        ranks: number of ranks over which an engine averages.
+        grads: gradients so far, for a function or an engine that adds to them in place; else None.
+        written: those that an engine has added up, with the number of writes to each, so that a wrapper that changes
+            them is refused.
+        last: True if no further microbatch follows, so an engine now reduces the gradients.
         local: True if the caller adds up the ranks' gradients itself.
-        program: function that describes the train step, at its first call on several ranks.
     """
 
-    into: Mapping[str, Tensor] | None = None
-    ranks: int = 1
-    samples: int | None = None
-    last: bool = True
-    local: bool = False
-    program: Callable[[], Mapping[str, Any]] | None = None
+    __slots__ = ("grads", "last", "local", "normalizer", "ranks", "samples", "written")
 
-
-NO_CONTEXT = Context()
-
-
-class Asked(Protocol):
-    """The fields of a `GradRequest` that an engine reads."""
-
-    @property
-    def normalizer(self) -> Tensor | float | None: ...
-    @property
-    def donate(self) -> bool: ...
-    @property
-    def summed(self) -> bool: ...
-    @property
-    def context(self) -> Context: ...
+    def __init__(self, samples: int | None = None, local: bool = False) -> None:
+        self.samples, self.local, self.last, self.ranks = samples, local, True, 1
+        self.normalizer: Tensor | float | None = None
+        self.grads: Mapping[str, Tensor] | None = None
+        self.written: dict[str, tuple[Tensor, int]] = {}
 
 
 class Passes:
@@ -78,11 +65,12 @@ class Passes:
 
     def before_padding(self, left: int) -> None: ...
 
-    def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
+    def agree(self, weight: list[float]) -> tuple[float | None, float | None]:
         """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
         return None, None
 
-    def samples(self, count: int, first: bool) -> int:
+    def samples(self, count: int) -> int:
+        """Number of samples to report for a microbatch."""
         return count
 
     def failure(self, error: Exception) -> Exception:
@@ -99,36 +87,44 @@ class SyncPasses(Passes):
     """Passes of one step on all ranks, whose gradients an engine averages."""
 
     def __init__(
-        self, engine: Engine, ranks: int, request: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int]
+        self,
+        engine: Engine,
+        ranks: int,
+        total: RunningSum | None,
+        batches: Sequence[Any],
+        batch_size: Callable[[Any], int],
     ) -> None:
-        self.engine, self.ranks, self.summed, self.last = engine, ranks, request.summed, request.context.last
-        self.own: list[float] = []
+        self.engine, self.ranks, self.total = engine, ranks, total
         self.kept: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before a pass that does not count
+        self.own: list[float] = []
         self.counted: Sums | None = None
-        if request.normalizer is None:
-            known = request.context.samples
+        if total is None or total.normalizer is None:  # no microbatch of this step has run yet
+            known = None if total is None else total.samples
             self.own = [sum(map(batch_size, batches)) if known is None else known]
-            if self.summed or not engine.weighed:
+            if total is not None or not engine.weighed:
                 # Sent during the first forward pass, unless a weight, known only afterwards, must be sent too.
                 self.counted = Sums(self.own)
         # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
-        if self.summed and engine.passes_together():
+        if total is not None and engine.passes_together():
             self.padding = range(round(largest_over_ranks([len(batches)])[0]) - len(batches))[::-1]
 
     def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
-        self.engine.sync(self.last and final and not self.padding)
+        self.engine.sync(self._is_last() and final and not self.padding)
         if samples:
             return batch, True
         # The others wait for this rank's pass. Its gradients are multiplied by zero, and its statistics put back.
-        self.kept = self.kept or [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
+        self.kept = self.kept or with_copies(self.engine.buffers())
         return padding_batch(batch), False
 
     def before_padding(self, left: int) -> None:
-        self.engine.sync(self.last and not left)
+        self.engine.sync(self._is_last() and not left)
 
-    def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
+    def _is_last(self) -> bool:
+        return self.total is None or self.total.last
+
+    def agree(self, weight: list[float]) -> tuple[float | None, float | None]:
         total = None
-        if self.own and not self.summed:
+        if self.total is None:
             if self.counted is None:
                 self.counted = Sums([*self.own, *weight])
                 total = next(iter(self.counted.read()[1:]), None)
@@ -136,28 +132,19 @@ class SyncPasses(Passes):
                 total = Sums(weight).read()[0]
             self.engine.weighed = bool(weight)
         # With this divisor, the engine's average over ranks is the mean over all samples.
-        return self._count() / self.ranks if self._counts(first) else None, total
+        return None if self.counted is None else self.counted.read()[0] / self.ranks, total
 
-    def samples(self, count: int, first: bool) -> int:
-        """Number of samples of all ranks, requested once."""
-        return round(self._count()) if self._counts(first) else 0
-
-    def _counts(self, first: bool) -> bool:
-        return first and self.counted is not None
-
-    def _count(self) -> float:
-        assert self.counted is not None
-        return self.counted.read()[0]
+    def samples(self, count: int) -> int:
+        """Number of samples of all ranks, with the first microbatch; 0 with the others."""
+        counted, self.counted = self.counted, None
+        return 0 if counted is None else round(counted.read()[0])
 
     def failure(self, error: Exception) -> Exception:
         return waiting.better_error(error)
 
     def end(self) -> None:
         self.engine.sync(True)
-        if self.kept:
-            with torch.no_grad():
-                for buffer, before in self.kept:
-                    buffer.copy_(before)
+        put_back(self.kept)
 
 
 class NoEngine:
@@ -171,14 +158,15 @@ class NoEngine:
 
     def passes(
         self,
-        request: Asked,
         state: Any,
         batches: Sequence[Any],
         batch_size: Callable[[Any], int],
-        bound: Callable[[], bool],
+        total: RunningSum | None,
+        in_place: Callable[[], bool],
     ) -> Passes:
-        """Passes for the microbatches of one call. `bound` returns True if the state holds the module's own parameters."""
-        if not (self.warned or request.context.local) and (ranks := world_size()) > 1:
+        """Passes for the microbatches of one call. `in_place` returns True if it runs on the module's own tensors."""
+        local = total is not None and total.local
+        if not (self.warned or local) and (ranks := world_size()) > 1:
             self.warned = True
             warn(
                 f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
@@ -209,7 +197,7 @@ class Engine(NoEngine):
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
-        self.name = name
+        self.name: str = name
         self.buffers = model.buffers
         self.compared = False  # True after the first step, if there are several ranks
         self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
@@ -222,32 +210,39 @@ class Engine(NoEngine):
 
     def passes(
         self,
-        request: Asked,
         state: Any,
         batches: Sequence[Any],
         batch_size: Callable[[Any], int],
-        bound: Callable[[], bool],
+        total: RunningSum | None,
+        in_place: Callable[[], bool],
     ) -> Passes:
-        self._refuse_strangers(request.donate and bound())
-        ranks, context = world_size(), request.context
-        if ranks > 1 and context.local:
+        self._refuse_strangers(in_place())
+        if (ranks := world_size()) == 1:
+            return LOCAL_PASSES
+        if total is not None and total.local:
             raise RuntimeError(
                 f"reduce_gradients around a model in {self.name}, which reduces its gradients itself: leave one of "
                 "them out"
             )
-        if ranks > 1 and not self.compared:
-            compare(state, batches, context.program)
-            self.compared = True  # only now, since all ranks compare again after one that was not in this step
-        return SyncPasses(self, ranks, request, batches, batch_size) if ranks > 1 else LOCAL_PASSES
+        self.compare(state, batches)
+        return SyncPasses(self, ranks, total, batches, batch_size)
 
-    def _refuse_strangers(self, bound: bool) -> None:
+    def compare(
+        self, state: Any, batches: Sequence[Any], program: Callable[[], Mapping[str, Any]] | None = None
+    ) -> None:
+        """Raise on all ranks, before the first step, if they run different programs. `program` describes the step."""
+        if not self.compared and world_size() > 1:
+            compare(state, batches, program)
+            self.compared = True  # only now, since all ranks compare again after one that was not in this step
+
+    def _refuse_strangers(self, in_place: bool) -> None:
         if tracing():
             raise UntraceableError(
                 f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
                 "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
                 "before it is wrapped"
             )
-        if not bound:
+        if not in_place:
             raise RuntimeError(
                 f"{self.name} works on the module's own parameters, in place, and would be silently wrong on "
                 "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "

@@ -153,7 +153,7 @@ def _check_whole(request: GradRequest) -> None:
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
             "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
         )
-    if request.summed:
+    if request.sum is not None:
         raise ValueError(
             "make_contrastive_grad_fn within accumulate would compare the samples of one microbatch alone: leave "
             "accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"

@@ -198,7 +198,7 @@ def _check_model(host: _modules.FunctionalModule) -> None:
 def _check_part(request: GradRequest) -> None:
     """Raise if summed or scaled gradients are requested."""
     check(
-        not request.summed,
+        request.sum is None,
         "gradients of each sample do not add up within accumulate: bring them together inside, "
         "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
     )
@@ -238,8 +238,7 @@ def _sum(values: Tensor) -> Tensor:
 
 def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:
     """Gradients of each sample of this part."""
-    alone = dataclasses.replace(request.context, into=None)
-    out = grad_fn(state, batch, dataclasses.replace(request, reduction="mean", normalizer=None, context=alone))
+    out = grad_fn(state, batch, dataclasses.replace(request, sum=None))
     params = state.params
     for name, grad in out.grads.items():
         if grad.shape != (expected := (out.samples, *params[name].shape)):
@@ -252,9 +251,13 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, requ
 
 def _together(out: Gradients, grads: Grads, request: GradRequest, metrics: dict[str, Metric]) -> Gradients:
     """Gradients summed over the samples, as from an ordinary GradFn. `grads` may be overwritten."""
-    normalizer = request.normalizer if request.summed and request.normalizer is not None else max(out.samples, 1)
-    multiply(grads, 1 / normalizer)
-    if into := request.context.into:
+    total, samples = request.sum, out.samples
+    if total is None:
+        multiply(grads, 1 / max(samples, 1))
+        return Gradients(grads, {**out.metrics, **metrics}, out.buffers, samples)
+    if total.normalizer is None:
+        total.normalizer = max(samples if total.samples is None else total.samples, 1)
+    multiply(grads, 1 / total.normalizer)
+    if into := total.grads:
         grads = {name: into[name].add_(grad) for name, grad in grads.items()}
-    mean = Gradients(grads, {**out.metrics, **metrics}, out.buffers, out.samples)
-    return mean._replace(weight=out.samples, normalizer=normalizer) if request.summed else mean
+    return Gradients(grads, {**out.metrics, **metrics}, out.buffers, samples, samples)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_argument
+from looplib._core.engines import RunningSum
 from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
@@ -131,7 +132,8 @@ def add_noise(
     _check_norm(grad_fn, max_norm)
 
     def noisy(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        out = grad_fn(state, batch, dataclasses.replace(request, reduction="sum"))
+        total = RunningSum()
+        out = grad_fn(state, batch, dataclasses.replace(request, sum=total))
         check(
             "clipped" in out.metrics,
             "add_noise got gradients that are not clipped sample by sample, which no noise makes private: "
@@ -139,7 +141,7 @@ def add_noise(
         )
         size = expected_batch_size or out.samples
         check(size, "the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
-        multiply(out.grads, out.normalizer / size)
+        multiply(out.grads, (total.normalizer or 1) / size)
         _add_normal(out.grads.values(), noise_multiplier * max_norm / size, state)
         return Gradients(out.grads, out.metrics, out.buffers, out.samples)
 

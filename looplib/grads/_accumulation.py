@@ -8,10 +8,8 @@ was split, and the update does not need to know about microbatches.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_optional_count
-from looplib._core.engines import NO_CONTEXT, Context
+from looplib._core.engines import RunningSum
 from looplib._core.kinds import made
 from looplib._core.mappings import pick, subset, without
 from looplib._core.ranks import is_distributed
@@ -27,7 +25,7 @@ from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
 from looplib._wrapping import check_parts
-from looplib.gradients import indices
+from looplib.gradients import forward_writes, indices
 from looplib.grads._wrapper import kept, name_of
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -81,7 +79,7 @@ def accumulate(
     check_optional_count("microbatches", microbatches)
     check_optional_count("size", size)
     grad_fn = check_parts(grad_fn, "accumulate")
-    summands = summands_of(grad_fn, dtype)
+    add_up = added_up(grad_fn, dtype)
 
     def accumulated(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if microbatches is None and size is None:
@@ -91,7 +89,7 @@ def accumulate(
             count = batch_size(batch)
             sizes = size if size is not None else _even(count, microbatches or 1)
             pieces = split(batch, count, sizes, batch_size)
-        return over(summands, state, pieces, count, request)
+        return add_up(state, pieces, count, request)
 
     made = kept(accumulated, "accumulate", grad_fn)
     return with_repr(
@@ -99,106 +97,87 @@ def accumulate(
     )
 
 
-class Summands(NamedTuple):
-    """A gradient function of microbatches, whose gradients are to be added up.
+def added_up(
+    grad_fn: GradFn, dtype: torch.dtype | None = None
+) -> Callable[[TrainState, Sequence[Any], int, GradRequest], Gradients]:
+    """The function that adds up the gradients of microbatches, which hold `count` samples together.
 
-    Attributes:
-        grad_fn: the function.
-        dtype: dtype to add up in; None for the gradients' own.
-        adds: True if the function accumulates into the gradients so far itself.
-        microbatches: gradients of several microbatches, the last one's with the sum.
+    A function of looplib's adds to the gradients so far itself, in place. So does an engine, which must find them in
+    `.grad`, where it reduces them over the ranks. For others they are added here: a user's wrapper may change the
+    gradients that it receives, which would be wrong for those of earlier microbatches.
     """
-
-    grad_fn: GradFn
-    dtype: torch.dtype | None
-    adds: bool
-    microbatches: Callable[[TrainState, Sequence[Any], GradRequest], list[Gradients]] | None
-
-    def added_by(self, request: GradRequest) -> bool:
-        """True if the function, or the engine in it, accumulates into the gradients so far.
-
-        A user's wrapper may change the gradients it receives, which would be wrong for those of earlier microbatches.
-        An engine, though, must find the accumulated gradients in `.grad`, where it reduces them over the ranks.
-        """
-        return self.dtype is None and (self.adds or request.context.ranks > 1)
-
-
-def summands_of(grad_fn: GradFn, dtype: torch.dtype | None = None) -> Summands:
     record = made(grad_fn)
-    if record is None:
-        return Summands(grad_fn, dtype, False, None)
-    return Summands(grad_fn, dtype, record.adds, record.microbatches if dtype is None else None)
+    adds = record is not None and record.adds and dtype is None
+    all_at_once = record.microbatches if record is not None and dtype is None else None
 
+    def add_up(state: TrainState, pieces: Sequence[Any], count: int, request: GradRequest) -> Gradients:
+        total = request.sum
+        in_place = dtype is None and (total is None or total.grads is None or adds or total.ranks > 1)
+        # Other ranks may have more microbatches, and collective calls must come in the same order on all.
+        if len(pieces) == 1 and in_place and (total is not None or not is_distributed()):
+            return grad_fn(state, pieces[0], request)
+        if total is None:
+            total = RunningSum(count if type(count) is int else None)
+            request = dataclasses.replace(request, sum=total)
+            return mean_of_sums(_joined(each(state, pieces, request, total)), total)
+        if total.samples is None and type(count) is int:
+            total.samples = count
+        return _joined(each(state, pieces, request, total))
 
-def over(summands: Summands, state: TrainState, pieces: Sequence[Any], count: int, request: GradRequest) -> Gradients:
-    """Accumulate the gradients of all microbatches, which hold `count` samples together."""
-    context, summed = request.context, request.reduction == "sum"
-    alone = len(pieces) == 1 and summands.dtype is None and (context.into is None or summands.added_by(request))
-    # Other ranks may have more microbatches, and collective calls must come in the same order on all.
-    if alone and (summed or not is_distributed()):
-        return summands.grad_fn(state, pieces[0], request)
-    whole = dataclasses.replace(request, reduction="sum", context=_counted(context, count))
-    if summands.microbatches is not None:
-        out = _joined(summands.microbatches(state, pieces, whole))
-    else:
-        out = _joined(_one_by_one(summands, state, pieces, whole))
-    return out if summed else mean_of_sums(out)
+    def each(state: TrainState, pieces: Sequence[Any], request: GradRequest, total: RunningSum) -> list[Gradients]:
+        if all_at_once is not None:
+            outs: list[Gradients] = all_at_once(state, pieces, request)
+            return outs
+        return _one_by_one(grad_fn, adds, dtype, state, pieces, request, total)
 
-
-def _counted(context: Context, count: int) -> Context:
-    if context is NO_CONTEXT and type(count) is int:
-        return _of_samples(count)
-    return context if context.samples is not None else dataclasses.replace(context, samples=count)
-
-
-@functools.lru_cache(maxsize=64)
-def _of_samples(count: int) -> Context:
-    """Context passed to the microbatches of a step with this many samples, cached so that each step reuses it."""
-    return Context(samples=count)
+    return add_up
 
 
 def _joined(outs: Sequence[Gradients]) -> Gradients:
     """The last microbatch's result, which holds the accumulated gradients, with everyone's metrics, samples and weights."""
     weights = [out.weight for out in outs if out.weight is not None]
     return outs[-1]._replace(
-        metrics=merge(*map(_metrics_of, outs)),
-        samples=sum(map(_samples_of, outs)),
+        metrics=merge(*[out.metrics for out in outs]),
+        samples=sum([out.samples for out in outs]),
         weight=sum_of_weights(weights) if weights else None,
     )
 
 
-_metrics_of, _samples_of = map(operator.attrgetter, ("metrics", "samples"))
-
-
 def _one_by_one(
-    summands: Summands, state: TrainState, pieces: Sequence[Any], request: GradRequest
+    grad_fn: GradFn,
+    adds: bool,
+    dtype: torch.dtype | None,
+    state: TrainState,
+    pieces: Sequence[Any],
+    request: GradRequest,
+    total: RunningSum,
 ) -> list[Gradients]:
     """Call the gradient function once per microbatch and add up the gradients."""
-    grad_fn, dtype = summands.grad_fn, summands.dtype
-    normalizer, ranks, adds = request.normalizer, request.context.ranks, summands.added_by(request)
+    earlier, last = total.grads, total.last
     grads: dict[str, Tensor] = {}
-    _add(grads, request.context.into or {}, dtype)
+    _add(grads, earlier or {}, dtype)
     outs: list[Gradients] = []
-    for index, piece in zip(indices(request, len(pieces)), pieces, strict=True):
-        last = request.context.last and len(outs) == len(pieces) - 1
-        context = dataclasses.replace(request.context, into=grads if adds else None, last=last, ranks=ranks)
-        out = grad_fn(state, piece, dataclasses.replace(request, index=index, normalizer=normalizer, context=context))
-        _check_summed(grad_fn, out, dtype)
-        normalizer, ranks = out.normalizer, out.ranks
-        adds = adds or ranks > 1
-        if adds:
-            grads = out.grads
-        else:
-            _add(grads, out.grads, dtype)
-        outs.append(out._replace(grads={}, added_up=None))
-        state = _moved_on(state, out)
-    outs[-1] = outs[-1]._replace(grads=grads, added_up=out.added_up)
+    try:
+        for index, piece in zip(indices(request, len(pieces)), pieces, strict=True):
+            total.grads = grads if adds or total.ranks > 1 else None
+            total.last = last and len(outs) == len(pieces) - 1
+            out = grad_fn(state, piece, dataclasses.replace(request, index=index))
+            _check_summed(grad_fn, out, total, dtype)
+            if adds or total.ranks > 1:
+                grads = out.grads
+            else:
+                _add(grads, out.grads, dtype)
+            outs.append(out._replace(grads={}))
+            state = _moved_on(state, out)
+    finally:
+        total.grads, total.last = earlier, last
+    outs[-1] = outs[-1]._replace(grads=grads)
     return outs
 
 
-def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) -> None:
+def _check_summed(grad_fn: GradFn, out: Gradients, total: RunningSum, dtype: torch.dtype | None) -> None:
     """Raise if a microbatch's gradients cannot be added to those of others."""
-    if out.ranks == 1:
+    if total.ranks == 1:
         if out.weight is None:
             raise TypeError(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
@@ -211,7 +190,7 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
             "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
             "model unwrapped and use ll.grads.reduce_gradients"
         )
-    if not _untouched(out):
+    if not _untouched(out.grads, total.written):
         raise RuntimeError(
             f"{name_of(grad_fn)} changes gradients within accumulate, and DDP and FSDP2 add up those of all "
             "microbatches in one place, so those of earlier microbatches would be changed again: put it around, "
@@ -220,21 +199,19 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
         )
 
 
-def _untouched(out: Gradients) -> bool:
+def _untouched(grads: Mapping[str, Tensor], added: Mapping[str, tuple[Tensor, int]]) -> bool:
     """True if these are the gradients that an engine has accumulated, unwritten since."""
-    if out.added_up is None or out.added_up.keys() != out.grads.keys():
-        return False
-    added = out.added_up.items()
-    return all(out.grads[name] is grad and torch_private.version(grad) == writes for name, (grad, writes) in added)
+    return added.keys() == grads.keys() and all(
+        grads[name] is grad and torch_private.version(grad) == writes for name, (grad, writes) in added.items()
+    )
 
 
 def _moved_on(state: TrainState, out: Gradients) -> TrainState:
-    """The state for the next microbatch: with the buffers and renormed embeddings that this one produced."""
-    if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
-        state = state.replace(buffers=out.buffers)
-    if out.params is not None:
-        state = state.replace(params={**state.params, **out.params})
-    return state
+    """The state for the next microbatch: with what the forward pass of this one wrote."""
+    if all(tensor is state.buffers.get(name) for name, tensor in out.buffers.items()):
+        return state
+    params, buffers = forward_writes(out.buffers, state.params)
+    return state.replace(params={**state.params, **params}, buffers=buffers)
 
 
 def _given(batch: Any) -> Sequence[Any]:

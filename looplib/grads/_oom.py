@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from looplib._core.buffers import put_back, with_copies
 from looplib._core.calls import with_repr
 from looplib._core.checks import check_optional_count
 from looplib._core.engines import engine_of
 from looplib._core.kinds import chain
-from looplib._core.mappings import mapped
 from looplib._core.memory import half, out_of_memory
 from looplib._core.ranks import is_sharded
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._wrapping import check_parts
-from looplib.grads._accumulation import over, summands_of
+from looplib.grads._accumulation import added_up
 from looplib.grads._wrapper import kept
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -62,7 +61,7 @@ def retry_on_oom(
     grad_fn = check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of samples, at least 1")
     _refuse_what_waits(grad_fn)
-    summands = summands_of(grad_fn)
+    add_up = added_up(grad_fn)
     fitting = size or math.inf
 
     def size_in(count: int) -> int:
@@ -73,11 +72,11 @@ def retry_on_oom(
         """Return the gradients, or None if memory did not suffice and the next attempt takes half."""
         nonlocal fitting
         samples = size_in(count)
-        saved = mapped(Tensor.clone, state.buffers) if request.donate else {}
+        saved = with_copies(state.buffers.values()) if request.donate else []
         try:
-            return over(summands, state, split(batch, count, samples, batch_size), count, request)
+            return add_up(state, split(batch, count, samples, batch_size), count, request)
         except Exception as error:
-            _put_back(state, saved)
+            put_back(saved)
             if samples == 1 or not out_of_memory(error):
                 raise
         # Outside of `except`: the error would keep everything alive that the attempt has allocated.
@@ -114,20 +113,13 @@ def _waits_for_ranks(model: nn.Module) -> str | None:
     return engine_of(model).name
 
 
-def _put_back(state: TrainState, buffers: Mapping[str, Tensor]) -> None:
-    """Restore buffers to their values before a failed attempt."""
-    with torch.no_grad():
-        for name, tensor in buffers.items():
-            state.buffers[name].copy_(tensor)
-
-
 def _refuse_what_cannot_be_retried(request: GradRequest) -> None:
     if tracing():
         raise UntraceableError(
             "retry_on_oom cannot try again within a compiled step: leave it out and give ll.accumulate(grad_fn, "
             "size=...), or leave out ll.compile_step"
         )
-    if request.context.into is not None or not request.context.last:
+    if request.sum is not None and not request.sum.local:
         raise ValueError(
             "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
             "around, retry_on_oom(accumulate(grad_fn, ...))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,19 +45,23 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     """
     grad_fn, compared = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom"), False
 
+    def compare(state: TrainState, batches: Sequence[Any], program: Any = None) -> None:
+        nonlocal compared
+        if _ranks.is_distributed() and not compared:
+            engines.compare(state, batches, program)
+            compared = True
+
     def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if not _ranks.is_distributed():
             return grad_fn(state, batch, request)
-        if request.summed:
+        if request.sum is not None:
             raise ValueError(
                 "reduce_gradients within accumulate would send each microbatch: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
-        nonlocal compared
-        if not compared:
-            engines.compare(state, (batch,), request.context.program)
-            compared = True
-        own = replace(request, reduction="sum", context=replace(request.context, local=True))
+        compare(state, (batch,))
+        total = engines.RunningSum(local=True)
+        own = replace(request, sum=total)
         out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
         if out.weight is None:
             raise TypeError(
@@ -64,9 +69,9 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
                 "its third argument on to the one that it wraps, grad_fn(state, batch, request), and return "
                 "out._replace(grads=...) (see ll.types.GradRequest)"
             )
-        return mean_over_ranks(out, state.params)
+        return mean_over_ranks(out, total, state.params)
 
-    made = kept(reduced, "reduce_gradients", grad_fn)
+    made = kept(reduced, "reduce_gradients", grad_fn, compare=compare)
     return with_repr(made, reduce_gradients, grad_fn)
 
 
@@ -82,6 +87,4 @@ def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: Grad
     """Contribution of a rank without samples: the names of its metrics, and zero for everything else."""
     out = grad_fn(state, padding_batch(batch), replace(request, donate=False))
     weight = None if out.weight is None else out.weight * 0
-    return out._replace(
-        grads={}, metrics=uncounted(out.metrics), buffers=state.buffers, samples=0, weight=weight, params=None
-    )
+    return out._replace(grads={}, metrics=uncounted(out.metrics), buffers=state.buffers, samples=0, weight=weight)

@@ -61,11 +61,10 @@ def wrapper(
     return decorate
 
 
-def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
+def kept(function: Any, name: str, inner: GradFn, **facts: Any) -> GradFn:
     """Mark a wrapper that never makes a sample's gradient larger."""
     adds = (record := made(inner)) is not None and record.adds
-    facts = Made("grad_fn", name, inner, whole_step=whole_step, max_norm=max_norm_of(inner), adds=adds)
-    return mark(function, facts)  # type: ignore[no-any-return]
+    return mark(function, Made("grad_fn", name, inner, max_norm=max_norm_of(inner), adds=adds, **facts))  # type: ignore[no-any-return]
 
 
 def name_of(function: Any) -> str:

@@ -1,6 +1,5 @@
 """Gradients of each example against backward calls one example at a time, and formulas."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import looplib as ll
+from looplib._core.engines import RunningSum
 
 
 class Transformer(nn.Module):
@@ -277,14 +277,14 @@ def test_parts_add_up_to_the_whole(sizes, max_norm, per, wrapper):
     found.pop("gradient_noise_scale", None), expected.pop("gradient_noise_scale", None)
     assert found == pytest.approx(expected, rel=1e-12)
 
-    grads, weight, given = None, 0, per
+    total, grads, weight = RunningSum(per), None, 0
     for index, piece in enumerate(pieces):
-        context = dataclasses.replace(ll.types.GradRequest().context, into=grads)
-        out = grad_fn(state, piece, ll.types.GradRequest(index, "sum", given, context=context))
+        out = grad_fn(state, piece, ll.types.GradRequest(index, sum=total))
         assert grads is None or all(out.grads[name] is grad for name, grad in grads.items())
-        grads, weight, given = out.grads, weight + out.weight, out.normalizer
-    assert given == (per or sizes[0])
-    close({name: grad * given / weight for name, grad in grads.items()}, whole.grads)
+        grads = total.grads = out.grads
+        weight += out.weight
+    assert total.normalizer == (per or sizes[0])
+    close({name: grad * total.normalizer / weight for name, grad in grads.items()}, whole.grads)
 
 
 # add_noise
@@ -296,9 +296,12 @@ def noise_of(state, batch, max_norm=2.0, multiplier=0.5, size=None, wrap=lambda 
     state = ll.init_state(model).replace(**state)
     clip = wrap(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_loss), max_norm))
     out = ll.contrib.add_noise(clip, max_norm, multiplier, expected_batch_size=size)(state, batch)
-    part = clip(state, batch, ll.types.GradRequest(reduction="sum"))
+    total = RunningSum()
+    part = clip(state, batch, ll.types.GradRequest(sum=total))
     size = size or len(batch[1])
-    return torch.cat([(out.grads[name] * size - part.grads[name] * part.normalizer).flatten() for name in part.grads])
+    return torch.cat(
+        [(out.grads[name] * size - part.grads[name] * total.normalizer).flatten() for name in part.grads]
+    )
 
 
 def test_noise_has_its_standard_deviation_and_its_place():

@@ -79,7 +79,7 @@ def whole(tensor):
 
 def same_bits_whatever_ran_before():  # a weight goes with the count of the examples once there has been one
     model = wrap(Model(), "ddp")
-    part = ll.types.GradRequest(donate=True, scale=torch.tensor(3.0))
+    request = ll.types.GradRequest(donate=True, scale=torch.tensor(3.0))
     used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
     batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
     used(state, batch, request)  # after which DDP builds its buckets again, and so adds in another order

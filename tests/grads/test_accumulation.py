@@ -184,7 +184,7 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     grad_fn = ll.make_grad_fn(model, mean_loss)
 
     def watched(state, batch, request=None):
-        parts.append((request.index, request.context.last, request.context.into is None, len(batch[0])))
+        parts.append((request.index, request.sum.last, request.sum.grads is None, len(batch[0])))
         return grad_fn(state, batch, request)
 
     batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))

@@ -10,6 +10,7 @@ from shared import equal
 from torch import nn
 
 import looplib as ll
+from looplib._core.engines import RunningSum
 
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
@@ -257,7 +258,7 @@ def test_within_pieces_they_are_refused_when_made(name):
         with pytest.raises(ValueError, match=message):
             outer(wrapped)
     with pytest.raises(ValueError, match=rf"{name} within accumulate would act on each microbatch alone"):
-        wrapped(ll.init_state(net()), batches(1)[0], ll.types.GradRequest(reduction="sum"))
+        wrapped(ll.init_state(net()), batches(1)[0], ll.types.GradRequest(sum=RunningSum()))
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
