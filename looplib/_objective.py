@@ -82,11 +82,6 @@ def objective_of(loss: Any, samples: int, total: RunningSum | None, passes: Pass
     return Objective(value, samples / normalizer, samples if ranks == 1 else None)
 
 
-def value_of(loss: Any) -> Tensor:
-    """The scalar of a loss, before any division."""
-    return _scalar(loss.total if isinstance(loss, Mean) else loss)
-
-
 def _mean_weight(weight: Tensor | float, times: int, ranks: int, total: float | None) -> Tensor | float:
     """The divisor of a total for the mean; on several ranks, for one whose gradients are averaged afterwards."""
     if ranks == 1:
@@ -111,12 +106,14 @@ def _gathered(value: Tensor) -> Tensor:
 def mean_of(loss: Any) -> Tensor:
     """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
     if not isinstance(loss, Mean):
-        return _scalar(loss).reshape(())
+        return value_of(loss).reshape(())
     value, weight = value_of(loss), _detached(loss.weight)
     return (value * _over(value, weight + (weight == 0))).reshape(())
 
 
-def _scalar(value: Any) -> Tensor:
+def value_of(loss: Any) -> Tensor:
+    """The scalar of a loss, before any division."""
+    value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
         raise TypeError(
             f"loss_fn returned a {type(value).__name__}; return a scalar tensor, a Mean(total, weight), or "

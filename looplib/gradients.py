@@ -7,11 +7,9 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -219,8 +217,6 @@ _IN_INFERENCE_MODE = (
 )
 _AS_IT_IS = nullcontext()
 _NO_INPUTS: tuple[Tensor, ...] = ()
-_NOTHING, _PLAIN = {type(None)}, {Tensor}
-_requires_grad, _is_leaf, _grad = map(operator.attrgetter, ("requires_grad", "is_leaf", "grad"))
 
 
 class _Leaves:
@@ -237,17 +233,19 @@ class _Leaves:
     __slots__ = ("_frozen", "_stale", "again", "all", "inputs", "names", "traced")
 
     def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
-        leaves = [*map(params.__getitem__, names)]
-        self.all = params
-        if not (all(map(_requires_grad, leaves)) and all(map(_is_leaf, leaves))):
-            leaves = [*map(_leaf, names, leaves)]
-            self.all = {**params, **dict(zip(names, leaves, strict=True))}
-        self.names, self.inputs = names, tuple(leaves)
+        self.names = names
+        self.inputs = tuple(
+            [
+                tensor if (tensor := params[name]).requires_grad and tensor.is_leaf else _leaf(name, tensor)
+                for name in names
+            ]
+        )
+        self.all = {**params, **dict(zip(names, self.inputs, strict=True))}
         self._frozen: list[Tensor] = []
         if len(names) < len(params):
             rest = without(params, {*names})
             self._frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
-        self._stale = [*map(_grad, leaves)]
+        self._stale = [leaf.grad for leaf in self.inputs]
         self.traced, self.again = False, False
         if entered and tracing():
             self.traced, self.again = True, differentiated()
@@ -256,26 +254,22 @@ class _Leaves:
         """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
         for tensor in self._frozen:
             tensor.requires_grad_(False)
-        if into:
-            for name, leaf in pairs(self.names, self.inputs):
-                leaf.grad = into.get(name)
-        elif {*map(type, self._stale)} != _NOTHING:
-            for leaf in self.inputs:
-                leaf.grad = None
+        for name, leaf in pairs(self.names, self.inputs):
+            leaf.grad = into.get(name) if into else None
 
     def grads(self) -> dict[str, Tensor]:
         """Gradients by name, each placed over the ranks as its parameter is."""
-        found = [*map(_grad, self.inputs)]
-        if {*map(type, found)} == _PLAIN:
-            return dict(pairs(self.names, found))
-        grads = zip(self.names, found, self.inputs, strict=True)
-        return {name: placed_like(leaf, grad) for name, grad, leaf in grads if grad is not None}
+        return {
+            name: grad if type(grad) is Tensor else placed_like(leaf, grad)
+            for name, leaf in pairs(self.names, self.inputs)
+            if (grad := leaf.grad) is not None
+        }
 
     def end(self) -> None:
         for tensor in self._frozen:
             tensor.requires_grad_(True)
-        # `any` runs through the calls, which return None.
-        any(map(setattr, self.inputs, repeat("grad"), self._stale))
+        for leaf, grad in pairs(self.inputs, self._stale):
+            leaf.grad = grad
 
 
 def _renormed(

@@ -471,7 +471,6 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
     host = _modules.FunctionalModule(model, training=False)
 
     def forward(state: TrainState, batch: Any) -> Any:
-        _interrupts.install()
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seed = 0 if tracing() else mix(state.seed, state.step, rank())

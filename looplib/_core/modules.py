@@ -7,11 +7,10 @@ different state's tensors, like `torch.func.functional_call` at a tenth of its c
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from looplib._core.buffers import Unwritten
 from looplib._core.checks import check, check_type
 from looplib._core.engines import engine_of
 from looplib._core.loss_functions import note_batch
-from looplib._core.mappings import as_record, pairs
+from looplib._core.mappings import pairs
 from looplib._core.notices import warn
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
@@ -36,16 +35,7 @@ R = TypeVar("R")
 Slot = tuple[dict[str, Any], str]
 
 
-class Swaps(NamedTuple):
-    """Slots with their current and new values, as one list for each, over which `map` runs without Python code."""
-
-    owners: Sequence[dict[str, Any]]
-    keys: Sequence[str]
-    own: Sequence[Any]
-    lent: Sequence[Any]
-
-
-_NO_SWAPS = Swaps((), (), (), ())
+Swap = tuple[dict[str, Any], str, Any, Any]  # a slot, its own value, and the one for the duration of a call
 
 
 # Names under which torch's wrappers hold the wrapped module; they are not part of parameter names.
@@ -132,59 +122,6 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
     return chosen
 
 
-class _Places(NamedTuple):
-    """Slots of parameters or buffers with their names, as one list for each."""
-
-    owners: list[dict[str, Any]]
-    keys: list[str]
-    names: list[str]
-
-    @classmethod
-    def of(cls, slots: Mapping[str, list[Slot]]) -> _Places:
-        places = [(owner, key, name) for name, each in slots.items() for owner, key in each]
-        return cls(*map(list, zip(*places, strict=True))) if places else cls([], [], [])
-
-    def own(self) -> list[Any]:
-        """Values that the slots hold now."""
-        return [*map(operator.getitem, self.owners, self.keys)]
-
-    def of_state(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        return [*map(tensors.__getitem__, self.names)]
-
-    def swaps(self, own: Sequence[Any], lent: Sequence[Any]) -> Swaps:
-        return as_record(Swaps, (self.owners, self.keys, own, lent))
-
-
-class _Attributes:
-    """A module's attributes as items."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.module, name, value)
-
-
-def _attributes(module: nn.Module) -> Any:
-    """A mapping of a module's attributes: its `__dict__`, or for a class that handles attributes itself, a stand-in.
-
-    `nn.Module.__getattr__` makes each read of an attribute five times as slow, and its `__setattr__` takes 1 µs to find
-    that `training` is no parameter.
-    """
-    cls = type(module)
-    plain = cls.__setattr__ is nn.Module.__setattr__ and not hasattr(cls, "training") and "training" in vars(module)
-    return vars(module) if plain else _Attributes(module)
-
-
-_mode = operator.itemgetter("training")
-_shape = operator.attrgetter("shape")
-
-
 class _Running(threading.local):
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -203,12 +140,8 @@ class FunctionalModule:
         self.backward = training
         self._read_modules()
         self.looked = False
-        # The slots as flat lists, which each call maps over.
-        self.places = [_Places.of(group) for group in self.slots]
+        self.params_at, self.buffers_at = map(_places, self.slots)
         self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
-        # The module's parameters at the last call: a pure step touches none of them otherwise, and their memory is cold.
-        self.known: list[Any] = [None] * len(self.places[0].names)
-        self.shapes: list[torch.Size] = []
         self.renormed = _renormed(model, tensors(self.slots.params))
         self.engine = engine_of(model)
         self.unwritten = Unwritten()
@@ -219,7 +152,6 @@ class FunctionalModule:
         everything = self.backward and not self.model.training
         self.modules = [*self.model.modules()]
         self.modes = [self.backward and (everything or module.training) for module in self.modules]
-        self.flags = [*map(_attributes, self.modules)]
         self.children = [*map(torch_private.own_modules, self.modules)]
         self.submodules = _submodules(self.children)
 
@@ -236,6 +168,7 @@ class FunctionalModule:
 
     def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
+        _interrupts.install()  # else an interrupt could come between `begin_hold` and what ends the hold
         # A trace takes long, and draws no numbers.
         with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
             return self._run(params, buffers, seed, body)
@@ -246,10 +179,8 @@ class FunctionalModule:
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.swap_in(params, self.params) if engine else None:
-            kept = [id(value) not in lent.owners for value in swaps.own]
-            swaps = Swaps(*[[*compress(column, kept)] for column in swaps])
-        owners, keys, own, theirs = swaps
-        modes = [*map(_mode, self.flags)]
+            swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
+        modes = [module.training for module in self.modules]
         # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
         values = params.values()
         ends = next(iter(values), _NO_TENSOR).device, next(reversed(values), _NO_TENSOR).device
@@ -260,10 +191,9 @@ class FunctionalModule:
         hosted, depth = running.models, len(running.models)
         try:
             hosted.append(self.model)
-            any(map(operator.setitem, owners, keys, theirs))  # each call returns None
-            if modes != self.modes:
-                self._set_modes(self.modes)
-            self._seed(seed)
+            for owner, key, _, tensor in swaps:
+                owner[key] = tensor
+            self.start(seed)
             out = body()
             if self.unfilled:
                 self._refuse_filled()
@@ -272,7 +202,10 @@ class FunctionalModule:
             _interrupts.begin_hold(thread)
             try:
                 del hosted[depth:]  # also if an interrupt came before the first line above
-                any(map(operator.setitem, owners, keys, own))
+                for owner, key, own, _ in swaps:
+                    owner[key] = own
+                for owner, key, _ in self.unfilled:
+                    owner[key] = None
                 if engine:
                     engine.restore(lent)
                 self._set_modes(modes)
@@ -281,35 +214,22 @@ class FunctionalModule:
             finally:
                 _interrupts.end_hold(thread)
 
-    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Swaps:
-        """Slots of this call: of parameters and buffers if any tensor differs, and those that must be empty afterwards."""
-        parts: list[Swaps] = []
+    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
+        """Slots that hold other tensors than these."""
         # A loss that misses the replaced layers is noticed by their gradients, so only the first call looks.
         if not (self.looked and self.backward) and _submodules(self.children) != self.submodules:
             self._refuse_replaced()
         self.looked = True
         if self.unfilled:
             self._refuse_filled()
-            owners, keys, _ = zip(*self.unfilled, strict=True)
-            parts.append(Swaps(owners, keys, [None] * len(keys), [None] * len(keys)))
-        places = self.places[0]
-        own, lent = [*map(operator.getitem, places.owners, places.keys)], [*map(params.__getitem__, places.names)]
-        if not all(map(operator.is_, own, lent)):
-            if not all(map(operator.is_, own, self.known)):
-                self.known, self.shapes = own, [*map(_shape, own)]
-            if [*map(_shape, lent)] != self.shapes:
+        swaps = _differing(self.params_at, params)
+        if swaps:
+            if any(own.shape != tensor.shape for _, _, own, tensor in swaps):
                 self.explain(params, buffers, None)
-            if self.backward and torch_private.any_gradient_hooks(own):
-                self._refuse_hooks(own, lent)
-            parts.append(places.swaps(own, lent))
-        if buffers:
-            places = self.places[1]  # of any shape, since a forward pass may assign a longer one
-            own, lent = places.own(), places.of_state(buffers)
-            if not all(map(operator.is_, own, lent)):
-                parts.append(places.swaps(own, lent))
-        if len(parts) < 2:
-            return parts[0] if parts else _NO_SWAPS
-        return Swaps(*[[*chain(*columns)] for columns in zip(*parts, strict=True)])
+            if self.backward and torch_private.any_gradient_hooks([own for _, _, own, _ in swaps]):
+                self._refuse_hooks(params)
+        # Buffers may have any shape, since a forward pass may assign a longer one.
+        return swaps + _differing(self.buffers_at, buffers) if buffers else swaps
 
     def _refuse_replaced(self) -> None:
         """Raise if layers have been replaced since this was made, unless the tensors are still in the same slots."""
@@ -324,19 +244,14 @@ class FunctionalModule:
                     )
         self._read_modules()
 
-    def _refuse_hooks(self, own: Sequence[Tensor], lent: Sequence[Tensor]) -> None:
-        replaced = [tensor for tensor, other in zip(own, lent, strict=True) if tensor is not other]
-        hooked = {*map(id, torch_private.with_gradient_hooks(replaced))}
-        for tensor, name in zip(own, self.places[0].names, strict=True):
-            if id(tensor) in hooked:
+    def _refuse_hooks(self, params: Mapping[str, Tensor]) -> None:
+        for name, own in self.params().items():
+            if own is not params[name] and torch_private.any_gradient_hooks([own]):
                 raise ValueError(_OF_HOOKS.format(name=name))
 
     def start(self, seed: int) -> None:
-        """Start a microbatch inside `run`: seed its random streams and set the module's modes."""
+        """Start a microbatch inside `run`: set the module's modes and seed its random streams."""
         self._set_modes(self.modes)
-        self._seed(seed)
-
-    def _seed(self, seed: int) -> None:
         for generator in self.generators:
             generator.manual_seed(seed)
         if _tracing.entered:
@@ -344,10 +259,9 @@ class FunctionalModule:
 
     def _set_modes(self, modes: list[bool]) -> None:
         """Set the modes of the module and its submodules."""
-        if [*map(_mode, self.flags)] != modes:
-            for flags, mode in pairs(self.flags, modes):
-                if flags["training"] is not mode:
-                    flags["training"] = mode
+        for module, mode in pairs(self.modules, modes):
+            if module.training is not mode:
+                module.training = mode
 
     def _refuse_filled(self) -> None:
         if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
@@ -375,8 +289,7 @@ class FunctionalModule:
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
-        places = self.places[0]
-        return all(map(operator.is_, places.own(), places.of_state(params)))
+        return not _differing(self.params_at, params)
 
     def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
         """Raise the cause of a torch error, if the state or the batch is at fault."""
@@ -439,6 +352,20 @@ LATE_CHECKPOINT = (
     "use_reentrant=False"
 )
 _NO_TENSOR = torch.empty(0, device=_CPU)
+
+
+def _places(slots: Mapping[str, list[Slot]]) -> list[tuple[dict[str, Any], str, str]]:
+    """Slots with their names, flat."""
+    return [(owner, key, name) for name, each in slots.items() for owner, key in each]
+
+
+def _differing(places: Sequence[tuple[dict[str, Any], str, str]], tensors: Mapping[str, Tensor]) -> list[Swap]:
+    """The slots that do not hold the tensors of these names."""
+    return [
+        (owner, key, own, tensor)
+        for owner, key, name in places
+        if (own := owner[key]) is not (tensor := tensors[name])
+    ]
 
 
 def _submodules(children: Sequence[dict[str, nn.Module | None]]) -> list[nn.Module | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -100,11 +100,6 @@ _accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 def any_gradient_hooks(params: Collection[Tensor]) -> bool:
     """True if the user has registered a function that torch calls with a parameter's gradient."""
     return any(map(_backward_hooks, params)) or any(map(_accumulate_hooks, params))
-
-
-def with_gradient_hooks(params: Iterable[Tensor]) -> list[Tensor]:
-    """Parameters for which the user has registered a function that torch calls with the gradient."""
-    return [param for param in params if param._backward_hooks or param._post_accumulate_grad_hooks]
 
 
 def default_store() -> Any:
