@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from looplib._core import kinds
+from looplib._core import kinds, records
 from looplib._core.checks import check
-from looplib._core.kinds import Made
+from looplib._core.records import Made
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
@@ -20,7 +20,7 @@ def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
 def check_whole(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise unless it returns gradients of the parameters, and not one per sample."""
     checked = check_grad_fn(grad_fn, who)
-    if (record := kinds.made(grad_fn)) is not None and record.per_sample:
+    if (record := records.made(grad_fn)) is not None and record.per_sample:
         raise ValueError(
             f"gradients of each sample do not add up within {who}: bring them together inside, "
             f"{who}(clip_per_sample({record.name}(...), max_norm), ...)"
@@ -31,7 +31,7 @@ def check_whole(grad_fn: GradFn, who: str) -> GradFn:
 def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
     checked = check_whole(grad_fn, who)
-    for record in kinds.chain(grad_fn):
+    for record in records.chain(grad_fn):
         check(not record.whole_step or record.name == but, _order(record, who))
     return checked
 
@@ -39,7 +39,7 @@ def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
 def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for a scaled loss."""
     checked = check_whole(grad_fn, who)
-    for record in kinds.chain(grad_fn):
+    for record in records.chain(grad_fn):
         check(record.name != who, f"{who} within {who}: once is enough")
         check(record.scaled or not record.whole_step, _order(record, who))
         check(not record.per_sample, PER_SAMPLE_SCALED)
@@ -68,7 +68,7 @@ def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = 
             raise ValueError(_order(made, "scale_loss"))
         return function(state, batch, request)
 
-    return kinds.mark(whole, made)
+    return records.mark(whole, made)
 
 
 def _order(record: Made, wrapper: str) -> str:

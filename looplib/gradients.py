@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
-from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
-from looplib._core.calls import with_repr
+from looplib._core import torch_private
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import LOCAL_PASSES, Engine, Passes
-from looplib._core.ignored_labels import Watch
-from looplib._core.kinds import Made
-from looplib._core.loss_functions import check_function_of_model
+from looplib._core.kinds import check_function_of_model
 from looplib._core.mappings import as_record, mapped, pairs, without
+from looplib._core.misuse import LabelWatch
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, placed_like, rank
 from looplib._core.reached import Reach
+from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import objective_of, records, scalar_like, split_loss, value_of
@@ -164,14 +163,14 @@ def make_grad_fn(
         reach=reach,
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
-    return with_repr(kinds.mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
+    return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _microbatch_of(
     host: _modules.FunctionalModule, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
 ) -> Callable[[Any, GradRequest, Passes, _Leaves, bool], Gradients]:
     """Forward and backward pass of one microbatch, with a state's tensors already in the module."""
-    model, watch = host.model, Watch()
+    model, watch = host.model, LabelWatch()
 
     # A separate function, so that one microbatch's graph is freed before the next one is built.
     def microbatch(batch: Any, request: GradRequest, passes: Passes, leaves: _Leaves, final: bool) -> Gradients:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,15 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept, Writes
-from looplib._core.calls import with_repr, without_repr
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
-from looplib._core.forgotten import Watch
-from looplib._core.kinds import chain
+from looplib._core.kinds import check_function_of_model
 from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in, wait_for_readers
-from looplib._core.loss_functions import check_function_of_model
 from looplib._core.mappings import pick
+from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
+from looplib._core.records import Made, chain, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
@@ -82,13 +81,14 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Components of a step, for transforms that build another step from it.
+    """Components of a step, for transforms that build another step from it; `parts` of its record.
 
     Attributes:
         kind: "train", "eval" or "predict".
         core: the step without its counts.
         watched: the functions that it calls.
         donate, same_batch: as passed to `make_train_step`.
+        compiler: of its graphs, if it runs as a graph (`transforms._compiler.Compiler`).
     """
 
     kind: Literal["train", "eval", "predict"]
@@ -96,32 +96,23 @@ class StepSpec:
     watched: tuple[Any, ...]
     donate: bool = False
     same_batch: bool = False
-
-
-@runtime_checkable
-class StepWithSpec(Protocol):
-    """A step that records its components: returned by this module and by transforms."""
-
-    parts: StepSpec
-
-    def __call__(self, state: TrainState, batch: Any) -> Any: ...
+    compiler: Any = None
 
 
 def with_spec(step: S, parts: StepSpec) -> S:
-    """Return the step as a `MadeStep`."""
-    open_to_attributes: Any = step
-    open_to_attributes.parts = parts
-    return step
+    """The step, with a record of its components."""
+    return mark(step, Made(f"{parts.kind}_step", f"make_{parts.kind}_step", parts=parts))
 
 
 def spec_of(step: object, transform: str) -> StepSpec:
-    """Return a step's components; raise TypeError, naming the transform, for a function that is not a `MadeStep`."""
-    if isinstance(step, StepWithSpec) and isinstance(step.parts, StepSpec):
-        return step.parts
-    raise TypeError(
-        f"{transform} got a {type(step).__name__} that is no step of looplib; give what ll.make_train_step, "
-        "ll.make_eval_step or ll.make_predict_step returned, and put wrappers of your own around the result"
-    )
+    """Components of a step. Raises TypeError, naming the transform, for a function that is no step of looplib."""
+    record = made(step)
+    if record is None or record.parts is None:
+        raise TypeError(
+            f"{transform} got a {type(step).__name__} that is no step of looplib; give what ll.make_train_step, "
+            "ll.make_eval_step or ll.make_predict_step returned, and put wrappers of your own around the result"
+        )
+    return cast(StepSpec, record.parts)
 
 
 def _explain(grad_fn: Any = None, optimizer: Any = None, *misplaced: Any, **options: Any) -> None:
@@ -195,7 +186,7 @@ def make_train_step(
     watched = (given, optimizer.decide, optimizer.update_)
     parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
     program = partial(described_program, given, optimizer.description)
-    step = with_spec(_train_step(without_repr(grad_fn), optimizer, donate, same_batch, program), parts)
+    step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch, program), parts)
     return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
@@ -224,6 +215,7 @@ def _train_step(
     compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
     writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
     watch = Watch(grad_fn)
+    grad_fn = without_record(grad_fn)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
@@ -420,8 +412,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    made = with_spec(eval_step, StepSpec("eval", _unchanging(eval_step), (model, metric_fn)))
-    return with_repr(made, make_eval_step, model, metric_fn)
+    step = with_spec(eval_step, StepSpec("eval", _unchanging(eval_step), (model, metric_fn)))
+    return with_repr(step, make_eval_step, model, metric_fn)
 
 
 def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
@@ -445,8 +437,8 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_training(model, predict_fn)
-    made = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), (model, predict_fn)))
-    return with_repr(made, make_predict_step, model, predict_fn)
+    step = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), (model, predict_fn)))
+    return with_repr(step, make_predict_step, model, predict_fn)
 
 
 def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:

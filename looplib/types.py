@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from looplib._core import advice, lease, updates
-from looplib._core.calls import Call
 from looplib._core.checks import named
 from looplib._core.engines import RunningSum
 from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
+from looplib._core.records import Call
 from looplib._core.trees import register_record
 
 __all__ = [

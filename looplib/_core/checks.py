@@ -1,16 +1,24 @@
-"""Argument checks for types and ranges (a bool is not a number), and names of values in messages."""
+"""Argument checks for types and ranges (a bool is not a number), names of values in messages, and warnings."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn, strided
+import torch
+from torch import Tensor, nn
+
+_MOST_DIMENSIONS = 1000  # of a tensor in a file
+
+# torch, looplib, and the methods that Python makes for a dataclass
+LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
 
 
 def is_count(value: Any, least: float = 1) -> bool:
@@ -49,7 +57,7 @@ def few(items: Collection[Any], most: int = 8, between: str = ", ") -> str:
 
 def is_plain(tensor: Tensor) -> bool:
     """True for a strided tensor of one of torch's own two classes."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is strided
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
@@ -145,14 +153,10 @@ def check_own_file(path: Path) -> None:
 
 def count_of(shape: Any, of: str) -> int:
     """Number of elements of a shape that was read from a file. Raises ValueError for anything that is no shape."""
-    sound = type(shape) is list and are_counts(shape)
-    count = int(sound and 0 not in shape)
-    for size in shape if sound else ():
-        count *= size
-        if count >= 2**48:  # math.prod would multiply them all, however long that takes
-            sound = False
-            break
-    if not sound:
+    # The product of many large numbers, which a damaged file may hold, would take long.
+    sound = type(shape) is list and len(shape) <= _MOST_DIMENSIONS and are_counts(shape)
+    count = math.prod(shape) if sound else 0
+    if not sound or count >= 2**48:
         raise ValueError(f"{of} has shape {reprlib.repr(shape)}")
     return count
 
@@ -160,3 +164,11 @@ def count_of(shape: Any, of: str) -> int:
 def are_counts(numbers: Collection[Any]) -> bool:
     """True for ints from 0 on that are less than 2**48, so that the product of two stays within 128 bits."""
     return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 2**48
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called looplib, directly or through torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from looplib._core.checks import LIBRARIES
 from looplib._core.modules import FunctionalModule, named_modules
-from looplib._core.notices import LIBRARIES
 
 _INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 

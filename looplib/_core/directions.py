@@ -6,8 +6,7 @@ import re
 from functools import cache
 from typing import Literal
 
-from looplib._core.checks import check_argument
-from looplib._core.notices import warn
+from looplib._core.checks import check_argument, warn
 
 Mode = Literal["min", "max"]
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from looplib._core import kinds, lease, torch_private, trees, waiting
+from looplib._core import lease, torch_private, trees, waiting
 from looplib._core.buffers import put_back, with_copies
+from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
 from looplib._core.descriptions import described, described_arguments
-from looplib._core.notices import warn
 from looplib._core.ranks import Sums, is_alone, largest_over_ranks, shards, world_size
+from looplib._core.records import chain
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import padding_batch
 
@@ -357,11 +358,10 @@ def described_program(grad_fn: Any, optimizer: Mapping[str, Any]) -> dict[str, A
     marked. Those of a rank's own part, such as `accumulate`, may differ where devices have different memory.
     """
     wrappers = []
-    while (made := kinds.made(grad_fn)) is not None:
+    for made in chain(grad_fn):
         if made.whole_step and made.name not in _FREE:
-            _, args, settings = getattr(grad_fn, "call", None) or (None, (), {})
+            _, args, settings = made.call or (None, (), {})
             wrappers.append(f"{made.name}({described_arguments(['...', *args[1:]], settings)})")
-        grad_fn = made.inner
     return {**_of_optimizer(described(optimizer)), "grad_fn": " around ".join(wrappers) or "not wrapped"}
 
 

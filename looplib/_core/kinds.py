@@ -1,60 +1,23 @@
 """Kinds of functions: gradient function, step, predicate, sink, and so on.
 
-To Python they are all callables, and many take two arguments. looplib therefore marks the functions it makes with a
-record, `Made`: their kind, the function that made them, what they wrap, and known facts about the result. Functions
-that take such a function read the record, through all wrappers that are marked too. For a plain function, they can
-only inspect its parameters, and when it is called, what it does with the state and what it returns.
+A function that looplib made has its kind in its record. For a plain function, only its parameters can be inspected,
+and when it is called, what it does with the state and what it returns.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
-from looplib._core.checks import named
+from looplib._core.checks import check, named
+from looplib._core.records import made
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
-
-
-class Made(NamedTuple):
-    """Facts about a function made by looplib, or by a user with `ll.grads.wrapper`.
-
-    Attributes:
-        kind: one of `KINDS`.
-        name: name of the function that made it, such as "accumulate".
-        inner: the function that it wraps.
-        whole_step: True if it makes sense only for the gradients of a whole step, not of a microbatch.
-        scaled: True if it also makes sense for the gradients of a scaled loss.
-        per_sample: True if its gradients are those of each sample.
-        max_norm: bound on the norm of each sample's gradient before they were added up.
-        adds: True if it accumulates into given gradients of earlier microbatches itself.
-        microbatches: the same function for several microbatches at once, which is faster.
-        compare: function that raises on all ranks, before the first step, if they run different programs.
-        model: the module whose gradients it computes.
-        renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
-        reach: what the graph of its loss reaches (`_core.reached.Reach`).
-    """
-
-    kind: str
-    name: str
-    inner: Any = None
-    whole_step: bool = False
-    scaled: bool = False
-    per_sample: bool = False
-    max_norm: float | None = None
-    adds: bool = False
-    microbatches: Callable[..., Any] | None = None
-    compare: Callable[..., None] | None = None
-    model: nn.Module | None = None
-    renormed: tuple[str, ...] = ()
-    reach: Any = None
-
 
 # Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.
 KINDS = {
@@ -93,44 +56,11 @@ def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
     return register
 
 
-def mark(function: F, made: Made) -> F:
-    """Attach a record to a function, and return the function."""
-    # A weak reference distinguishes it from a function that got its attributes from `functools.wraps`.
-    function.__looplib__ = made, weakref.ref(function)  # type: ignore[attr-defined]
-    return function
-
-
-def mark_alike(function: F, name: str, inner: Any) -> F:
-    """Mark a function with the kind of the function it wraps, if that is known, and return it."""
-    kind = kind_of(inner)
-    return function if kind is None else mark(function, Made(kind, name, inner))
-
-
-def made(function: Any) -> Made | None:
-    """Record of a function, or None."""
-    record, owner = getattr(function, "__looplib__", None) or (None, None)
-    return record if owner is not None and owner() is function else None
-
-
-def chain(function: Any) -> Iterator[Made]:
-    """Records of a function, of the function it wraps, and so on, as far as they are marked."""
-    while (record := made(function)) is not None:
-        yield record
-        function = record.inner
-
-
 def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
     of_class = next(filter(None, map(_classes.get, type(value).__mro__)), None)
-    return of_class or _kind_made(value) or _kind_by_parameters(value)
-
-
-def _kind_made(value: Any) -> str | None:
-    if (record := made(value)) is not None:
-        return record.kind
-    # A step made by looplib has `parts`.
-    kind = getattr(getattr(value, "parts", None), "kind", None)
-    return None if kind is None else f"{kind}_step"
+    record = made(value)
+    return of_class or (record and record.kind) or _kind_by_parameters(value)
 
 
 def _kind_by_parameters(value: Any) -> str | None:
@@ -143,13 +73,22 @@ def _kind_by_parameters(value: Any) -> str | None:
 def check_kind(value: Any, who: str, *expected: str, advice: str = "") -> None:
     """Raise TypeError unless a value is of one of these kinds, or is a plain callable that may be."""
     kind = kind_of(value)
-    if kind not in expected and not (kind is None and callable(value) and _may_be(value, expected)):
+    plain = kind is None and callable(value) and not isinstance(value, type)
+    if kind not in expected and not (plain and any(_takes(value, KINDS[name][1]) for name in expected)):
         raise TypeError(f"{who} got {_named(value, kind)}; give {_wanted(expected)}{advice}")
 
 
-def _may_be(value: Any, expected: tuple[str, ...]) -> bool:
-    """True if a plain function can be called with the arguments of one of these kinds."""
-    return any(_takes(value, count) for name in expected if (count := KINDS[name][1]))
+def _takes(value: Any, count: int | None) -> bool:
+    """True if a function can be called with `count` arguments, as far as can be determined; False for None."""
+    if count is None:
+        return False
+    try:
+        inspect.signature(value).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # it has no signature, as some functions in C
+    return True
 
 
 def _wanted(expected: tuple[str, ...]) -> str:
@@ -232,14 +171,11 @@ def _returned(out: Any) -> str:
 
 
 def _named(value: Any, kind: str | None) -> str:
-    if (record := made(value)) is not None:
+    if (record := made(value)) is not None and record.kind is not None:
         return f"{KINDS[record.kind][0]} (of {record.name})"
-    if kind is not None and kind.endswith("_step"):
-        return f"{KINDS[kind][0]} (of make_{kind})"
-    if not inspect.isroutine(value):
+    if not inspect.isroutine(value) and record is None:
         return f"a {type(value).__name__}"
-    parameters = ", ".join(positional(value))
-    called = f"{getattr(value, '__name__', 'a function')}({parameters})"
+    called = f"{getattr(value, '__name__', 'a function')}({', '.join(positional(value))})"
     return called if kind is None else f"{called}, which looks like {KINDS[kind][0]}"
 
 
@@ -259,16 +195,39 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _takes(value: Any, count: int) -> bool:
-    """True if it can be called with `count` arguments, as far as can be determined."""
-    if isinstance(value, type):
-        return False
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
+_ENDINGS = {
+    "loss_fn": "return nn.functional.cross_entropy(model(inputs), targets)",
+    "metric_fn": 'return {"loss": nn.functional.cross_entropy(model(inputs), targets)}',
+    "predict_fn": "return model(inputs)",
+}
+
+
+def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
+    """Raise TypeError unless `who(model, function)` was given a module and a function `name(model, batch)`."""
+    swapped = isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model)
+    check(not swapped, f"{who} takes the model first: write {who}(model, {name})", TypeError)
+    check(
+        not _of_torch(function),
+        f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
+        f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
+        f"        {_ENDINGS[name]}",
+        TypeError,
+    )
+    names = positional(function, required=True) if inspect.isroutine(function) else []
+    listed = ", ".join(names)
+    reverse = f"{who} got {name}({listed}); the model comes first: def {name}({', '.join(names[::-1])})"
+    check([name in MODELS for name in names] != [False, True], reverse, TypeError)
+    check(
+        len(names) <= 2,
+        f"{who} got {name}({listed}), which is called as {name}(model, batch): take the batch as one argument, and unpack "
+        f"it inside, {', '.join(names[1:])} = batch",
+        TypeError,
+    )
+    check_kind(function, who, "loss_fn")
+
+
+def _of_torch(function: Any) -> bool:
+    """True for torch's own losses and functions: a module, a class of modules, or a plain function."""
+    cls = function if isinstance(function, type) else type(function)
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    return issubclass(cls, nn.Module) or (inspect.isroutine(function) and package == "torch")

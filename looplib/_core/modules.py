@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from looplib._core import draws, torch_private
 from looplib._core import interrupts as _interrupts
+from looplib._core import random as draws
+from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.buffers import Unwritten
-from looplib._core.checks import check, check_type
+from looplib._core.checks import check, check_type, warn
 from looplib._core.engines import engine_of
-from looplib._core.loss_functions import note_batch
+from looplib._core.errors import note_batch
 from looplib._core.mappings import pairs
-from looplib._core.notices import warn
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")

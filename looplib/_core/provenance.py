@@ -13,12 +13,11 @@ from typing import Any
 from torch import nn
 
 from looplib._core import lease
-from looplib._core.checks import few
+from looplib._core.checks import few, warn
 from looplib._core.descriptions import MANY, described, differences, settings_of
 from looplib._core.lease import Leased
 from looplib._core.mappings import pick
 from looplib._core.modules import named_modules
-from looplib._core.notices import warn
 from looplib._core.ranks import rank
 
 _MOST_STEPS = 8  # on one batch, of several networks

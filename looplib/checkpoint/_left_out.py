@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check, few
+from looplib._core.checks import check, few, warn
 from looplib._core.checksums import checksums
 from looplib._core.mappings import without
-from looplib._core.notices import warn
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._describe import trees_of
 from looplib.checkpoint._format import MANIFEST, leaves_of, sound

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from looplib._core.checks import check, check_optional_count
+from looplib._core.checks import check, check_optional_count, warn
 from looplib._core.directions import mode_of
-from looplib._core.notices import warn
 from looplib._core.ranks import is_first
 from looplib.checkpoint._describe import Checkpoint
 

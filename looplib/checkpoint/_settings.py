@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from looplib._core.checks import check_type
-from looplib._core.descriptions import described, differences
+from looplib._core.descriptions import described, differences, without_secrets
 from looplib._core.lease import note_provenance
 from looplib._core.provenance import Provenance, other_settings, provenance_of, restored_into
-from looplib._core.secrets import without_secrets
 from looplib.types import TrainState
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check
+from looplib._core.records import with_repr
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 

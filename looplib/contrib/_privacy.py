@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_argument
 from looplib._core.engines import RunningSum
-from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
+from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import tracing
 from looplib._core.widening import stacked
 from looplib._objective import multiply

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check_argument
 from looplib._core.mappings import mapped, pick
+from looplib._core.records import with_repr
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.gradients import forward_writes
 from looplib.grads._clipping import global_norm

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
 from looplib._core.advice import explain_arguments
-from looplib._core.calls import Call, Code, with_repr
 from looplib._core.checks import check, check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
 from looplib._core.provenance import note_loader, note_reading, warn_of_two_steps
+from looplib._core.records import Call, Code, with_repr
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
 from looplib.data._divide import rank_and_ranks, without_samples_of

@@ -10,9 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from looplib._core.checks import check
+from looplib._core.checks import check, warn
 from looplib._core.collective import together_with_data
-from looplib._core.notices import warn
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import rank, world_size
 from looplib.data._orders import Order

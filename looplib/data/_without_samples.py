@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check
+from looplib._core.records import with_repr
 from looplib.data._loader import Loader
 from looplib.data._plan import Plan, listed
 from looplib.data._samples import Samples

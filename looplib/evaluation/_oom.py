@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check_optional_count
-from looplib._core.kinds import checked, mark_alike
-from looplib._core.memory import half, out_of_memory
+from looplib._core.errors import half, out_of_memory
+from looplib._core.kinds import checked, kind_of
+from looplib._core.records import Made, mark, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib.evaluation._outputs import end_to_end
@@ -67,7 +67,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
                 return outs[0] if len(outs) == 1 else _together([*map(batch_size, pieces)], outs)
             fitting = half(largest, count)
 
-    made = mark_alike(cast(Step, splitting), "split_on_oom", step)
+    made = mark(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step))
     remembered: Step = with_repr(made, split_on_oom, step, size=size, batch_size=batch_size)
     return remembered
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from looplib._core import draws, trees
+from looplib._core import random as draws
+from looplib._core import trees
 from looplib._core.checks import check
 from looplib._core.kinds import checked
 from looplib._core.ranks import gather, is_distributed

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_optional_count
 from looplib._core.engines import RunningSum
-from looplib._core.kinds import made
 from looplib._core.mappings import pick, subset, without
 from looplib._core.ranks import is_distributed
+from looplib._core.records import made, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights

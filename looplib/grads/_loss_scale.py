@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.calls import with_repr
+from looplib._core.records import with_repr
 from looplib._objective import multiply
 from looplib._wrapping import check_scalable, of_whole_step
 from looplib.metrics._mean import Mean

@@ -8,7 +8,7 @@ from typing import Any
 
 from looplib._core import engines
 from looplib._core import ranks as _ranks
-from looplib._core.calls import with_repr
+from looplib._core.records import with_repr
 from looplib._core.trees import batch_size, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib._wrapping import check_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from looplib._core.kinds import Made, chain, made, mark
+from looplib._core.records import Made, chain, made, mark
 from looplib._wrapping import check_grad_fn, of_whole_step
 from looplib.types import GradFn
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from looplib._core.checks import check_batches
-from looplib._core.kinds import Made, check_kind, made, mark
+from looplib._core.kinds import check_kind
+from looplib._core.records import Made, made, mark
 from looplib._wrapping import check_grad_fn
 from looplib.types import GradFn, Optimizer, TrainState
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from looplib._core.checks import check
+from looplib._core.checks import check, warn
 from looplib._core.mappings import pick, without
-from looplib._core.notices import warn
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from looplib._core.advice import explain_arguments
-from looplib._core.calls import with_repr
 from looplib._core.descriptions import described
+from looplib._core.records import with_repr
 from looplib._core.tracing import entered, tracing
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
 from looplib.optim._first_state import first_state

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check, check_type
 from looplib._core.mappings import mapped, pick
+from looplib._core.records import with_repr
 from looplib._core.tracing import on_host
 from looplib._core.updates import Decision, any_of, flags_of, leaves_of, update_where, updated
 from looplib.optim._recipe import chosen_by_kind

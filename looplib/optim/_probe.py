@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import draws, torch_private, trees
+from looplib._core import random as draws
+from looplib._core import torch_private, trees
 from looplib._core.checks import check
 from looplib._core.mappings import without
 from looplib._core.modules import _generators

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import with_repr
 from looplib._core.checks import check_type
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
+from looplib._core.records import with_repr
 from looplib._core.tracing import on_host
 from looplib._core.updates import updated
 from looplib.optim._wrong_state import name_of, wrong_state

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from looplib._core.checks import is_count
+from looplib._core.checks import is_count, warn
 from looplib._core.directions import mode_of
-from looplib._core.notices import warn
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from looplib._core.collective import together
-from looplib._core.kinds import check_kind, checked, mark_alike
+from looplib._core.kinds import check_kind, checked, kind_of
+from looplib._core.records import Made, mark
 from looplib._core.signals import Listener
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -157,4 +158,4 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
             )
         return step(state, batch)
 
-    return mark_alike(watched, "stop_when", step)
+    return mark(watched, Made(kind_of(step), "stop_when", step))

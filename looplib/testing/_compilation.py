@@ -13,6 +13,7 @@ from looplib._core.kinds import check_kind
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
+from looplib.steps import spec_of
 from looplib.testing._compare import copied, differing
 from looplib.testing._float64 import WithoutDropout, in_float64
 from looplib.testing._report import fail
@@ -63,7 +64,7 @@ def assert_compiles(
     __tracebackhide__ = True
     check_kind(step, "assert_compiles", "train_step")
     check(
-        not hasattr(step, "compiler"),
+        spec_of(step, "assert_compiles").compiler is None,
         "assert_compiles got a step of graphs, which is compiled already or of a stack: give what ll.make_train_step "
         "returned",
         TypeError,

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from looplib._core.checks import check, few
-from looplib._core.kinds import chain
+from looplib._core.records import chain
 from looplib._core.trees import batch_size
 from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from looplib._core import interrupts as _interrupts
-from looplib._core.calls import with_repr
-from looplib._core.forgotten import Watch
 from looplib._core.kinds import check_kind
 from looplib._core.lease import give_up
+from looplib._core.misuse import Watch
+from looplib._core.records import with_repr
 from looplib.gradients import check_history
 from looplib.losses._recompute import Classes, choice, outermost
 from looplib.steps import StepSpec, advanced, spec_of, with_spec
@@ -78,28 +78,19 @@ def compile_step(
     """
     parts = spec_of(step, "compile_step")
     chosen = {"mode": mode, "options": options, "backend": backend}
-    if isinstance(parts, GraphParts):
-        made = step_of_graphs(step, parts, parts.compiler.compiled(chosen))
+    if parts.compiler is not None:
+        compiler = parts.compiler.compiled(chosen)
     else:
-        made = step_of_graphs(step, parts, Compiler(parts.core, parts.donate, chosen, parts.watched))
+        compiler = Compiler(parts.core, parts.donate, chosen, parts.watched)
+    made = step_of_graphs(step, parts, compiler)
     remembered: S = with_repr(made, compile_step, step, mode=mode, options=options, backend=backend)
     return remembered
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphParts(StepSpec):
-    """Components of a step that runs as a graph, and the compiler of its graphs."""
-
-    compiler: Compiler
-
-
 def step_of_graphs(step: S, parts: StepSpec, compiler: Compiler) -> S:
     """The same step, run by the graphs that a compiler makes of it."""
-    shared = {field.name: getattr(parts, field.name) for field in fields(StepSpec)}
     made = _train_step(parts, compiler) if parts.kind == "train" else _step_without_training(compiler)
-    open_to_attributes: Any = with_spec(made, GraphParts(**{**shared, "donate": compiler.donate}, compiler=compiler))
-    open_to_attributes.compiler = compiler
-    return cast(S, open_to_attributes)
+    return cast(S, with_spec(made, replace(parts, donate=compiler.donate, compiler=compiler)))
 
 
 def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from looplib._core import draws, tracing
-from looplib._core.checks import few
+from looplib._core import random as draws
+from looplib._core import tracing
+from looplib._core.checks import few, warn
 from looplib._core.modules import _generators
-from looplib._core.notices import warn
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.tracing import UntraceableError

@@ -26,15 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.calls import with_repr
 from looplib._core.checks import check
 from looplib._core.cuts import STOPS
 from looplib._core.mappings import mapped
+from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome, spec_of
 from looplib.transforms import _decompositions
-from looplib.transforms._compile_step import GraphParts, step_of_graphs
+from looplib.transforms._compile_step import step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import Core, Inputs, Question, fakes, memory_like, program_of
@@ -108,7 +108,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     parts = spec_of(train_step, "differentiable")
     kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
     check(parts.kind == "train", kind, TypeError)
-    if isinstance(parts, GraphParts):
+    if parts.compiler is not None:
         parts.compiler.options_for("differentiable")  # compile options make no difference here
     made = step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
     return with_repr(made, differentiable, train_step)

@@ -22,13 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from looplib._core.calls import with_repr
 from looplib._core.random import mix
 from looplib._core.ranks import rank
+from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
 from looplib.steps import Outcome, spec_of
-from looplib.transforms._compile_step import GraphParts, step_of_graphs
+from looplib.transforms._compile_step import step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._decompositions import mappable
 from looplib.transforms._expression import Expression, as_answer, expression
@@ -115,7 +115,7 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     """
     parts = spec_of(step, "vmap_step")
     options: Mapping[str, Any] = {"backend": "eager"}
-    if isinstance(parts, GraphParts):
+    if parts.compiler is not None:
         options = parts.compiler.options_for("vmap_step")
     compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
     remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)

@@ -2,7 +2,7 @@
 
 import torch
 
-from looplib._core.calls import shown
+from looplib._core.records import shown
 
 
 def test_what_has_no_code_is_shown_by_its_name():

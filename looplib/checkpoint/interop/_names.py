@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from looplib._core import forgotten
 from looplib._core import modules as _modules
+from looplib._core.misuse import export
 from looplib.types import TrainState
 
 R = TypeVar("R")
@@ -25,8 +25,7 @@ def check_state(model: nn.Module, state: TrainState) -> None:
 def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
     """Call `body()` while the module holds the state's values."""
     check_state(model, state)
-    with forgotten.export():
-        return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
+    return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
@@ -50,6 +49,6 @@ def state_names(model: nn.Module) -> dict[str, str]:
     names = {
         id(tensor): name for slots in _modules.members(model) for name, tensor in _modules.tensors(slots).items()
     }
-    with forgotten.export():
+    with export(model):
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}

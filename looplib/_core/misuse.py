@@ -1,27 +1,27 @@
-"""Warnings for common mistakes with pure steps: dropping the returned state, and using an unbound module.
+"""Warnings for common mistakes: dropping the returned state, using an unbound module, and a mean over ignored labels.
 
-None raises an error. A loop without `state =` trains the initial state forever, and the module of a pure run keeps
-its initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another network
-trains against. Each gets one warning.
+None raises an error. A loop without `state =` trains the initial state forever. The module of a pure run keeps its
+initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another network
+trains against. A mean over the labels that count is not the whole batch's under `accumulate`. Each gets one warning.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from looplib._core import kinds
+from looplib._core import trees
+from looplib._core.checks import few, warn
 from looplib._core.modules import running
-from looplib._core.notices import warn
 from looplib._core.ranks import is_sharded
 from looplib._core.reached import Reach
+from looplib._core.records import chain
 from looplib._core.torch_private import disable_current_modes, version
 from looplib._core.tracing import tracing
 
@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(self, grad_fn: Any, inner: bool = False) -> None:
         # An inner step of meta-learning says nothing about the module, which its outer step may train.
-        made = None if inner else next((record for record in kinds.chain(grad_fn) if record.model is not None), None)
+        made = None if inner else next((record for record in chain(grad_fn) if record.model is not None), None)
         self._model = made and made.model
         self._reach: Reach | None = made and made.reach
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
@@ -55,8 +55,8 @@ class Watch:
         if self._state is not None and self._state() is state:
             self._see_again(state, batch)
         else:
-            if self._model is not None and self._model not in _stale and not tracing():
-                _stale[self._model] = _Stale(self._model)
+            if self._model is not None and not tracing():
+                _watch_module(self._model)
             if self._reach is not None and self._reach.known:
                 reach, self._reach = self._reach, None
                 _warn_of_others(reach)
@@ -80,70 +80,45 @@ class Watch:
 class _Stale:
     """A module with the weights that it had before pure steps, and its hooks, which warn once."""
 
-    def __init__(self, module: nn.Module, watched: bool = True) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._first_elements = _first_elements(module)
         self._first = weakref.ref(next(module.parameters()))
         self._hooks: list[RemovableHandle] = []
-        self.settled = False  # True once it has warned, or the module has got different weights
-        if watched and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
             self._hooks = [
-                module.register_state_dict_pre_hook(_OnSave(self)),  # type: ignore[no-untyped-call]
-                module.register_forward_pre_hook(_OnCall(self)),
+                module.register_state_dict_pre_hook(_Hook(self, _SAVED)),  # type: ignore[no-untyped-call]
+                module.register_forward_pre_hook(_Hook(self, _CALLED)),
             ]
 
     def remove(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def on_save(self, module: nn.Module) -> None:
-        if not (self.settled or _exports.count):
-            self._settle(module, _SAVED)
-
-    def on_call(self, module: nn.Module) -> None:
-        if torch.compiler.is_dynamo_compiling() or self.settled or _exports.count:
+    def used(self, module: nn.Module, message: str) -> None:
+        """Warn of a module that is called or saved with its first weights, outside of steps and looplib's exports."""
+        if torch.compiler.is_dynamo_compiling() or module in _told:
             return
-        if module in running.models:
-            return  # a step runs it, with a state's tensors
-        for wrapper in running.models:
-            if module in [*wrapper.modules()]:
-                return
-        first, *_ = module.parameters()
-        if first is self._first():  # not with others, as by torch.func.functional_call
-            self._settle(module, _CALLED)
-
-    def _settle(self, module: nn.Module, message: str) -> None:
-        self.settled = True
-        if self._first_elements and _first_elements(module) == self._first_elements:
-            warn(message.format(type=type(module).__name__))
+        if any(module is each for wrapper in running.models for each in wrapper.modules()):
+            return
+        if next(module.parameters()) is self._first():  # not with others, as by torch.func.functional_call
+            _told.add(module)
+            if self._first_elements and _first_elements(module) == self._first_elements:
+                warn(message.format(type=type(module).__name__))
 
 
-class _OnSave:
-    """Hook of `module.state_dict()`."""
+class _Hook:
+    """Hook of `module.state_dict()` and of `module(...)`."""
 
-    def __init__(self, stale: _Stale) -> None:
-        self._stale = stale
+    def __init__(self, stale: _Stale, message: str) -> None:
+        self._stale, self._message = stale, message
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._stale.on_save(module)
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        self._stale.used(module, self._message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled or copied module has the class `slice` in this place: called as a hook, it does nothing, and
+        # A pickled or copied module has this method in its place: it takes any arguments and does nothing, and
         # unpickling needs no looplib.
-        return type, (slice(None),)
-
-
-class _OnCall:
-    """Hook of `module(...)`."""
-
-    def __init__(self, stale: _Stale) -> None:
-        self._stale = stale
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._stale.on_call(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As above: `{}.get(module, args)` is `args`, so the module is called as it would be without a hook.
-        return getattr, ({}, "get")
+        return getattr, (nullcontext(), "__exit__")
 
 
 _STALE = (
@@ -167,47 +142,40 @@ _OTHERS = (
     "donate=True, or hand the other one's state.params on in the batch and call torch.func.functional_call(module, "
     "params, x). What nothing trains gets requires_grad_(False); what this step should train belongs in its module"
 )
-_SHOWN = 6  # names in a message
 
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
+# Modules whose user has been warned, or which have got different weights.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class _Exports(threading.local):
-    count = 0  # that are under way in this thread
-
-
-_exports = _Exports()
+def _watch_module(module: nn.Module) -> None:
+    if module not in _stale and module not in _told:
+        _stale[module] = _Stale(module)
 
 
 def bound(module: nn.Module) -> None:
     """Remove the warning until the next pure step: the module has a state's weights."""
-    if (stale := _stale.get(module)) is not None:
+    if (stale := _stale.pop(module, None)) is not None:
         stale.remove()
-        if not stale.settled:
-            del _stale[module]
 
 
 def _warn_of_others(reach: Reach) -> None:
     """Warn of other networks in the loss, unless the user has been told of their modules."""
     owners = {name: None if owner is None else owner() for name, owner in reach.others.items()}
-    told = {module for module, stale in _stale.items() if stale.settled}
-    names = [name for name, module in owners.items() if module not in told]
-    for module in owners.values():
-        if module is not None:
-            _stale.setdefault(module, _Stale(module, watched=False)).settled = True
+    names = [name for name, module in owners.items() if module is None or module not in _told]
+    _told.update(module for module in owners.values() if module is not None)
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        warn(_OTHERS.format(names=", ".join(names[:_SHOWN]) + more))
+        warn(_OTHERS.format(names=few(names, 6)))
 
 
 @contextmanager
-def export() -> Iterator[None]:
+def export(module: nn.Module) -> Iterator[None]:
     """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
-    _exports.count += 1
+    running.models.append(module)
     try:
         yield
     finally:
-        _exports.count -= 1
+        running.models.pop()
 
 
 def _first_elements(module: nn.Module) -> list[tuple[float, int]]:
@@ -219,3 +187,38 @@ def _first_elements(module: nn.Module) -> list[tuple[float, int]]:
             for tensor in tensors
             if not (tensor.is_meta or is_sharded(tensor))
         ]
+
+
+IGNORED = -100  # default `ignore_index` of torch and of transformers' models
+_LABEL_DTYPES = (torch.int16, torch.int32, torch.int64)
+
+_LABELS_MESSAGE = (
+    "labels of -100 ({path}) and a loss that is a plain scalar, within accumulate or on several ranks: such a "
+    "mean is over the labels that count, but microbatches and ranks weigh by their samples, so the loss and the "
+    "gradient are not the whole batch's where the numbers of labels differ. Return what is added up and what is "
+    "counted: Mean(total, weight), with the sum of the losses and the number of labels that are not -100, or use "
+    "ll.next_token_loss, or ll.losses.model_loss for a transformers model's own loss"
+)
+
+
+class LabelWatch:
+    """Warn once if a batch contains ignored labels and the loss is a plain scalar.
+
+    Checking takes a pass over the labels, and on an accelerator a wait. So it checks the first microbatch, the
+    second, the fourth, the eighth and so on.
+    """
+
+    __slots__ = ("_calls", "_warned")
+
+    def __init__(self) -> None:
+        self._calls, self._warned = 0, False
+
+    def look(self, batch: Any) -> None:
+        self._calls += 1
+        if self._calls & (self._calls - 1) or self._warned or tracing():
+            return
+        for path, leaf in trees.leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == IGNORED).any()):
+                self._warned = True
+                warn(_LABELS_MESSAGE.format(path=trees.named(path, "batch")))
+                return
