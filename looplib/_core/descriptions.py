@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from looplib._core.records import ADDRESS, Function
+from looplib._core.records import ADDRESS
 from looplib._core.trees import MISSING, paired
 
 T = TypeVar("T")
@@ -89,10 +89,9 @@ def _plain(value: Any) -> Any:
 
 
 def _function(function: Any) -> str:
-    if isinstance(function, Function):
-        return _function(function.func)
-    if isinstance(function, functools.partial):
-        return f"{_function(function.func)} with {described_arguments(function.args, function.keywords)}"
+    if isinstance(function, functools.partial):  # as what looplib makes is, without arguments
+        arguments = described_arguments(function.args, function.keywords)
+        return f"{_function(function.func)} with {arguments}" if arguments else _function(function.func)
     if not isinstance(function, types.FunctionType):
         return getattr(function, "__qualname__", None) or str(_plain(function))
     name = function.__qualname__.rpartition(".")[2]
@@ -132,7 +131,7 @@ def closure_settings(function: Any) -> dict[str, Any]:
 
 
 def _is_setting(value: Any) -> bool:
-    if isinstance(value, (bool, int, float, str, tuple, types.FunctionType, Function)):
+    if isinstance(value, (bool, int, float, str, tuple, types.FunctionType, functools.partial)):
         return True
     return dataclasses.is_dataclass(value) and not hasattr(value, "description")
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from looplib._core.checks import check, named
+from looplib._core.errors import described_batch
 from looplib._core.records import made
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,12 +59,9 @@ def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
 
 def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
-    of_class = next(filter(None, map(_classes.get, type(value).__mro__)), None)
-    record = made(value)
-    return of_class or (record and record.kind) or _kind_by_parameters(value)
-
-
-def _kind_by_parameters(value: Any) -> str | None:
+    kinds = [_classes[cls] for cls in type(value).__mro__ if cls in _classes]
+    if kinds or ((record := made(value)) is not None and record.kind is not None):
+        return kinds[0] if kinds else record.kind
     first, second, *_ = [*positional(value), "", ""]
     if second and first in MODELS:
         return "loss_fn"
@@ -92,7 +90,7 @@ def _takes(value: Any, count: int | None) -> bool:
 
 
 def _wanted(expected: tuple[str, ...]) -> str:
-    return " or ".join(dict.fromkeys(KINDS[name][2] for name in expected))
+    return " or ".join(KINDS[name][2] for name in expected)
 
 
 class WrongKindError(TypeError):
@@ -123,9 +121,9 @@ def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
                 f"({error}); give {_wanted(expected)}"
             ) from error
         if not any(_RETURNS[name][1](out) for name in expected):
-            should = " or ".join(dict.fromkeys(_RETURNS[name][0] for name in expected))
+            should = " or ".join(_RETURNS[name][0] for name in expected)
             raise WrongKindError(
-                f"{who} got {_named(value, None)}, which returned {_returned(out)} and should return {should}; "
+                f"{who} got {_named(value, None)}, which returned {described_batch(out)} and should return {should}; "
                 f"give {_wanted(expected)}"
             )
         return out
@@ -160,14 +158,6 @@ _RETURNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eval_step": ('a dict of metrics, such as {"loss": ll.Mean(total, weight)}', _are_metrics),
     "predict_step": ("outputs", _are_outputs),
 }
-
-
-def _returned(out: Any) -> str:
-    if type(out) in (tuple, list):
-        return f"a {type(out).__name__} of {', '.join(type(item).__name__ for item in out) or 'nothing'}"
-    if isinstance(out, Mapping):
-        return f"a {type(out).__name__} of {', '.join(f'{k!r}: {type(v).__name__}' for k, v in out.items())}"
-    return named(out)
 
 
 def _named(value: Any, kind: str | None) -> str:
