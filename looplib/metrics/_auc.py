@@ -11,6 +11,8 @@ from looplib._core.checks import check, check_argument
 from looplib._core.widening import wide_dtype
 from looplib.metrics._scores import _fit, _integers, _wide
 
+Average = Literal["examples", "groups"]
+
 
 class AUC(NamedTuple):
     """Area under the ROC curve (AUC): the probability that a positive sample scores above a negative one.
@@ -52,11 +54,9 @@ class AUC(NamedTuple):
     def merge(self, other: AUC) -> AUC:
         return AUC(self.columns + other.columns)
 
-    def compute(self) -> Tensor | float:
-        if not _count(self.columns):
-            return torch.nan
+    def compute(self) -> Tensor:
         won, positive, negative = _pairs(self.columns)
-        return (won / (positive * negative)).squeeze(0)
+        return won.sum() / (positive * negative).sum()  # of its one group
 
 
 class GroupedAUC(NamedTuple):
@@ -95,10 +95,10 @@ class GroupedAUC(NamedTuple):
     """
 
     columns: tuple[Columns, ...] = ()
-    average: Literal["examples", "groups"] = "examples"
+    average: Average = "examples"
 
     @classmethod
-    def empty(cls, average: Literal["examples", "groups"] = "examples") -> GroupedAUC:
+    def empty(cls, average: Average = "examples") -> GroupedAUC:
         """Record without samples."""
         return cls(average=average)
 
@@ -110,7 +110,7 @@ class GroupedAUC(NamedTuple):
         groups: Tensor,
         weights: Tensor | None = None,
         *,
-        average: Literal["examples", "groups"] = "examples",
+        average: Average = "examples",
     ) -> GroupedAUC:
         """Record of a batch.
 
@@ -134,25 +134,21 @@ class GroupedAUC(NamedTuple):
         check(self.average == other.average, f"grouped AUCs to merge are averaged over {averages}")
         return GroupedAUC(self.columns + other.columns, self.average)
 
-    def compute(self) -> Tensor | float:
-        if not _count(self.columns):
-            return torch.nan
+    def compute(self) -> Tensor:
         won, positive, negative = _pairs(self.columns)
         has_both = positive * negative != 0  # also where a score is NaN
         auc = torch.where(has_both, won / (positive * negative), 0)
         share = torch.where(has_both, positive + negative if self.average == "examples" else 1.0, 0)
         return (auc * share).sum() / share.sum()
 
-    def left_out(self) -> Tensor | int:
+    def left_out(self) -> Tensor:
         """Number of groups with a single class, which are left out."""
-        if not _count(self.columns):
-            return 0
         _, positive, negative = _pairs(self.columns)
         return (positive * negative == 0).sum()
 
     def number_of_groups(self) -> int:
         """Number of all groups, including those left out."""
-        return len(torch.unique(torch.cat([groups for *_, groups in self.columns]))) if self.columns else 0
+        return len(_pairs(self.columns)[0])
 
 
 Columns = tuple[Tensor, ...]  # scores, labels, weights, and groups if there are any
@@ -167,42 +163,28 @@ def _columns(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Columns:
     return kept, labels.flatten() > 0, ones if weights is None else _wide(weights).clone()
 
 
-def _count(columns: tuple[Columns, ...]) -> int:
-    return sum(len(scores) for scores, *_ in columns)
-
-
 def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """For each group: weights of its correctly ordered pairs (ties count half), of its positives and its negatives."""
+    if not any(len(scores) for scores, *_ in columns):
+        none = torch.zeros(0)
+        return none, none, none
     scores, labels, weights, *rest = map(torch.cat, zip(*columns, strict=True))
     weights = torch.where(scores.isnan().any(), torch.nan, weights)
-    keys, order = _as_integers(scores).sort()
-    new_group = keys.new_zeros(len(keys) - 1, dtype=torch.bool)
+    scores, order = scores.sort()  # 0.0 and -0.0 are equal
+    new_group = torch.zeros_like(order[1:], dtype=torch.bool)
     if rest:
         [groups] = rest
         by_group = groups[order].argsort(stable=True)
-        keys, order = keys[by_group], order[by_group]
+        scores, order = scores[by_group], order[by_group]
         new_group = groups[order[1:]] != groups[order[:-1]]
     labels, weights = labels[order], weights[order]
-    new_key = (keys[1:] != keys[:-1]) | new_group
-    group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_key))
+    new_score = (scores[1:] != scores[:-1]) | new_group
+    group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_score))
     positive, negative = (_sums(tie, torch.where(side, weights, 0)) for side in (labels, ~labels))
     group_of = group.new_zeros(len(positive)).scatter_(0, tie, group)  # of each run of equal scores
     positives, negatives = _sums(group_of, positive), _sums(group_of, negative)
     below = negative.cumsum(0) - negative / 2 - (negatives.cumsum(0) - negatives)[group_of]
     return _sums(group_of, positive * below), positives, negatives
-
-
-def _as_integers(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores, since torch sorts integers by radix on a CPU, four times as fast.
-
-    The bits of a float are in order but for the sign: those of negative numbers are in reverse. Adding 0 makes -0.0
-    equal to 0.0. NaN is first or last.
-    """
-    if not scores.is_floating_point():
-        return scores
-    integer = {4: torch.int32, 8: torch.int64}[scores.dtype.itemsize]
-    bits = (scores + 0).view(integer)
-    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits)
 
 
 def _sums(index: Tensor, values: Tensor) -> Tensor:

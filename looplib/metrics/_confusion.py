@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.widening import wide_dtype
-from looplib.metrics._scores import _fit, _integers, _wide
+from looplib.metrics._scores import _wide, fit_labels
 
 
 class ConfusionMatrix(NamedTuple):
@@ -63,33 +64,22 @@ class ConfusionMatrix(NamedTuple):
             ValueError: shapes or dtypes do not match. A class out of range is reported when the matrix is read,
                 because checking earlier would wait for the device.
         """
-        _integers("labels", labels)
-        row = labels.flatten().long()
-        inside = _inside(row, classes)
-        if predictions.dim() == labels.dim() + 1:
-            if predictions.shape[-1] != classes:
-                raise ValueError(
-                    f"logits have shape {tuple(predictions.shape)}; {classes} classes need (..., {classes})"
-                )
-            _fit(predictions.shape[:-1], labels, weights, "logits without their last dimension")
-            column = predictions.max(-1).indices.flatten()  # the argmax, which torch finds faster so on CPUs
-        else:
-            _fit(predictions.shape, labels, weights, "predicted classes")
-            _integers("predicted classes", predictions)
-            column = predictions.flatten().long()
-            inside &= _inside(column, classes)
+        shape = tuple(predictions.shape)
+        if fit_labels(predictions, labels, weights):
+            check(shape[-1] == classes, f"logits have shape {shape}; {classes} classes need (..., {classes})")
+            predictions = predictions.max(-1).indices  # the argmax, which torch finds faster so on CPUs
+        row, column = labels.flatten().long(), predictions.flatten().long()
+        inside = (row.clamp(0, classes - 1) == row) & (column.clamp(0, classes - 1) == column)
         counts = torch.ones_like(row) if weights is None else _wide(weights)
         if ignore_index is not None:
             counts = torch.where(row == ignore_index, 0, counts)
-        cell = torch.where(inside, torch.add(column, row, alpha=classes), classes * classes)
+        cell = torch.where(inside, row * classes + column, classes * classes)
         return cls(counts.new_zeros(classes * classes + 1).index_add_(0, cell, counts), classes)
 
     def merge(self, other: ConfusionMatrix) -> ConfusionMatrix:
-        if self.classes != other.classes:
-            raise ValueError(
-                f"confusion matrices to merge have shapes ({self.classes}, {self.classes}) and "
-                f"({other.classes}, {other.classes}); give the same number of classes for every batch"
-            )
+        advice = "give the same number of classes for every batch"
+        message = f"confusion matrices to merge have {self.classes} and {other.classes} classes; {advice}"
+        check(self.classes == other.classes, message)
         return ConfusionMatrix(self.counts + other.counts, self.classes)
 
     @property
@@ -102,11 +92,11 @@ class ConfusionMatrix(NamedTuple):
         from einops import rearrange  # takes 1.5 ms
 
         outside = self.counts[-1].item()
-        if outside:
-            raise ValueError(
-                f"{outside} labels or predictions lie outside 0 to {self.classes - 1}, for {self.classes} classes; "
-                "give more classes, or ignore_index= for the label of padding"
-            )
+        check(
+            not outside,
+            f"{outside} labels or predictions lie outside 0 to {self.classes - 1}, for {self.classes} classes; "
+            "give more classes, or ignore_index= for the label of padding",
+        )
         return rearrange(self.counts[:-1], "(label prediction) -> label prediction", label=self.classes)
 
     def compute(self) -> Tensor:
@@ -135,7 +125,3 @@ class ConfusionMatrix(NamedTuple):
 
     def _wide_matrix(self) -> Tensor:
         return self.matrix.to(wide_dtype(self.counts.device))
-
-
-def _inside(numbers: Tensor, classes: int) -> Tensor:
-    return numbers.clamp(0, classes - 1) == numbers

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check
 
 Column = Sequence[Any] | Tensor
 
@@ -55,8 +56,8 @@ class Corpus(NamedTuple):
             ValueError: there are no columns, or they have different lengths.
         """
         lengths = [len(column) for column in columns]
-        if len(set(lengths)) != 1:
-            raise ValueError(f"Corpus.of got columns of lengths {lengths}; give at least one, all of the same length")
+        message = f"Corpus.of got columns of lengths {lengths}; give at least one, all of the same length"
+        check(len(set(lengths)) == 1, message)
         kept = [trees.map_leaves(_copy, column) for column in columns]
         return cls(function, (tuple(column if isinstance(column, Tensor) else list(column) for column in kept),))
 

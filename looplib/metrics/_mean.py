@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check
+from looplib._core.widening import wide_dtype
 from looplib.types import Metric, Metrics
 
 
@@ -49,9 +51,8 @@ class Mean(NamedTuple):
         if isinstance(self.weight, (int, float)) and self.weight == 1:
             return self.total
         if isinstance(self.total, Tensor):  # stays on its device, without a sync
-            return (self.total if self.total.is_floating_point() else self.total.double()) / self.weight
-        narrow = isinstance(self.weight, Tensor) and self.weight.device.type == "mps"
-        return torch.tensor(float(self.total), dtype=torch.float32 if narrow else torch.float64) / self.weight
+            return (self.total if self.total.is_floating_point() else _wide(self.total)) / self.weight
+        return _wide(torch.as_tensor(self.weight)).new_tensor(self.total) / self.weight
 
     def item(self) -> float:
         """Return the value as a Python float, like `Tensor.item`. Waits for the device."""
@@ -89,35 +90,21 @@ for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv"
 
 def _sum(values: Sequence[Tensor | float], times: Sequence[int]) -> Tensor | float:
     """Sum of the values, each multiplied by its entry of `times`, in few operations."""
-    # Loops that merge batch by batch come here each time, and a stack takes twice as long as an addition.
-    if times == (1, 1) and all(map(_is_scalar, values)):
-        return _wide(values[0]) + values[1]  # type: ignore[arg-type]  # torch adds them in the wider of their dtypes
-    return _sum_of_many(values, times)
-
-
-def _is_scalar(value: Tensor | float) -> bool:
-    return isinstance(value, Tensor) and not value.dim()
-
-
-def _sum_of_many(values: Sequence[Tensor | float], times: Sequence[int]) -> Tensor | float:
     pairs = list(zip(values, times, strict=True))
-    number = sum([value * n for value, n in pairs if not isinstance(value, Tensor)])
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    tensors = [value.reshape(()) if value.dim() and value.numel() == 1 else value for value in tensors]
+    number = sum(value * n for value, n in pairs if not isinstance(value, Tensor))
+    tensors = [value.reshape(()) if value.numel() == 1 else value for value in values if isinstance(value, Tensor)]
     if not tensors:
         return number
-    stacked = torch.stack(tensors)
-    wide = _wide(stacked)
-    counts = {n for value, n in pairs if isinstance(value, Tensor)}
-    if len(counts) > 1:
-        terms = torch_private.foreach_mul(wide.unbind(), [n for value, n in pairs if isinstance(value, Tensor)])
-        return torch.stack(terms).sum(0) + number
-    total = wide.sum(0) * counts.pop()
-    return total + number if number else total
+    counts = [n for value, n in pairs if isinstance(value, Tensor)]
+    wide = _wide(torch.stack(tensors))
+    if len(set(counts)) == 1:
+        return wide.sum(0) * counts[0] + number
+    terms = torch_private.foreach_mul(wide.unbind(), counts)
+    return torch.stack(terms).sum(0) + number
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "mps" else tensor.double()
+    return tensor.to(wide_dtype(tensor.device))
 
 
 def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
@@ -139,17 +126,13 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
                 f"metrics to merge must have the same names: found {sorted(first)} and {sorted(other)}; "
                 "let the metric or loss function return each name for every batch"
             )
-    if not rest:
-        return dict(first)
-    merged: dict[str, Metric] = {}
-    for name, record in first.items():
-        others = [m[name] for m in rest]
-        means = [other for other in (record, *others) if isinstance(other, Mean)]
-        if len(means) == len(rest) + 1:
-            merged[name] = means[0].merge(*means[1:])
-        else:
-            merged[name] = _fold([record, *others])
-    return merged
+    return {name: _merged([metrics[name] for metrics in (first, *rest)]) for name in first}
+
+
+def _merged(records: list[Any]) -> Metric:
+    if len(records) > 1 and all(isinstance(record, Mean) for record in records):
+        return Mean.merge(*records)
+    return _fold(records)
 
 
 def _fold(records: list[Metric]) -> Metric:
@@ -169,21 +152,11 @@ def _instead_of(metrics: Any) -> str:
     return '{"loss": ll.Mean(total, weight)}'
 
 
-def _value(name: str, metric: Any) -> Tensor | float:
-    if not isinstance(metric, Metric):
-        raise TypeError(
-            f"{name!r} is a {type(metric).__name__}, not a metric; give a record with merge and compute, "
-            "such as ll.Mean(total, weight)"
-        )
-    value: Tensor | float = metric.compute()
-    return value
-
-
 def _numbers(tensors: list[Tensor]) -> list[Any]:
     """The numbers of scalar tensors, in one transfer if they are on one device."""
     if len({tensor.dtype for tensor in tensors}) > 1 and all(tensor.device.type != "mps" for tensor in tensors):
         tensors = [tensor.double() for tensor in tensors]  # as Python's floats are
-    if len(tensors) > 1 and len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
         return torch.stack(tensors).tolist()
     return [tensor.item() for tensor in tensors]
 
@@ -206,7 +179,10 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         raise TypeError(
             f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {_instead_of(metrics)}"
         )
-    values = {name: _value(name, metric) for name, metric in metrics.items()}
+    for name, metric in metrics.items():
+        advice = "give a record with merge and compute, such as ll.Mean(total, weight)"
+        check(isinstance(metric, Metric), f"{name!r} is a {type(metric).__name__}, not a metric; {advice}", TypeError)
+    values = {name: metric.compute() for name, metric in metrics.items()}
     # One transfer for all values of a device instead of one for each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check, check_argument
 from looplib._core.widening import wide_dtype
 from looplib.metrics._mean import Mean
 
@@ -70,49 +71,33 @@ def accuracy(
     Raises:
         ValueError: shapes or dtypes do not match, or `top_k` is larger than the number of classes.
     """
-    _integers("labels", labels)
-    of_logits = predictions.dim() == labels.dim() + 1
+    of_logits = fit_labels(predictions, labels, weights)
+    # As int64, since torch would compare a uint8 with 156 instead of -100.
+    labels = labels.long()
+    valid = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     if of_logits:
-        _fit(predictions.shape[:-1], labels, weights, "logits without their last dimension")
-        if not 1 <= top_k <= predictions.shape[-1]:
-            raise ValueError(
-                f"top_k is {top_k}; logits of shape {tuple(predictions.shape)} allow 1 to their last size"
-            )
-        labels = labels.unsqueeze(-1)
+        advice = f"logits of shape {tuple(predictions.shape)} allow 1 to their last size"
+        check_argument(1 <= top_k <= predictions.shape[-1], "top_k", top_k, advice)
+        right = _in_top(top_k, predictions, torch.where(valid, labels, 0).unsqueeze(-1))
     else:
-        _fit(predictions.shape, labels, weights, "predicted classes")
-        if predictions.is_floating_point() or top_k != 1:
-            raise ValueError(
-                f"predictions have shape {tuple(predictions.shape)} and dtype {predictions.dtype}, with labels "
-                f"{tuple(labels.shape)} and top_k={top_k}: give classes as integers or booleans, such as "
-                "logits > 0, or logits (..., classes)"
-            )
-    valid = _valid(labels, ignore_index)
-    if not of_logits:
+        check(top_k == 1, f"top_k is {top_k}, with predicted classes; give logits (..., classes)")
         right = predictions == labels
-    else:
-        label = torch.where(valid, labels, 0).long()
-        score = predictions.gather(-1, label)
-        if top_k == 1:
-            # The first of the highest scores: the same answer, ties included, without a mask of all scores. On CPUs,
-            # torch finds it faster by max than by argmax.
-            right = predictions.max(-1, keepdim=True).indices == label
-        else:
-            first = torch.arange(predictions.shape[-1], device=label.device) < label
-            behind = torch.where(first, predictions < score, predictions <= score)
-            right = (~behind).sum(-1, keepdim=True) < top_k
-        right &= score == score  # NaN differs from itself
-    if weights is None:
-        return Mean((right & valid).count_nonzero(), valid.count_nonzero())
-    weights = torch.where(valid.flatten(), _wide(weights), 0)
+    weights = valid.flatten() if weights is None else torch.where(valid.flatten(), _wide(weights), 0)
     return Mean((weights * right.flatten()).sum(), weights.sum())
 
 
-def _valid(labels: Tensor, ignore_index: int | None) -> Tensor:
-    """Mask of the labels that count."""
-    if ignore_index is None or (ignore_index < 0 and not labels.dtype.is_signed):
-        return torch.ones_like(labels, dtype=torch.bool)  # torch would compare a uint8 with 156 instead of -100
-    return labels != ignore_index
+def _in_top(k: int, logits: Tensor, labels: Tensor) -> Tensor:
+    """True where fewer than k classes rank above the label (..., 1), and its score is not NaN."""
+    scores = logits.gather(-1, labels)
+    if k == 1:
+        # The first of the highest scores: the same answer, ties included, without a mask of all scores. On CPUs,
+        # torch finds it faster by max than by argmax.
+        right = logits.max(-1, keepdim=True).indices == labels
+    else:
+        first = torch.arange(logits.shape[-1], device=labels.device) < labels
+        behind = torch.where(first, logits < scores, logits <= scores)
+        right = (~behind).sum(-1, keepdim=True) < k
+    return right & (scores == scores)  # NaN differs from itself
 
 
 def perplexity(loss: Mean) -> Reading:
@@ -130,8 +115,7 @@ def perplexity(loss: Mean) -> Reading:
 
 
 def _exp_of_mean(mean: Mean) -> Tensor:
-    value = torch.as_tensor(mean.compute())
-    return value.to(wide_dtype(value.device)).exp()
+    return _wide(torch.as_tensor(mean.compute())).squeeze(0).exp()
 
 
 def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> Mean:
@@ -300,14 +284,25 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _fit(shape: torch.Size, labels: Tensor, weights: Tensor | None, name: str, of: str = "labels") -> None:
-    if shape != labels.shape:
-        raise ValueError(f"{name} have shape {tuple(shape)} and {of} {tuple(labels.shape)}; give both the same shape")
-    if weights is not None and weights.shape != labels.shape:
-        raise ValueError(f"weights have shape {tuple(weights.shape)}; {of} need {tuple(labels.shape)}")
+    wanted = tuple(labels.shape)
+    check(shape == wanted, f"{name} have shape {tuple(shape)} and {of} {wanted}; give both the same shape")
+    given = wanted if weights is None else tuple(weights.shape)
+    check(given == wanted, f"weights have shape {given}; {of} need {wanted}")
 
 
-def _integers(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise ValueError(
-            f"{name} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}; give integers or booleans"
-        )
+def fit_labels(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> bool:
+    """Check labels of classes against logits or predicted classes. True for logits."""
+    _integers("labels", labels)
+    of_logits = predictions.dim() == labels.dim() + 1
+    if of_logits:
+        _fit(predictions.shape[:-1], labels, weights, "logits without their last dimension")
+    else:
+        _fit(predictions.shape, labels, weights, "predicted classes")
+        _integers("predicted classes", predictions, " such as logits > 0, or logits (..., classes)")
+    return of_logits
+
+
+def _integers(name: str, tensor: Tensor, advice: str = "") -> None:
+    found = f"{name} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+    integers = not (tensor.is_floating_point() or tensor.is_complex())
+    check(integers, f"{found}; give integers or booleans{advice}")

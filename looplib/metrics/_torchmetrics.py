@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import trees
+from looplib._core.checks import check
 from looplib._core.torch_private import pytree
 
 
@@ -72,12 +73,11 @@ class TorchMetric(NamedTuple):
         Raises:
             ValueError: the record has no batches.
         """
-        if not self.updates:
-            name = type(self.host).__name__
-            raise ValueError(
-                f"this {name} was given no batch: return metric.of(predictions, labels), or what its update takes, "
-                "and not the metric itself, from the function of the model and the batch"
-            )
+        check(
+            self.updates,
+            f"this {type(self.host).__name__} was given no batch: return metric.of(predictions, labels), or what its "
+            "update takes, and not the metric itself, from the function of the model and the batch",
+        )
         if self.states is None:
             # A reset does not clear all of such a metric: MinMaxMetric keeps its extremes.
             metric = copy.deepcopy(self.host)
@@ -97,13 +97,13 @@ class TorchMetric(NamedTuple):
     def compute(self) -> Any:
         """The value, which must be a single number."""
         value = self.value()
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            return value
-        shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"with {_keys(value)}"
-        raise ValueError(
-            f"{type(self.host).__name__} computes a {type(value).__name__} {shape}, not a number: read one from it, "
-            "as by ll.metrics.Reading(record, lambda record: record.value()[0])"
+        shape = tuple(value.shape) if isinstance(value, Tensor) else value
+        check(
+            isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1),
+            f"{type(self.host).__name__} computes a {type(value).__name__}, {shape}, not a number: read one from it, "
+            "as by ll.metrics.Reading(record, lambda record: record.value()[0])",
         )
+        return value
 
 
 def torchmetric(metric: Any) -> TorchMetric:
@@ -132,13 +132,13 @@ def torchmetric(metric: Any) -> TorchMetric:
         ValueError: when computed, if the metric has several numbers (use `Reading` to take one from its `value()`),
             or the record has no batches because `.of(...)` was forgotten.
     """
-    missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
-    if missing or isinstance(metric, type):
-        kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
-        raise TypeError(
-            f"found {kind}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
-            "such as torchmetrics.classification.BinaryF1Score()"
-        )
+    kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+    check(
+        not isinstance(metric, type) and all(hasattr(metric, name) for name in ("update", "compute", "reset")),
+        f"found {kind}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
+        "such as torchmetrics.classification.BinaryF1Score()",
+        TypeError,
+    )
     host = copy.deepcopy(metric)
     for part in host.modules() if isinstance(host, nn.Module) else ():
         if hasattr(part, "sync_on_compute"):  # merging adds up the ranks, so torchmetrics must not do it too
@@ -159,6 +159,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_max": torch.maximum,
     "dim_zero_min": torch.minimum,
 }
+_LISTS = ("dim_zero_cat", None)  # reductions of states that are lists
 
 
 # Metrics that only pass their inputs on to the metrics they contain.
@@ -186,11 +187,8 @@ def _merges(metric: Any) -> bool:
     if not getattr(metric, "reset_real_features", True):  # a state that a reset does not clear
         return False
     for name, reduction in reductions.items():
-        known = getattr(reduction, "__name__", None)
-        if isinstance(getattr(metric, name), list):
-            if reduction is not None and known != "dim_zero_cat":
-                return False
-        elif known not in _REDUCTIONS:
+        known = _LISTS if isinstance(getattr(metric, name), list) else _REDUCTIONS
+        if getattr(reduction, "__name__", None) not in known:
             return False
     return True
 
@@ -199,7 +197,3 @@ def _states_of(metric: Any) -> dict[str, Any]:
     """Copies of the states: a reset clears the metric's lists, and these may contain the batch itself."""
     states = {path: getattr(part, name) for path, part, name in _places(metric)}
     return pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
-
-
-def _keys(value: Any) -> str:
-    return f"keys {sorted(value)}" if isinstance(value, Mapping) else "no shape"

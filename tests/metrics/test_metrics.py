@@ -1,4 +1,4 @@
-"""Merging against exact fractions."""
+"""Merging against exact fractions, and windows of steps."""
 
 import math
 from fractions import Fraction
@@ -13,50 +13,97 @@ from hypothesis import strategies as st
 import looplib as ll
 
 parts = st.lists(
-    st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 2**20), st.integers(1, 64)), min_size=1, max_size=20
+    st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 2**20), st.integers(1, 64)), min_size=1, max_size=200
 )
 
 
-@given(parts=parts, data=st.data())
-def test_any_merge_order_gives_the_exact_mean(parts, data):
+@given(parts=parts, tensors=st.booleans(), data=st.data())
+def test_any_merge_order_and_any_window_give_the_exact_mean(parts, tensors, data):
     # Integers this small add without rounding in float64, so every order must give the same bits.
-    records = [{"loss": ll.Mean(torch.tensor(t, dtype=torch.float64), torch.tensor(w), n)} for t, w, n in parts]
+    make = (lambda t: torch.tensor(t, dtype=torch.float64)) if tensors else float
+    records = [{"loss": ll.Mean(make(total), weight, n)} for total, weight, n in parts]
+    exact = float(Fraction(sum(t * n for t, _, n in parts), sum(w * n for _, w, n in parts)))
+    window = ll.Window()
+    for step, record in enumerate(records):
+        assert len(window) == step
+        window = window.add(record)
+        assert len(window.waiting) < 64
     while len(records) > 1:
         i = data.draw(st.integers(0, len(records) - 2))
-        records[i : i + 2] = [ll.merge(records[i], records[i + 1])]
-    exact = Fraction(sum(t * n for t, _, n in parts), sum(w * n for _, w, n in parts))
-    assert ll.compute(records[0])["loss"] == float(exact)
+        j = data.draw(st.integers(i + 2, len(records)))
+        records[i:j] = [ll.merge(*records[i:j])]
+    assert ll.compute(records[0])["loss"] == ll.compute(window.metrics())["loss"] == exact
 
 
 @given(st.floats(width=32), st.integers(1, 1000))
 def test_a_mean_that_is_alone_keeps_its_bits(value, count):
-    found = ll.compute({"loss": ll.Mean(torch.tensor(value), 1, count)})["loss"]
-    assert found == value or (found != found and value != value)
+    record = {"loss": ll.Mean(torch.tensor(value), 1, count)}
+    for found in map(ll.compute, (record, ll.merge(record), ll.Window().add(record).metrics())):
+        assert found["loss"] == value or (found["loss"] != found["loss"] and value != value)
 
 
-def test_float32_totals_do_not_lose_what_is_added_late():
-    record = {"loss": ll.Mean(torch.tensor(2.0**24), 1)}
-    for _ in range(3):
-        record = ll.merge(record, {"loss": ll.Mean(torch.tensor(1.0), 1)})
-    assert ll.compute(record)["loss"] == (2**24 + 3) / 4
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_means_are_added_in_float64_and_members_of_a_stack_apart(dtype):
+    one, other = ll.Mean(torch.tensor(2.0**24).to(dtype), torch.tensor(1)), ll.Mean(torch.tensor([1]).to(dtype), 2, 3)
+    for merged in (
+        one.merge(other),
+        other.merge(one),
+        one.merge(other._replace(times=1), *[other._replace(times=2)]),
+    ):
+        assert (merged.total.dtype, merged.total.item()) == (torch.float64, 2.0**24 + 3)
+        assert float(merged.weight) == 7
+    members = ll.Mean(torch.ones(3), 1).merge(ll.Mean(torch.tensor([1.0, 2.0, 3.0]), 1))
+    assert torch.equal(members.compute(), torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64))
 
 
-def test_compute_prefixes_and_refuses():
-    assert ll.compute({"a": ll.Mean(1.0), "b": ll.Mean(torch.tensor(3), 2)}, prefix="eval/") == {
+def test_windows_and_merges_ask_no_tensor_for_its_value():
+    """On the meta device nothing has a value, so whatever asked for one would raise."""
+    window = ll.Window()
+    for _ in range(200):
+        window = window.add({"loss": ll.Mean(torch.empty((), device="meta"), 3)})
+    assert window.metrics()["loss"].total.device.type == "meta"
+
+
+def test_compute_prefixes_and_divides_by_zero_as_torch_does():
+    assert ll.compute({"a": ll.Mean(1.0), "b": ll.Mean(torch.tensor(3), 2), "c": ll.Mean(7, 2)}, prefix="eval/") == {
         "eval/a": 1.0,
         "eval/b": 1.5,
+        "eval/c": 3.5,
     }
     assert ll.compute({}) == {}
-    assert ll.compute({"empty": ll.Mean(torch.tensor(0.0), torch.tensor(0))})["empty"] != 0
-    with pytest.raises(TypeError, match=r"'logits' is a Tensor, not a metric"):
-        ll.compute({"logits": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"same names: found \['a'\] and \['b'\]"):
-        ll.merge({"a": ll.Mean(1.0)}, {"b": ll.Mean(1.0)})
-
-
-def test_without_any_weight_a_number_computes_to_nan_or_infinity():
-    assert math.isnan(ll.compute({"empty": ll.Mean(0.0, 0)})["empty"])
+    large = {"n": ll.Mean(torch.tensor(2**24 + 1)), "x": ll.Mean(torch.tensor(0.5))}  # of two dtypes
+    assert ll.compute(large) == {"n": 2**24 + 1, "x": 0.5}
+    for empty in (ll.Mean(torch.tensor(0.0), torch.tensor(0)), ll.Mean(0.0, 0)):
+        assert math.isnan(ll.compute({"empty": empty})["empty"])
     assert ll.compute({"empty": ll.Mean(-1, torch.tensor(0))})["empty"] == -math.inf
+
+
+def test_what_is_no_metric_and_other_names_are_refused():
+    one, stack = {"a": ll.Mean(1.0)}, ll.Mean(torch.ones(3), 2)
+    for call, error, named in (
+        (lambda: ll.compute({"logits": torch.zeros(3)}), TypeError, "'logits' is a Tensor"),
+        (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
+        (lambda: ll.Window().metrics(), ValueError, "window is empty"),
+        (lambda: ll.Window().add(one).add({"b": ll.Mean(1.0)}).metrics(), ValueError, r"\['a'\] and \['b'\]"),
+        (lambda: ll.compute(ll.Window().add(one)), TypeError, r"Window: give window.metrics\(\)"),
+        (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"Mean: give .*ll\.compute\(metrics\)"),
+        (lambda: ll.compute((1, one)), TypeError, "tuple: give .*train_step"),
+        (lambda: ll.compute({"loss": stack}), ValueError, r"'loss' .*\(3,\).*compute_members"),
+        (lambda: float(stack), ValueError, r"\(3,\).*compute_members"),
+        (lambda: f"{stack:.3f}", ValueError, r"\(3,\).*compute_members"),
+    ):
+        with pytest.raises(error, match=named):
+            call()
+    for use in (
+        lambda m: m < 1.0,
+        lambda m: m >= m,
+        lambda m: 0 + m,
+        lambda m: m + m,
+        lambda m: m * 2,
+        lambda m: m / 2,
+    ):
+        with pytest.raises(TypeError, match=r"metrics\['loss'\]\.item\(\)"):
+            use(ll.Mean(1.5, 2))
 
 
 class Collected(NamedTuple):
@@ -94,27 +141,3 @@ def test_a_mean_is_read_like_a_scalar_tensor():
     assert f"{loss:.3f}" == "0.750"
     assert f"{loss}" == str(loss) == "Mean(total=tensor(1.5000), weight=2, times=1)"
     assert np.mean([loss, ll.Mean(1.0, 4)]) == 0.5  # of two values, and not of six fields
-
-
-@pytest.mark.parametrize(
-    "use", [lambda m: m < 1.0, lambda m: m >= m, lambda m: 0 + m, lambda m: m + m, lambda m: m * 2, lambda m: m / 2]
-)
-def test_a_mean_is_not_compared_or_added_field_by_field(use):
-    with pytest.raises(TypeError, match=r"not a number: metrics\['loss'\]\.item\(\) gives its value"):
-        use(ll.Mean(1.5, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_two_means_are_added_in_float64_and_whole_members_apart(dtype):
-    one, other = ll.Mean(torch.tensor(2.0**24).to(dtype), torch.tensor(1)), ll.Mean(torch.tensor(1).to(dtype), 2)
-    for merged in (one.merge(other), other.merge(one)):
-        assert (merged.total.dtype, merged.total.item()) == (torch.float64, 2.0**24 + 1)
-        assert float(merged.weight) == 3
-    members = ll.Mean(torch.ones(3), 1).merge(ll.Mean(torch.tensor([1.0, 2.0, 3.0]), 1))
-    assert torch.equal(members.compute(), torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("use", [float, lambda mean: mean.item(), lambda mean: f"{mean:.3f}"])
-def test_a_mean_of_a_stack_is_not_read_as_one_number(use):
-    with pytest.raises(ValueError, match=r"shape \(3,\), and not one value: .*compute_members\(metrics\)"):
-        use(ll.Mean(torch.ones(3), 2))

@@ -58,17 +58,14 @@ ALL_ONE, BY_BATCH = True, False
 METRICS = {
     "f1": (classification.BinaryF1Score, binary, ALL_ONE),
     "auroc": (classification.BinaryAUROC, binary, ALL_ONE),
-    "auroc of thresholds": (lambda: classification.BinaryAUROC(thresholds=20), binary, ALL_ONE),
     "accuracy of each sample": (
         lambda: classification.MulticlassAccuracy(4, multidim_average="samplewise", average="micro"),
         lambda rows, flat: (torch.rand(rows, 4, 3), torch.randint(0, 4, (rows, 3))),
         ALL_ONE,
     ),
-    "multiclass auroc": (lambda: classification.MulticlassAUROC(4), multiclass, ALL_ONE),
     "multilabel ranking loss": (lambda: classification.MultilabelRankingLoss(3), multilabel, BY_BATCH),
     "mse of each output": (lambda: regression.MeanSquaredError(num_outputs=2), columns, ALL_ONE),
     "pearson": (regression.PearsonCorrCoef, numbers, ALL_ONE),
-    "r2": (regression.R2Score, numbers, ALL_ONE),
     "retrieval ndcg": (lambda: retrieval.RetrievalNormalizedDCG(top_k=2), queries, ALL_ONE),
     "bleu": (
         lambda: text.BLEUScore(n_gram=2),
@@ -77,9 +74,7 @@ METRICS = {
     ),
     "mean": (aggregation.MeanMetric, values, ALL_ONE),
     "max": (aggregation.MaxMetric, values, ALL_ONE),
-    "cat": (aggregation.CatMetric, values, ALL_ONE),
     "running mean": (lambda: aggregation.RunningMean(window=3), values, BY_BATCH),
-    "running f1": (lambda: wrappers.Running(classification.BinaryF1Score(), window=2), binary, BY_BATCH),
     "extremes of an accuracy": (lambda: wrappers.MinMaxMetric(classification.BinaryAccuracy()), binary, ALL_ONE),
     "classes by name": (
         lambda: wrappers.ClasswiseWrapper(classification.MulticlassRecall(4, average=None)),
@@ -199,17 +194,12 @@ def outcome(compute):
         return str(error)
 
 
-@pytest.mark.parametrize("name", ["f1", "auroc", "extremes of an accuracy", "collection"])
-def test_a_metric_that_was_given_no_batch_has_no_value(name):
-    metric = ll.metrics.torchmetric(METRICS[name][0]())
-    kind = type(METRICS[name][0]()).__name__
-    model = nn.Linear(2, 1)
-    step = ll.make_eval_step(model, lambda model, x: {"score": metric})
-    for compute in (metric.value, lambda: ll.evaluate(step, ll.init_state(model), [torch.zeros(3, 2)] * 2)):
-        with pytest.raises(
-            ValueError, match=rf"this {kind} was given no batch: return metric.of\(predictions, labels"
-        ):
-            compute()
+def test_a_metric_that_was_given_no_batch_has_no_value():
+    for name in ("f1", "auroc", "extremes of an accuracy", "collection"):
+        metric, kind = ll.metrics.torchmetric(METRICS[name][0]()), type(METRICS[name][0]()).__name__
+        for compute in (metric.value, lambda: ll.compute({"score": metric.merge(metric)})):  # noqa: B023
+            with pytest.raises(ValueError, match=rf"{kind} was given no batch: .*metric.of"):
+                compute()
 
 
 def test_metrics_that_agree_on_one_batch_are_kept_apart():
@@ -217,11 +207,7 @@ def test_metrics_that_agree_on_one_batch_are_kept_apart():
     metric = ll.metrics.torchmetric(torchmetrics.MetricCollection({"low": low, "high": high}))
     same = metric.of(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
     other = metric.of(torch.tensor([0.5, 0.5]), torch.tensor([0, 0]))
-    assert same.merge(other).value() == {"low": 0.5, "high": 1.0}
-    assert other.merge(same).value() == {"low": 0.5, "high": 1.0}
-
-
-def test_a_collection_that_was_used_does_not_collect_twice():
+    assert same.merge(other).value() == other.merge(same).value() == {"low": 0.5, "high": 1.0}
     used = torchmetrics.MetricCollection({"a": aggregation.CatMetric(), "b": aggregation.CatMetric()})
     used.update(torch.tensor([9.0]))  # from here on, both share one list
     value = ll.metrics.torchmetric(used).of(torch.tensor([1.0, 2.0])).value()
@@ -267,20 +253,15 @@ def test_a_collection_of_sums_holds_sums():
 def test_errors_say_what_to_give_and_leave_the_metric_whole():
     metric = ll.metrics.torchmetric(classification.MulticlassAccuracy(3, average=None))
     record = metric.of(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
-    with pytest.raises(ValueError, match="same shape"):
-        metric.of(torch.tensor([0, 1]), torch.tensor([0]))
+    collection = torchmetrics.MetricCollection([aggregation.MaxMetric(), aggregation.MinMetric()])
+    for call, error, named in (
+        (lambda: metric.of(torch.tensor([0, 1]), torch.tensor([0])), ValueError, "same shape"),
+        (record.compute, ValueError, r"MulticlassAccuracy .*Tensor, \(3,\).*Reading"),
+        (ll.metrics.torchmetric(collection).of(torch.ones(1)).compute, ValueError, "dict, .*MaxMetric.*MinMetric"),
+        (lambda: ll.metrics.torchmetric(aggregation.MaxMetric), TypeError, "class MaxMetric.* torchmetrics"),
+        (lambda: ll.metrics.torchmetric(slices), TypeError, "a function"),
+    ):
+        with pytest.raises(error, match=named):
+            call()
     of_one = ll.metrics.Reading(record, lambda record: record.value()[1])
     assert ll.compute({"of_one": of_one}) == {"of_one": 0.5}
-    with pytest.raises(
-        ValueError, match=r"MulticlassAccuracy computes a Tensor of shape \(3,\), not a number: read one"
-    ):
-        record.compute()
-    collection = ll.metrics.torchmetric(
-        torchmetrics.MetricCollection([aggregation.MaxMetric(), aggregation.MinMetric()])
-    )
-    with pytest.raises(ValueError, match=r"computes a dict with keys \['MaxMetric', 'MinMetric'\], not a number"):
-        collection.of(torch.tensor([1.0])).compute()
-    with pytest.raises(TypeError, match="found the class MaxMetric, not a metric of torchmetrics"):
-        ll.metrics.torchmetric(aggregation.MaxMetric)
-    with pytest.raises(TypeError, match="found a function, not a metric"):
-        ll.metrics.torchmetric(slices)
