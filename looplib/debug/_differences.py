@@ -60,7 +60,7 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
         pairs = trees.paired(*(print_.items() for print_ in prints))
     else:
         pairs = trees.paired(leaves_by_path(one), leaves_by_path(other))
-    return [*filter(None, (_difference(path, leaf, other_leaf, rtol, atol) for path, leaf, other_leaf in pairs))]
+    return [found for pair in pairs if (found := _difference(*pair, rtol, atol))]
 
 
 def _is_fingerprint(tree: Any) -> bool:
@@ -100,8 +100,7 @@ def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, a
     equal = (a == b) | (a.isnan() & b.isnan())
     gap = torch.where(equal, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)  # infinite if one is not finite
     if by_bits:  # 0.0 and -0.0, and two NaNs, may differ without a gap
-        rows = torch.stack([bits_of(one), bits_of(other)]).reshape(2, one.numel(), -1)
-        differs = (rows[0] != rows[1]).any(1).reshape(one.shape)
+        differs = (bits_of(one) != bits_of(other)).reshape(*one.shape, -1).any(-1)
     elif one.is_floating_point() or one.is_complex():
         differs = ~equal & ~(gap.isfinite() & (gap <= atol + rtol * b.abs()))
     else:

@@ -64,21 +64,15 @@ def _hash(path: str, leaf: Any) -> str:
     if isinstance(leaf, _PLAIN):
         text = repr(leaf)
         return text if len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    if isinstance(leaf, Tensor):
-        bits = bits_of(local(leaf)).cpu()  # named, since bytes_of does not keep the memory alive
-        return _hash_of_array(leaf, bytes_of(bits))
     check(
-        hasattr(leaf, "tobytes") and hasattr(leaf, "shape"),  # NumPy arrays and scalars
+        isinstance(leaf, Tensor) or (hasattr(leaf, "tobytes") and hasattr(leaf, "shape")),  # NumPy arrays and scalars
         f"{path} is a {type(leaf).__name__}, which has no bytes to take a fingerprint of; give a tree of tensors, NumPy "
         "arrays and plain values",
         TypeError,
     )
-    return _hash_of_array(leaf, memoryview(leaf.tobytes()))
-
-
-def _hash_of_array(array: Any, content: memoryview) -> str:
-    digest = hashlib.blake2b(repr((array.dtype, tuple(array.shape))).encode(), digest_size=8)
-    digest.update(content)
+    digest = hashlib.blake2b(repr((leaf.dtype, tuple(leaf.shape))).encode(), digest_size=8)
+    bits = bits_of(local(leaf)).cpu() if isinstance(leaf, Tensor) else None  # bytes_of does not keep it alive
+    digest.update(leaf.tobytes() if bits is None else bytes_of(bits))
     return digest.hexdigest()
 
 

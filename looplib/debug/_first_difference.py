@@ -115,33 +115,15 @@ def first_difference(
         "fingerprints, such as the states that the Run has kept",
         TypeError,
     )
-    first: Mapping[int, Any] = _by_step(getattr(one, "states", one))
-    second: Mapping[int, Any] = _by_step(getattr(other, "states", other))
-    compare = partial(differences, rtol=rtol, atol=atol)
-    kept, equal, steps = _difference_of_kept(first, second, compare)
-    if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
-        return kept
-    check(
-        kept is not None or steps > 1 or stop is not None,
-        f"the runs have one state in common, at step {equal}; give stop=, a step to run on to",
-    )
-    ends = [end for end in (stop, getattr(kept, "different", None)) if end is not None]
-    return _side_by_side((one, other), (first[equal], second[equal]), min(ends, default=equal), compare) or kept
-
-
-Compare = Callable[[Any, Any], list[LeafDifference]]
-
-
-def _difference_of_kept(
-    first: Mapping[int, Any], second: Mapping[int, Any], compare: Compare
-) -> tuple[Difference | None, int | None, int]:
-    """First difference of kept states, the last step at which they are equal, and the number of common steps."""
+    first, second = (_by_step(getattr(run, "states", run)) for run in (one, other))
     steps = sorted(set(first) & set(second))
     check(
         steps,
         f"the runs have no step in common: one has {_listed(first)}, the other {_listed(second)}; keep or log both at "
         "the same steps, such as ll.every_n_steps(100), or give them one state to begin with",
     )
+
+    compare = partial(differences, rtol=rtol, atol=atol)
 
     def differ(step: int) -> bool:
         return bool(compare(first[step], second[step]))
@@ -151,10 +133,20 @@ def _difference_of_kept(
     else:
         index = next((index for index, step in enumerate(steps) if differ(step)), len(steps))
     equal = steps[index - 1] if index else None
-    if index == len(steps):
-        return None, equal, len(steps)
-    different = steps[index]
-    return Difference(equal, different, compare(first[different], second[different])), equal, len(steps)
+    kept = None
+    if index < len(steps):
+        kept = Difference(equal, steps[index], compare(first[steps[index]], second[steps[index]]))
+    if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
+        return kept
+    check(
+        len(steps) > 1 or stop is not None,
+        f"the runs have one state in common, at step {equal}; give stop=, a step to run on to",
+    )
+    ends = [end for end in (stop, kept and kept.different) if end is not None]
+    return _side_by_side((one, other), (first[equal], second[equal]), min(ends, default=equal), compare) or kept
+
+
+Compare = Callable[[Any, Any], list[LeafDifference]]
 
 
 def _listed(steps: Iterable[int]) -> str:
@@ -185,15 +177,8 @@ def _replayed(runs: tuple[Run, Run], before: Sequence[Any], after: Sequence[Any]
     indices = [_indices(run.loader, state) for run, (state, _) in zip(runs, before, strict=True)]
     if any(rows is None for rows in indices):
         indices = [None, None]
-    one, other = (
-        Replayed(
-            state=state,
-            indices=rows,
-            batch=batch,
-            metrics=metrics or {},
-            grads=None if run.grad_fn is None else run.grad_fn(state, batch).grads,
-            after=end,
-        )
-        for run, (state, batch), (end, _, metrics), rows in zip(runs, before, after, indices, strict=True)
-    )
-    return one, other
+    steps = []
+    for run, (state, batch), (end, _, metrics), rows in zip(runs, before, after, indices, strict=True):
+        grads = run.grad_fn(state, batch).grads if run.grad_fn else None
+        steps.append(Replayed(state, rows, batch, metrics or {}, grads, end))
+    return steps[0], steps[1]
