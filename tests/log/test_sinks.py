@@ -1,8 +1,12 @@
+"""Files, lines and tables: read by the standard library, cut, killed and resumed."""
+
+import csv
 import enum
 import io
 import json
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -13,13 +17,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import COUNTS, STATE, at, file_size_limit
 
-from looplib.log import console, jsonl, read_jsonl, tee
+import looplib as ll
+from looplib.log import console, csv_file, every_rank, jsonl, only, read_columns, read_jsonl, record, rename, tee
 from looplib.metrics import Mean
-from looplib.types import TrainState
 
-STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
-COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
+FILES = (jsonl, csv_file)
 
 
 def strict_json(line):
@@ -31,147 +35,122 @@ def strict_json(line):
     return json.loads(line, parse_constant=refuse)
 
 
-def bits(number):
-    return "nan" if math.isnan(number) else struct.pack("d", number)
+def table(path):
+    """As the standard library reads it, which knows nothing of looplib."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "log.jsonl"
+def bits(value):
+    exact = isinstance(value, float) and not math.isnan(value)
+    return type(value), struct.pack("d", value) if exact else str(value)
 
 
-# jsonl and read_jsonl
+characters = {"exclude_categories": ["Cs"]}
+names = st.text(st.characters(**characters, exclude_characters="\0\r\n"), max_size=5)
+numbers = st.floats() | st.integers(-(2**63), 2**64 - 1) | st.booleans()
+rows = st.lists(st.dictionaries(names.filter(lambda name: name not in COUNTS), numbers, max_size=4), min_size=1)
 
 
-def test_a_line_holds_counts_and_values_in_order(path):
-    log = jsonl(path)
-    log(STATE, {"train/loss": 0.3, "note": "warm\nup", "best": True, "k": 5})
-    line = path.read_bytes()
-    assert line.endswith(b"\n")
-    assert line.count(b"\n") == 1
-    expected = {**COUNTS, "train/loss": 0.3, "note": "warm\nup", "best": True, "k": 5}
-    assert list(strict_json(line).items()) == list(expected.items())
-    assert read_jsonl(path) == [expected]
+@given(rows)
+def test_every_number_in_any_growing_log_comes_back_with_its_type_and_bits(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("log")
+    for make in FILES:
+        path = folder / make.__name__
+        log = make(str(path))
+        for step, row in enumerate(rows):
+            log = log if step % 3 else make(path)  # which continues it
+            log(at(step), row)
+        columns = read_columns(path)
+        assert list(columns) == list(dict.fromkeys([*COUNTS, *(name for row in rows for name in row)]))
+        assert columns["step"] == list(range(len(rows)))
+        for name in columns.keys() - COUNTS.keys():
+            assert [bits(value) for value in columns[name]] == [bits(row.get(name)) for row in rows]
+    lines = [strict_json(line) for line in (folder / "jsonl").read_bytes().splitlines()]
+    assert [list(line) for line in lines] == [[*COUNTS, *row] for row in rows]
+    cells = table(folder / "csv_file")
+    assert [(line["step"], set(line)) for line in cells] == [(str(step), set(columns)) for step in range(len(rows))]
 
 
-@given(
-    values=st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"])).filter(lambda name: name not in COUNTS),
-        st.floats()
-        | st.floats(allow_subnormal=True, min_value=-1e-300, max_value=1e-300)
-        | st.integers(-(2**63), 2**64 - 1)
-        | st.booleans(),
-    )
-)
-def test_every_number_comes_back_with_its_type_and_bits(tmp_path_factory, values):
-    path = tmp_path_factory.mktemp("log") / "log.jsonl"
-    jsonl(path)(STATE, values)
-    raw = strict_json(path.read_text(encoding="utf-8"))
-    (row,) = read_jsonl(path)
-    assert list(row) == list(raw) == [*COUNTS, *values]
-    for name, value in values.items():
-        assert type(row[name]) is type(value)
-        if isinstance(value, float):
-            assert bits(row[name]) == bits(float(raw[name])) == bits(value)
-        else:
-            assert row[name] == raw[name] == value
+@given(st.lists(st.text(st.characters(**characters, exclude_characters="\0"), min_size=1), min_size=1))
+def test_any_text_comes_back_and_is_one_line_of_a_table(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("log")
+    log = tee(*[make(folder / make.__name__) for make in FILES])
+    for step, value in enumerate(values):
+        log(at(step), {"note": value})
+    assert [strict_json(line)["note"] for line in (folder / "jsonl").read_bytes().splitlines()] == values
+    expected = [re.sub("[\r\n]+", " ", value) for value in values]
+    assert [row["note"] for row in table(folder / "csv_file")] == expected
+    assert list(map(str, read_columns(folder / "csv_file")["note"])) == expected
 
 
 class Phase(enum.IntEnum):
     WARMUP = 3
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (torch.tensor(0.5), 0.5),
+def test_scalars_of_torch_and_numpy_are_plain_values(tmp_path):
+    values = [
         (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
         (torch.tensor(math.nan), math.nan),
         (torch.tensor(3), 3),
         (torch.tensor(True), True),
-        (np.float64(0.5), 0.5),
         (np.float32(0.1), float(np.float32(0.1))),
         (np.float64("inf"), math.inf),
-        (np.int64(3), 3),
         (np.bool_(True), True),
         (np.array(0.5), 0.5),
         (np.str_("a"), "a"),
         (Phase.WARMUP, 3),
-    ],
-)
-def test_scalars_of_torch_and_numpy_are_plain_values(path, value, expected):
-    jsonl(path)(STATE, {"x": value})
-    (row,) = read_jsonl(path)
-    assert type(row["x"]) is type(expected)
-    np.testing.assert_equal(row["x"], expected)
+    ]
+    rows, columns, given = [], {}, {str(i): value for i, (value, _) in enumerate(values)}
+    tee(record(rows), record(columns), *[make(tmp_path / make.__name__) for make in FILES])(STATE, given)
+    expected = {name: bits(value) for name, value in COUNTS.items()}
+    expected |= {str(i): bits(plain) for i, (_, plain) in enumerate(values)}
+    files = [{name: value for name, (value,) in read_columns(tmp_path / make.__name__).items()} for make in FILES]
+    memory = [*rows, {name: value for name, (value,) in columns.items()}]
+    for found in (*files, *memory):
+        assert list(found) == list(expected)
+        for name, value in found.items():
+            assert bits(value) == expected[name] or value is Phase.WARMUP
 
 
-@pytest.mark.parametrize(
-    ("value", "parts"),
-    [
-        (torch.zeros(2, 3), ["Tensor of shape (2, 3)", ".mean()"]),
-        (np.zeros(4), ["ndarray of shape (4,)", ".mean()"]),
-        ({"a": 1.0}, ["dict", "'train/loss/0'"]),
-        (None, ["NoneType", "leave it out"]),
-        (torch.tensor(1j), ["complex", "float()"]),
-        (Mean(torch.tensor(3.0), 2), ["Mean", "ll.compute(metrics)"]),
-    ],
-)
-@pytest.mark.parametrize("make", [jsonl, lambda path: console()])
-def test_what_is_no_single_value_is_refused_by_name(path, make, value, parts):
-    with pytest.raises(TypeError) as error:
-        make(path)(STATE, {"fine": 1.0, "train/loss": value})
-    for part in ["'train/loss'", *parts]:
-        assert part in str(error.value)
-    assert not path.exists()
+def test_columns_are_alike_in_memory_and_in_files(tmp_path):
+    columns = {}
+    log = tee(record(columns), *[make(tmp_path / make.__name__) for make in FILES])
+    log(at(1), {"a": 0.5, "s": "text"})
+    log(at(2), {"b": 0.25, "flag": True})
+    assert columns == read_columns(tmp_path / "jsonl") == read_columns(tmp_path / "csv_file")
+    assert (columns["a"], columns["b"]) == ([0.5, None], [None, 0.25])
 
 
-@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
-def test_an_integer_that_json_readers_would_round_is_refused(path, value):
-    with pytest.raises(TypeError, match="64-bit"):
-        jsonl(path)(STATE, {"seed": value})
-    jsonl(path)(STATE, {"seed": str(value)})
-    assert read_jsonl(path)[0]["seed"] == str(value)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_name_of_the_counts_is_refused(path, name):
-    with pytest.raises(ValueError, match=f"'{name}' is taken .* 'train/{name}'"):
-        jsonl(path)(STATE, {name: 1.0})
-
-
-def test_folders_are_made_and_an_earlier_log_is_kept(tmp_path):
-    path = tmp_path / "runs" / "digits" / "log.jsonl"
-    first = jsonl(path)
-    assert not path.parent.exists()
-    first(STATE, {"x": 1.0})
-    jsonl(str(path))(STATE, {"x": 2.0})
-    first(STATE, {"x": 3.0})
-    assert [row["x"] for row in read_jsonl(path)] == [1.0, 2.0, 3.0]
-
-
-def test_a_relative_path_stays_where_it_was_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    log = jsonl("log.jsonl")
+def test_folders_are_made_a_log_is_continued_and_a_relative_path_stays(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    log(STATE, {})
-    assert read_jsonl(tmp_path / "log.jsonl") == [COUNTS]
+    for make in FILES:
+        monkeypatch.chdir(tmp_path)
+        log = make(f"runs/{make.__name__}/log")
+        assert not (tmp_path / "runs" / make.__name__).exists()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for step, each in enumerate((log, make(tmp_path / "runs" / make.__name__ / "log"), log)):
+            each(at(step), {"x": step})
+        assert read_columns(tmp_path / "runs" / make.__name__ / "log")["x"] == [0, 1, 2]
 
 
-def test_a_log_cut_at_any_byte_loses_at_most_its_last_line(path):
-    rows = [{**COUNTS, "x": x, "text": "é}\n{"} for x in (math.inf, -0.5)]
-    for row in rows:
-        jsonl(path)(STATE, {name: row[name] for name in ("x", "text")})
-    whole = path.read_bytes()
-    first = whole.index(b"\n")
-    for cut in range(len(whole) + 1):
-        path.write_bytes(whole[:cut])
-        # A line that lacks nothing but its newline is whole.
-        kept = rows[: (cut >= first) + (cut >= len(whole) - 1)]
-        assert read_jsonl(path) == kept
-        jsonl(path)(STATE, {"x": 9.0})
-        assert read_jsonl(path) == [*kept, {**COUNTS, "x": 9.0}]
+def test_a_log_cut_at_any_byte_loses_at_most_its_last_row(tmp_path):
+    values = [{"x": math.inf, "text": 'é}\n{"5",'}, {"x": -0.5, "text": "\r\n"}]
+    for make in FILES:
+        path = tmp_path / make.__name__
+        ends = []
+        for step, row in enumerate(values):
+            make(path)(at(step), row)
+            # A line of JSON that lacks nothing but its newline is whole.
+            ends.append(path.stat().st_size - (make is jsonl))
+        whole = path.read_bytes()
+        for cut in range(len(whole) + 1):
+            path.write_bytes(whole[:cut])
+            kept = [row["x"] for row, end in zip(values, ends, strict=True) if cut >= end]
+            assert read_columns(path).get("x", []) == kept
+            make(path)(at(9), {"x": 9.0, "text": "t"})
+            assert read_columns(path)["x"] == [*kept, 9.0]
+            assert read_columns(path)["text"][-1] == "t"
 
 
 ENDLESS = """
@@ -186,7 +165,8 @@ for step in itertools.count():
 """
 
 
-def test_a_killed_process_loses_at_most_the_line_in_flight(path):
+def test_a_killed_process_loses_at_most_the_line_in_flight(tmp_path):
+    path = tmp_path / "log"
     with subprocess.Popen([sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True) as process:
         for _ in range(50):
             process.stdout.readline()
@@ -197,106 +177,181 @@ def test_a_killed_process_loses_at_most_the_line_in_flight(path):
     assert len(steps) > told
 
 
-def test_a_full_disk_is_an_error():
-    with pytest.raises(OSError, match="No space left"):
-        jsonl("/dev/full")(STATE, {"x": 1.0})
+def test_a_full_disk_is_an_error_and_the_next_row_is_whole(tmp_path):
+    for make in FILES:
+        for name in ("a", "b"):  # the table is written anew for a new one
+            (tmp_path / name).mkdir(exist_ok=True)
+            path = tmp_path / name / make.__name__
+            log = make(path)
+            log(at(1), {"a": 1.0})
+            with file_size_limit(path.stat().st_size + 30), pytest.raises(OSError, match="File too large"):
+                log(at(2), {name: "x" * 100})
+            assert read_columns(path)["a"] == [1.0]
+            log(at(3), {"a": 3.0})
+            assert read_columns(path)["a"] == [1.0, 3.0]
+    assert sorted(os.listdir(tmp_path / "b")) == ["csv_file", "jsonl"]
 
 
-def test_reading_no_log_is_an_error(path):
-    with pytest.raises(FileNotFoundError, match=r"log\.jsonl"):
-        read_jsonl(path)
+def test_rows_of_the_same_names_are_appended_and_a_new_name_keeps_links(tmp_path):
+    path, link, outside = tmp_path / "log.csv", tmp_path / "link.csv", tmp_path / "outside"
+    log = csv_file(link)
+    log(at(1), {"a": 1})
+    link.rename(path)
+    link.symlink_to(path)
+    inode = path.stat().st_ino
+    log(at(2), {"a": 2})
+    assert path.stat().st_ino == inode
+    outside.write_text("mine")
+    (tmp_path / f".{path.name}.writing").symlink_to(outside)
+    log(at(3), {"b": 3})
+    assert path.stat().st_ino != inode
+    assert link.is_symlink()
+    assert outside.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["link.csv", "log.csv", "outside"]
+    assert read_columns(path)["b"] == [None, None, 3]
 
 
-# console
+# read_columns
 
 
-def printed(log, state, values):
+@given(data=st.data())
+def test_resumed_runs_are_joined_without_doubled_or_lost_steps(tmp_path_factory, data):
+    """Any number of passes over one run, each from a checkpoint at or before the last step that was logged."""
+    folder = tmp_path_factory.mktemp("log")
+    log = tee(*[make(folder / make.__name__) for make in FILES])
+    train, evals = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    log(at(0), {})
+    step, passes = 0, {}
+    for attempt in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, step))
+        passes = {at: which for at, which in passes.items() if at <= start}
+        for step in range(start + 1, start + 1 + data.draw(st.integers(1, 10))):
+            if step % train == 0:
+                log(at(step, samples=8 * step), {"loss": step / 10, "pass": attempt})
+            if step % evals == 0:
+                log(at(step, samples=8 * step), {"auc": -step})
+            if step % train == 0 or step % evals == 0:
+                passes[step] = attempt
+    for make in FILES:
+        columns = read_columns(folder / make.__name__)
+        # A pass that ended before its first row has replaced nothing.
+        assert columns["step"][: len(passes) + 1] == [0, *passes]
+        for name, every, value in (("loss", train, lambda n: n / 10), ("auc", evals, int.__neg__)):
+            expected = [value(n) if n and n % every == 0 else None for n in columns["step"]]
+            assert columns.get(name, [None] * len(expected)) == expected
+        found = dict(zip(columns["step"], columns.get("pass", [None] * len(columns["step"])), strict=True))
+        assert all(found[n] in (None, which) for n, which in passes.items())
+
+
+def test_steps_without_an_update_are_told_apart_and_another_batch_size_replaces(tmp_path):
+    log = jsonl(tmp_path / "log")
+    for step, samples in [(1, 8), (1, 16), (2, 24), (3, 32)]:
+        log(at(step, samples), {"loss": samples})
+    assert read_columns(tmp_path / "log")["loss"] == [8, 16, 24, 32]
+    log(at(2, 28), {"loss": -1})
+    columns = read_columns(tmp_path / "log")
+    assert (columns["loss"], columns["samples"]) == ([8, 16, -1], [8, 16, 28])
+
+
+# console and tee
+
+
+def printed(*calls):
     stream = io.StringIO()
-    console(file=stream)(state, values) if log is None else log(stream)(state, values)
+    log = console(file=stream)
+    for call in calls:
+        log(*call)
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.693147, "0.6931"),
-        (1e-5, "1e-05"),
-        (123456.0, "1.235e+05"),
-        (123456, "123456"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        (True, "True"),
-        ("warm", "warm"),
-        (torch.tensor(0.25), "0.25"),
-    ],
-)
-def test_console_shows_four_digits_of_floats_and_all_of_others(value, text):
-    assert printed(None, STATE, {"x": value}).split() == ["step", "7", "epoch", "2.75", "x", text]
+def test_console_shows_four_digits_of_floats_and_all_of_others():
+    shown = {0.693147: "0.6931", 1e-5: "1e-05", 123456.0: "1.235e+05", -math.inf: "-inf", 7: "7", "warm": "warm"}
+    for value, text in [*shown.items(), (123456, "123456"), (True, "True"), (torch.tensor(0.25), "0.25")]:
+        assert printed((STATE, {"x": value})).split() == ["step", "7", "epoch", "2.75", "x", text]
+    assert printed((STATE.replace(epoch_length=None), {})).split() == ["step", "7", "epoch", "2"]
 
 
-def test_console_counts_whole_epochs_of_a_stream():
-    assert printed(None, STATE.replace(epoch_length=None), {}).split() == ["step", "7", "epoch", "2"]
-
-
-@given(
-    steps=st.lists(st.integers(0, 999_999), min_size=2, max_size=2),
-    rows=st.lists(st.lists(st.floats(width=32), min_size=3, max_size=3), min_size=2, max_size=2),
-)
-def test_console_lines_of_the_same_names_are_aligned(steps, rows):
-    stream = io.StringIO()
-    log = console(file=stream)
-    for step, row in zip(steps, rows, strict=True):
-        log(STATE.replace(step=step), dict(zip("abc", row, strict=True)))
-    first, second = stream.getvalue().splitlines()
+@given(st.lists(st.tuples(st.integers(0, 999_999), *[st.floats(width=32)] * 3), min_size=2, max_size=2))
+def test_console_lines_of_the_same_names_are_aligned_in_the_order_in_which_they_came(rows):
+    calls = [(at(step), dict(zip("bac", row, strict=True))) for step, *row in rows]
+    first, second, *rest = printed(*calls, (STATE, {"d": 1}), (STATE, {"d": 1, "c": 2, "a": 3})).splitlines()
     for name in (" epoch ", " a ", " b ", " c "):
         assert first.index(name) == second.index(name)
+    assert [line.split()[4::2] for line in (first, *rest)] == [["b", "a", "c"], ["d"], ["a", "c", "d"]]
 
 
-def test_console_keeps_the_order_in_which_names_first_came():
-    stream = io.StringIO()
-    log = console(file=stream)
-    log(STATE, {"b": 1, "a": 2})
-    log(STATE, {"c": 3})
-    log(STATE, {"c": 6, "a": 5, "b": 4})
-    names = [line.split()[4::2] for line in stream.getvalue().splitlines()]
-    assert names == [["b", "a"], ["c"], ["b", "a", "c"]]
-
-
-# tee
-
-
-def test_tee_calls_all_and_raises_the_first_error_with_the_sinks_named(path):
+def test_tee_calls_all_and_raises_the_first_error_with_the_sinks_named():
     def broken(state, values):
         raise ConnectionError("no route to the server")
-
-    log = tee(jsonl("/dev/full"), broken, jsonl(path))
-    with pytest.raises(OSError, match="No space left") as error:
-        log(STATE, {"x": 1.0})
-    assert read_jsonl(path) == [{**COUNTS, "x": 1.0}]
-    first, second = error.value.__notes__
-    assert "raised by the sink jsonl('/dev/full')" in first
-    assert "broken" in second
-    assert "no route to the server" in second
-
-
-def test_an_interrupt_in_a_tee_is_raised_at_once():
-    calls = []
 
     def interrupted(state, values):
         raise KeyboardInterrupt
 
+    rows = []
+    with pytest.raises(OSError, match="No space left") as error:
+        tee(jsonl("/dev/full"), broken, record(rows))(STATE, {"x": 1.0})
+    first, second = error.value.__notes__
+    assert "jsonl('/dev/full')" in first
+    assert "broken" in second
+    assert "no route to the server" in second
     with pytest.raises(KeyboardInterrupt):
-        tee(interrupted, lambda *given: calls.append(given))(STATE, {})
-    assert calls == []
+        tee(interrupted, record(rows))(STATE, {})
+    assert rows == [{**COUNTS, "x": 1.0}]
 
 
-def test_tee_refuses_a_list_of_sinks():
-    with pytest.raises(TypeError, match=r"argument 2 is a list; for a list of sinks write ll.tee\(\*sinks\)"):
-        tee(console(), [console()])
+# refusals, and reprs
+
+
+def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_sink(tmp_path):
+    for make in (jsonl, csv_file, lambda path: record([]), lambda path: record({}), lambda path: console()):
+        log = make(tmp_path / "log")
+        for value, parts in (
+            (torch.zeros(2, 3), ["Tensor", "(2, 3)", ".mean()"]),
+            (np.zeros(4), ["ndarray", "(4,)"]),
+            ({"a": 1.0}, ["dict", "'train/loss/0'"]),
+            (None, ["NoneType"]),
+            (torch.tensor(1j), ["complex", "float()"]),
+            (Mean(torch.tensor(3.0), 2), ["Mean", "ll.compute(metrics)"]),
+        ):
+            with pytest.raises(TypeError) as error:
+                log(STATE, {"fine": 1.0, "train/loss": value})
+            assert all(part in str(error.value) for part in ["'train/loss'", *parts])
+        if not repr(log).startswith("console"):
+            for name in COUNTS:
+                with pytest.raises(ValueError, match=f"'{name}' .* 'train/{name}'"):
+                    log(STATE, {name: 1.0})
+    for value in (2**64, -(2**63) - 1):  # which readers of JSON would round
+        with pytest.raises(TypeError, match="64-bit"):
+            jsonl(tmp_path / "log")(STATE, {"seed": value})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_other_mistakes_are_named(tmp_path):
+    path = tmp_path / "log.csv"
+    for call, error, named in (
+        (lambda: read_jsonl(path), FileNotFoundError, "log.csv"),
+        (lambda: read_columns(path), FileNotFoundError, "log.csv"),
+        (lambda: tee(console(), [console()]), TypeError, r"argument 2 is a list.*ll.tee\(\*sinks\)"),
+        (lambda: only(console(), "loss"), TypeError, r"'loss'.*\['loss'\]"),
+        (lambda: every_rank(tee(console())), TypeError, r"tee\(.*\) writes in each process"),
+        (lambda: rename(console(), lambda name: name[-1])(STATE, {"a/x": 1, "b/x": 2}), ValueError, "a/x.*b/x.*'x'"),
+    ):
+        with pytest.raises(error, match=named):
+            call()
+    for text in ("a,b\n1,2\n", "a", '{"step":1}\n', "\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"log\.csv is no log of csv_file"):
+            csv_file(path)(STATE, {"x": 1.0})
+        assert path.read_text() == text
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no log of csv_file"):
+        read_columns(path)
 
 
 def test_reprs_read_as_the_code_that_made_them(tmp_path):
-    code = f"tee(jsonl({str(tmp_path / 'log.jsonl')!r}), console())"
-    assert repr(eval(code)) == code
-    assert repr(jsonl(tmp_path)) == f"jsonl({str(tmp_path)!r})"
+    inner = f"every_rank(jsonl({str(tmp_path / 'log.jsonl')!r}))"
+    wrapped = f"in_background(safely(only(rename({inner}, {{'a': 'b'}}), ['b'])), max_pending=5)"
+    windowed = "windowed(console(), every_n_steps(5), prefix='train/')"
+    code = f"tee({inner}, {wrapped}, csv_file({str(tmp_path)!r}), {windowed})"
+    assert repr(eval(code, vars(ll.log) | {"every_n_steps": ll.every_n_steps})) == code
     assert "StringIO" in repr(console(file=io.StringIO()))
