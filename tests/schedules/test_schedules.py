@@ -2,13 +2,11 @@
 
 import math
 import pickle
-from bisect import bisect_right
-from fractions import Fraction
 
 import pytest
 import torch
 import transformers.optimization as hf
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
@@ -16,11 +14,10 @@ import looplib as ll
 
 S = ll.schedules
 EPS = 2.0**-52
-quick = settings(deadline=None, max_examples=50)
 rates, fractions, counts = st.floats(1e-8, 10.0), st.floats(0.0, 1.0), st.integers(1, 40)
 
 
-def run(make_scheduler, lr, steps, key="lr"):
+def run(make_scheduler, lr, steps, key):
     """The values that a real scheduler gives the updates of a run."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=0.9)
     scheduler = make_scheduler(optimizer)
@@ -79,11 +76,18 @@ def cyclic(peak, ratio, warmup, rest, n, x):
 
 def one_cycle(peak, ratio, warmup, rest, n, x):
     rise, strategy, phases = ratio * 0.49, ("cos", "linear")[n % 2], n > 2
-    assume(rise * rest != 1)  # torch divides by zero there
+    rest += rise * rest == 1  # where torch divides by zero
     form = {"rise": rise, "shape": {"cos": "cosine"}.get(strategy, strategy), "three_phase": phases}
     theirs = {"pct_start": rise, "anneal_strategy": strategy, "three_phase": phases}
     ours = S.one_cycle(peak / 25, peak, peak / 25 / 1e4, total=rest, **form)
     return ours, lambda o: lr_scheduler.OneCycleLR(o, peak, rest, **theirs), 8, rest
+
+
+def momentum(peak, ratio, warmup, rest, n, x):
+    rise = ratio * 0.99
+    rest += rise * rest == 1
+    theirs = lambda o: lr_scheduler.OneCycleLR(o, peak, rest, pct_start=rise)  # noqa: E731
+    return S.one_cycle(0.95, 0.85, 0.95, total=rest, rise=rise), theirs, 8, rest
 
 
 def join(peak, ratio, warmup, rest, n, x):
@@ -163,64 +167,36 @@ ORACLES = {
     "cosine_restarts": cosine_restarts,
     "cyclic": cyclic,
     "one_cycle": one_cycle,
+    "momentum of one_cycle": momentum,
     "join": join,
     "scaled": scaled,
 }
 
 
-@quick
-@given(rates, fractions, st.integers(0, 20), counts, st.integers(1, 5), st.floats(0.1, 4.0))
-@pytest.mark.parametrize("name", ORACLES)
+@settings(max_examples=500)
+@given(
+    st.sampled_from(sorted(ORACLES)),
+    *(rates, fractions, st.integers(0, 20), counts, st.integers(1, 5), st.floats(0.1, 4.0)),
+)
 def test_it_is_the_real_scheduler(name, peak, ratio, warmup, rest, n, x):
     schedule, make, roundings, steps = ORACLES[name](peak, ratio, warmup, rest, n, x)
-    assert_close(schedule, run(make, peak, steps), roundings, peak)
-
-
-@quick
-@given(counts, fractions)
-def test_momentum_cycles_the_other_way(total, rise):
-    assume(rise * total != 1 and rise < 1)
-    theirs = run(lambda o: lr_scheduler.OneCycleLR(o, 1.0, total, pct_start=rise), 1.0, total, "momentum")
-    assert_close(S.one_cycle(0.95, 0.85, 0.95, total=total, rise=rise), theirs, 8, 1.0)
-
-
-def test_one_cycle_begins_at_the_peak_where_torch_divides_by_zero():
-    assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25)(0) == 1.0
-    assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25, three_phase=True)(0) == 0.1
+    key = "momentum" if name == "momentum of one_cycle" else "lr"
+    assert_close(schedule, run(make, peak, steps, key), roundings, max(peak, 1.0) if key == "momentum" else peak)
 
 
 # Definitions.
 
 
-@quick
-@given(rates, rates, st.integers(1, 200), st.integers(1, 5), st.integers(1, 4))
-def test_cosine_restarts_by_exact_fractions(start, final, total, cycles, growth):
-    starts = [Fraction(0)]
-    for cycle in range(cycles):
-        starts.append(starts[-1] + growth**cycle)
-    starts = [total * part / starts[-1] for part in starts]
-    schedule = S.cosine_restarts(start, final, total=total, cycles=cycles, growth=growth)
-    for step in range(total):
-        cycle = bisect_right(starts, step) - 1
-        progress = (step - starts[cycle]) / (starts[cycle + 1] - starts[cycle])
-        expected = final + (start - final) * (1 + math.cos(math.pi * float(progress))) / 2
-        assert abs(schedule(step) - expected) <= 8 * EPS * max(start, final)
-
-
-@quick
 @given(rates, rates, counts, st.sampled_from([S.linear, S.cosine, S.polynomial]))
 def test_a_decay_begins_and_ends_exactly_and_lies_between(start, final, total, decay):
     schedule = decay(start, final, total=total)
     assert schedule(0) == start
     assert {schedule(step) for step in range(total, total + 20)} == {final}
-    slack = 2 * EPS * max(start, final)
-    line = sorted(values_of(schedule, total + 1), reverse=start > final)
-    for value, ordered in zip(values_of(schedule, total + 1), line, strict=True):
-        assert min(start, final) - slack <= value <= max(start, final) + slack
-        assert abs(value - ordered) <= slack
+    line = [*values_of(schedule, total), final]
+    assert_close(schedule, sorted(line, reverse=start > final), 2, max(start, final))
+    assert_close(lambda step: sorted([start, line[step], final])[1], line, 2, max(start, final))
 
 
-@quick
 @given(rates, st.integers(0, 20), st.floats(-1.0, 1.0))
 def test_warmup_ends_where_the_schedule_begins(peak, steps, start):
     inner = S.linear(peak, total=10)
@@ -230,46 +206,39 @@ def test_warmup_ends_where_the_schedule_begins(peak, steps, start):
     assert steps == 0 or schedule(0) == start
 
 
-def test_warmup_may_take_the_whole_run():
-    for schedule in (S.warmup_linear, ll.warmup_cosine):
+def test_edges():
+    for schedule in (S.warmup_linear, ll.warmup_cosine):  # a warmup that takes the whole run
         assert values_of(schedule(1.0, warmup=4, total=4, final=0.1), 6) == [0.0, 0.25, 0.5, 0.75, 0.1, 0.1]
+    # where torch divides by zero
+    assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25)(0) == 1.0
+    assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25, three_phase=True)(0) == 0.1
+    # cycles of 2, 6 and 18 steps
+    restarts, cycle = S.cosine_restarts(1.0, 0.5, total=26, cycles=3, growth=3), S.cosine(1.0, 0.5, total=18)
+    assert_close(restarts, [cycle(9 * step) for step in range(2)], 8, 1.0)
+    assert_close(lambda step: restarts(2 + step), [cycle(3 * step) for step in range(6)], 8, 1.0)
+    assert_close(lambda step: restarts(8 + step), values_of(cycle, 18), 8, 1.0)
 
 
-EVERY_KIND = [
+EVERY_KIND = [make(1.0, 0.5, 2, 5, 2, 1.0)[0] for make in ORACLES.values()]
+EVERY_KIND += [
+    S.polynomial(1, total=5, power=2),
+    S.inverse_sqrt(1, timescale=4),
     S.constant(1),
     S.linear(1, 0, total=5),
-    S.cosine(1, total=5, cycles=2),
-    S.polynomial(1, total=5, power=2),
-    S.exponential(1, factor=2),
-    S.step_decay(1, every=2, factor=1),
-    S.multistep_decay(1, boundaries=[2, 3], factor=1),
-    S.inverse_sqrt(1, timescale=4),
-    S.cosine_restarts(1, total=5, cycles=2, growth=2),
-    S.cyclic(0, 1, rise=2, fall=3),
-    S.one_cycle(0, 1, 0, total=5),
-    S.warmup(S.cosine(1, total=3), 2),
-    S.warmup_linear(1, warmup=2, total=5),
-    ll.warmup_cosine(1, warmup=2, total=5),
-    S.warmup_stable_decay(1, warmup=2, decay=2, total=5),
-    S.join([S.constant(1), S.linear(1, total=3)], [2]),
-    S.scaled(S.constant(1), S.linear(1, total=3)),
     S.scaled(S.constant(1), 2),
+    S.join([S.constant(1)] * 2, [2]),
 ]
 
 
-@pytest.mark.parametrize("schedule", EVERY_KIND, ids=repr)
-def test_a_schedule_is_a_record_that_reads_as_its_code(schedule):
-    assert eval(repr(schedule), vars(ll.schedules)) == schedule
-    copy = pickle.loads(pickle.dumps(schedule))
-    assert copy == schedule
-    assert hash(copy) == hash(schedule)
-    assert values_of(copy, 20) == values_of(schedule, 20)
-    assert {type(value) for value in values_of(schedule, 20)} == {float}
-    with pytest.raises((AttributeError, TypeError)):
-        schedule.start = 2.0
-
-
-def test_every_kind_is_covered():
+def test_a_schedule_is_a_record_that_reads_as_its_code():
+    for schedule in EVERY_KIND:
+        copy = pickle.loads(pickle.dumps(schedule))
+        assert eval(repr(schedule), vars(ll.schedules)) == copy == schedule
+        assert hash(copy) == hash(schedule)
+        assert values_of(copy, 20) == values_of(schedule, 20)
+        assert {type(value) for value in values_of(schedule, 20)} == {float}
+        with pytest.raises((AttributeError, TypeError)):
+            schedule.start = 2.0
     base = S.constant.__mro__[1]
     kinds = {kind for kind in vars(ll.schedules).values() if isinstance(kind, type) and issubclass(kind, base)}
     assert {type(schedule) for schedule in EVERY_KIND} == kinds
@@ -278,39 +247,35 @@ def test_every_kind_is_covered():
 ONE = S.constant(1.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "named"),
-    [
-        (lambda: S.constant(math.nan), ValueError, "constant: value .* nan"),
-        (lambda: S.constant("0.1"), ValueError, "value .* '0.1'"),
-        (lambda: S.linear(True, total=5), ValueError, "linear: start .* True"),
-        (lambda: S.cosine(1.0, math.inf, total=5), ValueError, "final .* inf"),
-        (lambda: S.cosine(1.0, total=0), ValueError, "total .* 0"),
-        (lambda: S.linear(1.0, total=10.0), ValueError, "total .* 10.0"),
-        (lambda: S.polynomial(1.0, total=5, power=0), ValueError, "power .* 0.0"),
-        (lambda: S.step_decay(1.0, every=0), ValueError, "every .* 0"),
-        (lambda: S.multistep_decay(1.0, boundaries=[3, 3]), ValueError, "boundaries"),
-        (lambda: S.multistep_decay(1.0, boundaries=[0, 3]), ValueError, "boundaries"),
-        (lambda: S.join([ONE] * 3, [5, 2]), ValueError, "join: boundaries"),
-        (lambda: S.join([ONE] * 2, [2.0]), ValueError, "join: boundaries"),
-        (lambda: S.join([ONE], [2]), ValueError, "1 schedules and 1 bound"),
-        (lambda: S.warmup(ONE, -1), ValueError, "warmup: steps .* -1"),
-        (lambda: S.warmup_linear(1.0, warmup=-1, total=5), ValueError, "warmup .* -1"),
-        (lambda: ll.warmup_cosine(1.0, warmup=6, total=5), ValueError, "warmup=6 .* total=5"),
-        (lambda: S.warmup_stable_decay(1.0, warmup=3, decay=3, total=5), ValueError, "total=5"),
-        (
-            lambda: S.warmup_stable_decay(1.0, warmup=1, decay=1, total=5, decay_shape="x"),
-            ValueError,
-            "decay_shape .*'x'",
-        ),
-        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=1.0), ValueError, "rise .* 1.0"),
-        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=0.6, three_phase=True), ValueError, "three.* 0.6"),
-        (lambda: S.cosine_restarts(1.0, total=5, cycles=0), ValueError, "cycles .* 0"),
-        (lambda: S.scaled(ONE, math.nan), ValueError, "scaled: factor .* nan"),
-        (lambda: S.warmup(0.1, 100), TypeError, "warmup: schedule.* 0.1"),
-        (lambda: S.join([ONE, 0.1], [100]), TypeError, "join: schedules.* 0.1"),
-    ],
-)
-def test_a_bad_value_is_named(make, error, named):
-    with pytest.raises(error, match=named):
-        make()
+def test_a_bad_value_is_named():
+    for make, named in (
+        (lambda: S.constant(math.nan), "constant: value .* nan"),
+        (lambda: S.constant("0.1"), "value .* '0.1'"),
+        (lambda: S.linear(True, total=5), "linear: start .* True"),
+        (lambda: S.cosine(1.0, math.inf, total=5), "final .* inf"),
+        (lambda: S.cosine(1.0, total=0), "total .* 0"),
+        (lambda: S.linear(1.0, total=10.0), "total .* 10.0"),
+        (lambda: S.polynomial(1.0, total=5, power=0), "power .* 0.0"),
+        (lambda: S.step_decay(1.0, every=0), "every .* 0"),
+        (lambda: S.multistep_decay(1.0, boundaries=[3, 3]), "boundaries"),
+        (lambda: S.multistep_decay(1.0, boundaries=[0, 3]), "boundaries"),
+        (lambda: S.join([ONE] * 3, [5, 2]), "join: boundaries"),
+        (lambda: S.join([ONE] * 2, [2.0]), "join: boundaries"),
+        (lambda: S.join([ONE], [2]), "1 schedules and 1 bound"),
+        (lambda: S.warmup(ONE, -1), "warmup: steps .* -1"),
+        (lambda: ll.warmup_cosine(1.0, warmup=6, total=5), "warmup=6 .* total=5"),
+        (lambda: S.warmup_stable_decay(1.0, warmup=3, decay=3, total=5), "total=5"),
+        (lambda: S.warmup_stable_decay(1.0, warmup=1, decay=1, total=5, decay_shape="x"), "decay_shape .*'x'"),
+        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=1.0), "rise .* 1.0"),
+        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=0.6, three_phase=True), "three.* 0.6"),
+        (lambda: S.cosine_restarts(1.0, total=5, cycles=0), "cycles .* 0"),
+        (lambda: S.scaled(ONE, math.nan), "scaled: factor .* nan"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            make()
+    for make, named in (
+        (lambda: S.warmup(0.1, 9), "schedule.* 0.1"),
+        (lambda: S.join([ONE, 0.1], [9]), "join.* 0.1"),
+    ):
+        with pytest.raises(TypeError, match=named):
+            make()
