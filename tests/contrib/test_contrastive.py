@@ -146,19 +146,16 @@ def make(embed_fn=embed, loss=loss_fn, **options):
     return lambda: grad_fn(ll.init_state(model), pairs(4))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_what_does_not_fit_is_named():
+    for call, named in (
         (lambda: make(microbatches=0), "microbatches is 0"),
         (make(lambda model, batch: model(batch["key"]).mean()), r"of 2 samples has shape \(\): embed_fn must return"),
         (make(lambda model, batch: torch.ones(2, dtype=torch.long)), "no tensor of floating point"),
         (make(loss=lambda embeddings: torch.ones((), requires_grad=True)), "does not depend on the embeddings"),
         (make(loss=lambda embeddings: embeddings[0]), r"the loss has shape \(4, 3\)"),
-    ],
-)
-def test_what_does_not_fit_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
 
 
 def test_within_accumulate_and_compiled_it_is_refused():

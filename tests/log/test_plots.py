@@ -171,7 +171,8 @@ class Drawings:
 
 @pytest.fixture
 def drawings(monkeypatch):
-    return Drawings(monkeypatch)
+    yield Drawings(monkeypatch)
+    gc.collect()  # which draws what the test has left
 
 
 def test_a_live_plot_is_drawn_now_and_then_and_at_the_end(drawings, tmp_path):

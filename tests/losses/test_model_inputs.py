@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from test_model_loss import llama, tokens
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
 
@@ -49,11 +48,6 @@ def test_what_is_missing_is_named():
         ll.losses.model_inputs(Net(), {"z": 1, "y": 2})
     with pytest.raises(TypeError, match="the batch is a tuple; give a dict"):
         ll.losses.model_inputs(Net(), (1, 2))
-
-
-def test_a_leftover_column_of_text_is_an_error_that_names_it():
-    with pytest.raises(TypeError, match="columns of text: title; tokenize them, remove them"):
-        ll.losses.model_loss(llama(), tokens() | {"title": ["a"] * 8})
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import launch
 from torch import nn
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -35,9 +36,11 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 VOCAB = 11
 
 
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 def bert(cls, **settings):
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return cls(BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **SIZES, **no_dropout, **settings))
+    return cls(BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **SIZES, **NO_DROPOUT, **settings))
 
 
 def t5():
@@ -47,12 +50,8 @@ def t5():
 
 
 def marian():
-    sides = ("encoder", "decoder")
-    sizes = {
-        f"{side}_{name}": size
-        for side in sides
-        for name, size in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()
-    }
+    sizes = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
     ids = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
     return MarianMTModel(
         MarianConfig(vocab_size=VOCAB, d_model=16, max_position_embeddings=16, dropout=0.0, **sizes, **ids)
@@ -60,9 +59,8 @@ def marian():
 
 
 def berts():
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    half = BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **SIZES, **no_dropout)
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(half, BertConfig(**half.to_diff_dict()))
+    halves = [BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **SIZES, **NO_DROPOUT) for _ in range(2)]
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(*halves)
     config.pad_token_id = config.decoder_start_token_id = 0
     model = EncoderDecoderModel(config)
     model.encoder.pooler.requires_grad_(False)  # which the loss does not use
@@ -116,13 +114,8 @@ OF_ENCODER_DECODER = "ignore:Version v4.12.0 introduces a better way:FutureWarni
 
 def made(name):
     torch.manual_seed(0)
-    model, batch = MODELS[name][0](), MODELS[name][1]()
-    return model, batch
-
-
-def gradients(model, loss_fn, batch, microbatches):
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches)
-    return grad_fn(ll.init_state(model), batch)
+    make, batch = MODELS[name]
+    return make(), batch()
 
 
 @pytest.mark.filterwarnings(OF_ENCODER_DECODER)
@@ -130,17 +123,19 @@ def gradients(model, loss_fn, batch, microbatches):
 def test_microbatches_have_the_gradient_of_the_whole_batch(name):
     model, batch = made(name)
     model.double()  # though transformers computes the logarithms in float32
-    loss = model(**batch).loss  # the mean over the whole batch, by the model alone
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-    expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    grads = gradients(model, ll.losses.model_loss, batch, 4)
-    for (key, parameter), wanted in zip(trained.items(), expected, strict=True):
-        wanted = torch.zeros_like(parameter) if wanted is None else wanted
-        torch.testing.assert_close(grads.grads[key], wanted, rtol=1e-4, atol=1e-7, msg=key)
+    loss = model(**batch).loss  # the mean over the whole batch, by the model alone
+    expected = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+
+    def gradients(loss_fn):
+        return ll.accumulate(ll.make_grad_fn(model, loss_fn), 4)(ll.init_state(model), batch).grads
+
+    grads = gradients(ll.losses.model_loss)
+    torch.testing.assert_close(grads, dict(zip(trained, expected, strict=True)), rtol=1e-4, atol=1e-7)
     if name != "sequence classifier":
         with pytest.warns(UserWarning, match="ll.losses.model_loss"):
-            naive = gradients(model, lambda model, batch: model(**batch).loss, batch, 4)
-        assert max((naive.grads[key] - grads.grads[key]).abs().max() for key in grads.grads) > 1e-3
+            naive = gradients(lambda model, batch: model(**batch).loss)
+        assert max((naive[key] - grads[key]).abs().max() for key in grads) > 1e-3
 
 
 # With accumulation, transformers 5.23 trains models whose forward pass has a **kwargs but ignores num_items_in_batch
@@ -179,6 +174,29 @@ def test_training_in_four_microbatches_equals_the_real_trainer(name, accumulated
         torch.testing.assert_close(state.params[key], parameter.detach(), rtol=1e-5, atol=1e-6, msg=key)
 
 
+def run(wrap=lambda model: model, batches=tokens):
+    model, optimizer = made("causal")[0].double(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    wrapped = wrap(model)
+    step = ll.make_train_step(ll.make_grad_fn(wrapped, ll.losses.model_loss), optimizer, donate=True)
+    state = ll.init_state(wrapped, optimizer)
+    for _ in range(2):
+        state, metrics = step(state, batches())
+    return dict(state.params), ll.compute(ll.distributed.reduce(metrics))["loss"]
+
+
+def on_two_ranks():
+    expected = run()
+    with ll.distributed.setup():
+        rows = slice(5) if ll.distributed.rank() == 0 else slice(5, 8)  # with 21 and with 12 labels that count
+        own = {name: column[rows] for name, column in tokens().items()}
+        params, loss = run(nn.parallel.DistributedDataParallel, lambda: own)
+        torch.testing.assert_close((params, loss), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_two_ranks_with_different_numbers_of_labels_train_as_one():
+    launch(2, on_two_ranks)
+
+
 def test_regression_and_several_labels_per_sample_count_samples():
     batch = tokens()
     for settings, labels in (
@@ -208,23 +226,18 @@ class Tiny(nn.Module):
         return labels
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        (lambda: BartForCausalLM(BartConfig(vocab_size=VOCAB, d_model=16, decoder_layers=1)), "BartForCausalLM"),
-        (lambda: bert(BertForQuestionAnswering), "BertForQuestionAnswering"),
-        (Tiny, "Tiny"),
-    ],
-    ids=["labels that are not shifted", "two positions", "not of transformers"],
-)
-def test_models_whose_average_is_unknown_are_refused_by_name(model, name):
-    with pytest.raises(TypeError, match=f"cannot know what the loss of {name} averages over"):
-        ll.losses.model_loss(model(), tokens())
-
-
-def test_batches_without_labels_are_refused():
-    model = llama()
-    with pytest.raises(TypeError, match=r"columns \['input_ids'\] for LlamaForCausalLM; its loss needs a tensor"):
-        ll.losses.model_loss(model, {"input_ids": torch.ones(1, 3, dtype=torch.long)})
-    with pytest.raises(TypeError, match="batch of type list; give a dict"):
-        ll.losses.model_loss(model, [1])
+def test_models_whose_average_is_unknown_and_batches_without_labels_are_refused_by_name():
+    for model, name in (
+        (BartForCausalLM(BartConfig(vocab_size=VOCAB, d_model=16, decoder_layers=1)), "BartForCausalLM"),
+        (bert(BertForQuestionAnswering), "BertForQuestionAnswering"),  # of two positions
+        (Tiny(), "Tiny"),
+    ):
+        with pytest.raises(TypeError, match=f"cannot know what the loss of {name} averages over"):
+            ll.losses.model_loss(model, tokens())
+    for batch, named in (
+        ({"input_ids": torch.ones(1, 3, dtype=torch.long)}, r"\['input_ids'\] for LlamaForCausalLM.*`labels`"),
+        ([1], "batch of type list"),
+        (tokens() | {"title": ["a"] * 8}, "columns of text: title"),
+    ):
+        with pytest.raises(TypeError, match=named):
+            ll.losses.model_loss(llama(), batch)
