@@ -7,7 +7,6 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.cuts import cuts_marked
@@ -121,7 +119,7 @@ def make_grad_fn(
         lent, writes = (
             (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
         )
-        grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
+        grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
             host.run(leaves.all, lent, seeds[0], body)
@@ -131,16 +129,13 @@ def make_grad_fn(
             batch = batches[min(len(outs), len(batches) - 1)]
             raise passes.failure(host.explained(error, params, buffers, batch))  # noqa: B904
         finally:
-            _interrupts.begin_hold(thread)
-            try:
-                torch_private.set_grad_enabled(grad_mode)
-                leaves.end()
-                if reach.plain:
-                    reach.put_back()
-                if passes is not LOCAL_PASSES:
-                    passes.end()
-            finally:
-                _interrupts.end_hold(thread)
+            _hold_signals = True
+            torch_private.set_grad_enabled(grad_mode)
+            leaves.end()
+            if reach.plain:
+                reach.put_back()
+            if passes is not LOCAL_PASSES:
+                passes.end()
         last = outs[-1]
         if len(last.grads) < len(needed) and (total is None or total.last):
             _refuse_unreached(last, needed)

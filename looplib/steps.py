@@ -7,7 +7,6 @@ used.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -225,7 +224,7 @@ def _train_step(
             kept = Kept(params, buffers, writes)
         else:
             watch.see(state, batch)
-        thread, grad_mode = threading.get_ident(), torch.is_grad_enabled()
+        grad_mode = torch.is_grad_enabled()
         try:
             try:
                 if compare is not None:
@@ -238,7 +237,7 @@ def _train_step(
                 decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
                 applied = decision is True or read(decision)
             finally:
-                _interrupts.begin_hold(thread)
+                _hold_signals = True  # until the caller has the result
             if applied is not True and not any_of(applied):
                 trees_of(state)  # whose memory a step within the loss may have been given
                 kept.restore()
@@ -268,7 +267,6 @@ def _train_step(
             raise
         finally:
             torch_private.set_grad_enabled(grad_mode)
-            _interrupts.end_hold(thread)
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step

@@ -1,21 +1,26 @@
 """Interrupts: signals wait while a step updates a state, and Ctrl-C waits for the end of a batch.
 
 A signal whose Python handler raises (Ctrl-C, a timeout, a SIGTERM turned into SystemExit) may arrive between any two
-bytecodes. A guard in front of the existing handlers chooses the moment. During an update it sends the signal again some
-milliseconds later, when the caller's variable holds the result: what is left is the moment of about 100 ns between the
-return of a step and the assignment. A first Ctrl-C in the body of a loop over a looplib loader is raised at its next
-batch, so that each batch is stepped, logged and saved completely. Everything else, and a second Ctrl-C, is immediate.
+bytecodes. A guard in front of the handlers that were installed before chooses the moment:
 
-The guard is installed by the first step or batch, never on import, and removed at the end of a loop.
+- A function of looplib that must not be interrupted sets its local variable `_hold_signals` to True. From then until
+  it has returned, a signal is sent again some milliseconds later. Python looks for signals at the start of functions,
+  at jumps backward and after calls into C, so not between the return of a step and the assignment of its result.
+- A first Ctrl-C in the body of a loop over a looplib loader is raised at its next batch, so that each batch is stepped,
+  logged and saved completely.
+- A signal that a predicate listens to is noted, which raises nothing.
+
+Everything else, and a second Ctrl-C, is immediate. Guards are installed by the first step or batch, or for a predicate,
+never on import, and removed at the end of a loop. Signal handlers belong to the process and run in its main thread.
 """
 
 from __future__ import annotations
 
-import _signal
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import CO_GENERATOR
@@ -26,93 +31,108 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _HELD = tuple(
-    int(getattr(signal, name))
+    getattr(signal, name)
     for name in ("SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
     if hasattr(signal, name)  # Windows has SIGTERM and SIGINT
 )
 
 _NOTICE = b"\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
 
-_main_thread = threading.main_thread().ident or 0
-
-_holders: list[int] = []  # threads that hold signals back, once for each hold
+# In seconds. `timeout` sends its signal twice, and so do Slurm and torchrun together. Python may notice the second
+# one only after a long call into C.
+_ONE_SIGNAL = 5.0
 
 _stopping = False  # a first Ctrl-C has arrived and will be raised at the next batch
 
-_bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> frame whose loop body is working on a batch
-
-# Called with the thread's ident: between the two, signals wait. Calls nest. In threads other than the main one, which
-# get no signals, they do nothing. Both are C functions, so no signal can arrive between the call and its effect: as
-# the first statement of a `finally` they always run.
-begin_hold = _holders.append
-
-end_hold = _holders.remove
+# Loops, the outermost first, with the frame whose loop body is working on a batch, or None while a batch is read.
+_bodies: dict[object, tuple[int, CodeType] | None] = {}
 
 
 class Guard:
-    """Guard in front of signal handlers.
+    """Signal handler in front of another one."""
 
-    A new one is created if a handler is found in place of this one: the code that installed it may have saved this
-    guard to restore it later, and then it must still know its own handlers.
-    """
-
-    def __init__(self) -> None:
-        self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
+        self.listeners: set[Listener] = set()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         global _stopping
-        if _main_thread in _holders:
-            # What predicates listen to is noted at once, since that raises nothing.
-            note = getattr(self.handlers[signum], "note", None)
-            if note is None or not note(signum):
-                _send_later(signum)
-        elif signum == signal.SIGINT and not _stopping and _in_body(frame):
+        now = time.monotonic()
+        came = [one.came.setdefault(signum, now) for one in self.listeners if one.process == os.getpid()]
+        if any(now - first < _ONE_SIGNAL for first in came):
+            return
+        if held(frame):
+            _send_later(signum)
+        elif signum == signal.SIGINT and not _stopping and _loops_around(frame):
             _stopping = True
             with suppress(OSError):  # the reader may be gone: Ctrl-C also ends the `tee` of a pipe
                 os.write(2, _NOTICE)  # not print: the signal may have arrived during a print
         else:
             if signum == signal.SIGINT:
                 _stopping = False
-            self.handlers[signum](signum, frame)
+            self.pass_on(signum, frame)
+
+    def pass_on(self, signum: int, frame: FrameType | None) -> None:
+        if callable(self.previous):
+            self.previous(signum, frame)
+        elif self.previous == signal.SIG_DFL:
+            current = signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)  # the default action of most signals ends the process
+            signal.signal(signum, current)
 
 
-_handle = Guard()
+class Listener:
+    """Signals that a predicate has seen. Guards refer to this and not to the predicate, so that it can be collected."""
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self.signals = tuple(dict.fromkeys(signals))
+        self.process = os.getpid()  # in a forked process the signals do what they did before
+        self.came: dict[int, float] = {}  # signal -> time of its first arrival
+        self.guards = [(signum, _guarded(signum)) for signum in self.signals]
+        for _, guard in self.guards:
+            guard.listeners.add(self)
+
+    def close(self) -> None:
+        for signum, guard in self.guards:
+            guard.listeners.discard(self)
+            # In a different thread, such as one that runs the garbage collector, the guard stays and passes all signals on.
+            if _in_main_thread() and signal.getsignal(signum) is guard:
+                _remove_guard(signum)
 
 
 def install() -> None:
-    """Install the guard in front of the current Python handlers.
-
-    Cheap if already installed. Does nothing off the main thread.
-    """
-    if threading.get_ident() == _main_thread and [*map(_signal.getsignal, _HELD)] != _handlers:
-        _guard_handlers()
-        _handlers[:] = map(_signal.getsignal, _HELD)
+    """Put guards in front of the current Python handlers. Does nothing off the main thread."""
+    if _in_main_thread():
+        for signum in _HELD:
+            if callable(signal.getsignal(signum)):
+                _guarded(signum)
 
 
-_handlers: list[Any] = []  # when `install` last looked
+def _guarded(signum: int) -> Guard:
+    """The guard of a signal, which is installed if a different handler stands in its place."""
+    guard = signal.getsignal(signum)
+    if not isinstance(guard, Guard):
+        guard = Guard(guard)
+        signal.signal(signum, guard)
+    return guard
 
 
-def _guard_handlers() -> None:
-    global _handle
-    for signum in _HELD:
-        handler = _signal.getsignal(signum)
-        if type(handler) is not Guard and callable(handler):
-            if signum in _handle.handlers:
-                _handle = Guard()
-            _handle.handlers[signum] = handler
-            _signal.signal(signum, _handle)
+def _remove_guard(signum: int) -> None:
+    guard = signal.getsignal(signum)
+    if isinstance(guard, Guard) and not guard.listeners:
+        signal.signal(signum, guard.previous)
 
 
-def _uninstall() -> None:
-    for signum in _HELD:
-        if type(guard := _signal.getsignal(signum)) is Guard:
-            _signal.signal(signum, guard.handlers[signum])
+def held(frame: FrameType | None) -> bool:
+    """True if a function that is running, called from this frame or around it, holds signals back."""
+    return any("_hold_signals" in f.f_code.co_varnames and "_hold_signals" in f.f_locals for f in _stack(frame))
 
 
 def _send_later(signum: int) -> None:
     """Send a signal again in 10 ms."""
+    main_thread = threading.main_thread().ident
     send = getattr(signal, "pthread_kill", lambda thread, signum: signal.raise_signal(signum))
-    timer = threading.Timer(0.01, send, (_main_thread, signum))
+    timer = threading.Timer(0.01, send, (main_thread, signum))
     timer.daemon = True
     timer.start()
 
@@ -122,28 +142,33 @@ def interruptible(iterator: Iterator[T], note: Callable[[], object] = lambda: No
     loop = object()
     try:
         while True:
-            _bodies.pop(loop, None)
-            _stop_if_asked(sys._getframe(1))
+            _end_body(loop)
             batches = list(islice(iterator, 1))
             if not batches:
                 return
-            if threading.get_ident() == _main_thread and (frame := _body(sys._getframe(1))):
-                _bodies[loop] = frame
+            if _in_main_thread():
+                _bodies[loop] = _body(sys._getframe(1))
             note()
             yield batches.pop()  # this frame must not keep it alive
     finally:
         _leave(loop, iterator)
 
 
-def _stop_if_asked(frame: FrameType) -> None:
+def _end_body(loop: object) -> None:
+    """Raise the interrupt that waits for this loop's next batch. In loops within a body it waits for the outermost one."""
     global _stopping
     install()
-    # An inner loop is part of the outer loop's body.
-    if _stopping and threading.get_ident() == _main_thread and not _in_body(frame):
+    frame = sys._getframe(1)
+    due = _stopping and _in_main_thread() and _loops_around(frame)[:1] in ([], [loop])
+    _bodies[loop] = None
+    if due:
         _stopping = False
         # Use the current handler: the earlier one may have been removed at the end of a `with` in the body.
-        if type(guard := _signal.getsignal(signal.SIGINT)) is Guard:
-            guard.handlers[signal.SIGINT](signal.SIGINT, frame)
+        _guarded(signal.SIGINT).pass_on(signal.SIGINT, frame)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -152,9 +177,10 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _in_body(frame: FrameType | None) -> bool:
-    """True if this frame was called from the body of a loop. A loop that an error has left may still be in memory."""
-    return bool(_bodies) and any((id(outer), outer.f_code) in _bodies.values() for outer in _stack(frame))
+def _loops_around(frame: FrameType | None) -> list[object]:
+    """Loops from whose bodies this frame was called. A loop that an error has left may still be in memory."""
+    frames = {(id(outer), outer.f_code) for outer in _stack(frame)} if _bodies else set()
+    return [loop for loop, body in _bodies.items() if body in frames]
 
 
 def _body(frame: FrameType | None) -> tuple[int, CodeType] | None:
@@ -173,8 +199,10 @@ def _leave(loop: object, iterator: Iterator[T]) -> None:
             iterator.close()
     finally:
         _bodies.pop(loop, None)
-        if not _bodies and _main_thread not in _holders and threading.get_ident() == _main_thread:
+        # The garbage collector, which may end a loop at any moment, takes no guard from an update.
+        if not _bodies and _in_main_thread() and not held(sys._getframe()):
             if _stopping:  # the loop was left by a break or an error while an interrupt was waiting
                 _stopping = False
                 _send_later(signal.SIGINT)
-            _uninstall()
+            for signum in _HELD:
+                _remove_guard(signum)

@@ -168,14 +168,13 @@ class FunctionalModule:
 
     def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
-        _interrupts.install()  # else an interrupt could come between `begin_hold` and what ends the hold
+        _interrupts.install()  # before anything that holds signals back
         # A trace takes long, and draws no numbers.
         with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
             return self._run(params, buffers, seed, body)
 
     def _run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
-        thread = threading.get_ident()
-        draws.takes_step(thread)
+        draws.takes_step(threading.get_ident())
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.swap_in(params, self.params) if engine else None:
@@ -199,20 +198,17 @@ class FunctionalModule:
                 self._refuse_filled()
             return out
         finally:
-            _interrupts.begin_hold(thread)
-            try:
-                del hosted[depth:]  # also if an interrupt came before the first line above
-                for owner, key, own, _ in swaps:
-                    owner[key] = own
-                for owner, key, _ in self.unfilled:
-                    owner[key] = None
-                if engine:
-                    engine.restore(lent)
-                self._set_modes(modes)
-                for generator, stream in pairs(generators, streams):
-                    generator.set_state(stream)
-            finally:
-                _interrupts.end_hold(thread)
+            _hold_signals = True
+            del hosted[depth:]  # also if an interrupt came before the first line above
+            for owner, key, own, _ in swaps:
+                owner[key] = own
+            for owner, key, _ in self.unfilled:
+                owner[key] = None
+            if engine:
+                engine.restore(lent)
+            self._set_modes(modes)
+            for generator, stream in pairs(generators, streams):
+                generator.set_state(stream)
 
     def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
         """Slots that hold other tensors than these."""

@@ -7,7 +7,6 @@ or not at all.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,18 +184,14 @@ def _write_over(
     _interrupts.install()
     written = [leaf for leaf, _ in writes]
     lease.wait_for_readers(written)
-    thread = threading.get_ident()
-    _interrupts.begin_hold(thread)
-    try:
-        taken = lease.lease_over("ckpt.restore(state)", written)
-        taken.write()
-        with torch.no_grad():
-            for leaf, value in writes:
-                _write(leaf, value)
-        new = restored()
-        taken.step = new.step
-    finally:
-        _interrupts.end_hold(thread)
+    _hold_signals = True
+    taken = lease.lease_over("ckpt.restore(state)", written)
+    taken.write()
+    with torch.no_grad():
+        for leaf, value in writes:
+            _write(leaf, value)
+    new = restored()
+    taken.step = new.step
     return new
 
 

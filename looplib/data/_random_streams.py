@@ -77,17 +77,13 @@ _reading = threading.RLock()  # of the streams of `random` and numpy, which all 
 def kept_streams() -> Iterator[None]:
     """Restore the global streams at the end of the block. Other threads that read wait, and steps do not."""
     _interrupts.install()
-    thread = threading.get_ident()
     with _reading, draws.kept():
         saved = save_streams()
         try:
             yield
         finally:
-            _interrupts.begin_hold(thread)
-            try:
-                restore_streams(saved)
-            finally:
-                _interrupts.end_hold(thread)
+            _hold_signals = True
+            restore_streams(saved)
 
 
 def _after_fork() -> None:

@@ -8,7 +8,6 @@ torch does not. `recompute` therefore restores these for the second run and disc
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
@@ -75,17 +73,13 @@ def recompute(
             return loss_fn(model, batch)
         chosen = outermost(model, choose, "recompute")
         forwards = [vars(module).get("forward") for module in chosen]
-        thread = threading.get_ident()
         try:
             for module in chosen:
                 vars(module)["forward"] = _recomputed(module)
             return loss_fn(model, batch)
         finally:
-            _interrupts.begin_hold(thread)
-            try:
-                _put_back(chosen, forwards)
-            finally:
-                _interrupts.end_hold(thread)
+            _hold_signals = True
+            _put_back(chosen, forwards)
 
     return with_repr(recomputing, recompute, loss_fn, modules)
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from looplib._core.collective import together
+from looplib._core.interrupts import Listener
 from looplib._core.kinds import check_kind, checked, kind_of
 from looplib._core.records import Made, mark
-from looplib._core.signals import Listener
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
@@ -62,7 +62,7 @@ class after_signal(Predicate):
     Args:
         signals: numbers from the signal module. Slurm sends SIGTERM before a job ends, or the signal given with
             `--signal`, such as SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C becomes a request
-            to stop. In a loop over a looplib loader it takes effect at the next batch, or at once if pressed twice.
+            to stop.
 
     Raises:
         ValueError: there are no signals, one of them is not a signal or cannot be caught (SIGKILL, SIGSTOP), or this

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -104,10 +103,9 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
             check_history(params)
         ready = compiler.prepare(state, batch)
-        thread = threading.get_ident()
         lease = None
         try:
-            _interrupts.begin_hold(thread)
+            _hold_signals = True  # until the caller has the result
             _interrupts.install()
             if donate:
                 lease, spent = give_up(state, *ready.machine.program.written)
@@ -120,7 +118,6 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         finally:
             if lease is not None and compiler.intact:
                 lease.written = spent  # the graph has put the state's own values into its tensors
-            _interrupts.end_hold(thread)
         return new, metrics
 
     return compiled

@@ -193,7 +193,6 @@ def ctrl_c():
     settle()  # a signal that came later would end the process of the tests
     for number, handler in before.items():
         signal.signal(number, handler)
-    assert not _interrupts._holders
     assert not _interrupts._stopping
     assert not _interrupts._bodies
     assert Halfway.action is None
@@ -323,7 +322,7 @@ def test_every_moment_of_a_step(donate, started, monkeypatch):
             else:
                 assert record(state) in wanted
     assert moment > 200
-    assert len(lost) <= 2 * donate, lost
+    assert not lost
 
 
 @both
@@ -758,17 +757,6 @@ def test_handlers_come_back_after_the_loop(way, capfd):
         train(parts.state, parts.step, batches, after, ended_by)
         del batches
     assert {number: signal.getsignal(number) for number in before} == before
-
-
-def test_handlers_come_back_from_under_each_of_the_guards_of_a_loop():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    _interrupts.install()  # before SIGINT's handler, and again where the predicate has put its own
-    stop_now = ll.after_signal(signal.SIGTERM, signal.SIGINT)
-    _interrupts.install()
-    assert signal.getsignal(signal.SIGTERM) is not signal.getsignal(signal.SIGINT)
-    stop_now.close()
-    _interrupts._uninstall()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_signals_that_are_ignored_or_deadly_stay_so():
