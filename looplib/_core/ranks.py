@@ -117,14 +117,12 @@ def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
     made[*members] += 1
     store, keys = torch_private.default_store(), [f"{key}/{member}" for member in members]
     store.set(f"{key}/{distributed.get_rank()}", "")
-
-    def complete() -> bool:
-        come: bool = store.check(keys)
-        time.sleep(0 if come else 0.001)
-        return come
-
     world = distributed.group.WORLD
-    waiting.wait_for(complete, world, torch_private.timeout_of(world))
+    with waiting.Wait(world) as wait:
+        while not store.check(keys):
+            if wait.waited() > torch_private.timeout_of(world):
+                raise RuntimeError("Timed out")
+            time.sleep(0.001)
     return distributed.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
@@ -205,17 +203,16 @@ class Sums:
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._work: Any = None
+        self._wait: waiting.Wait | None = None
         if is_distributed():
-            self._on = host_group()
-            self._work = distributed.all_reduce(self._values, group=self._on, async_op=True)
-            waiting.request(self._work, self._on)
+            on = host_group()
+            self._wait = waiting.Wait(on, distributed.all_reduce(self._values, group=on, async_op=True)).request()
 
     def read(self) -> list[float]:
-        if self._work is not None:
-            waiting.watch.requested = None
-            waiting.wait(self._work, self._on)
-            self._work = None
+        if self._wait is not None:
+            with self._wait as wait:
+                wait.work.wait()
+            self._wait = None
         return cast(list[float], self._values.tolist())
 
 

@@ -71,9 +71,6 @@ def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
     return copy
 
 
-# Of a process group: its number of calls so far.
-calls_of: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
-
 # One call for many tensors.
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_clone: Callable[..., list[Tensor]] = getattr(

@@ -1,19 +1,17 @@
 """The watch over collective calls: name the call that waits, and the ranks that have not come to it.
 
-All ranks make a collective call, so a rank that does not come keeps the others waiting. A call that takes long publishes
-where it was made, under a key of its rank in torch's store. After `seconds` it reads the keys of the other ranks and
-warns: which looplib function, which line of the user's file, which ranks are missing and where those wait. When torch's
-time-out ends the call, its error says the same.
+All ranks make a collective call, so a rank that does not come keeps the others waiting. A thread looks now and then at
+the call for which the main thread waits. If it takes long, the thread publishes where it was made, under a key of this
+rank in torch's store. After `seconds` it reads the keys of the other ranks and warns: which looplib function, which line
+of the user's file, which ranks are missing and where those wait. When torch's time-out ends the call, its error says the
+same.
 
-A call that is not late costs nothing more than before: torch's own wait takes a time limit, and the stack is walked, and
-the store asked, only when that limit has passed. Calls of DDP and FSDP2 are not watched one by one. A step in which they
-wait for a rank has also requested looplib's count of the samples, so a thread looks now and then if that has arrived.
-Background saves are not reported.
+Calls of DDP and FSDP2 are not watched one by one. A step in which they wait for a rank has also requested looplib's count
+of the samples, and that is watched until it is read. Calls of other threads, such as background saves, are not reported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -21,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -35,27 +33,17 @@ from looplib._core.checks import few
 
 
 @dataclass
-class Request:
-    """A collective call that a step has requested and not waited for yet; `broken` if the step has failed for it."""
-
-    work: Any
-    group: Any
-    began: float
-    broken: bool = False
-
-
-@dataclass
 class _Watch:
     """The watch of this process.
 
     Attributes:
         seconds: time after which a call that waits is reported; infinity for never.
-        requested: what the current step has requested.
+        current: the call for which the main thread waits, or has requested and is going to wait.
         thread: the thread that looks at it.
     """
 
     seconds: float = 30.0
-    requested: Request | None = None
+    current: Wait | None = None
     thread: threading.Thread | None = None
 
     @property
@@ -80,7 +68,6 @@ class Call(NamedTuple):
 
 _LOOPLIB = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.__file__)) + ("<",)
-_NAMES = {"fires": "__call__"}
 
 
 def call(frame: FrameType | None = None) -> Call:
@@ -100,84 +87,46 @@ def call(frame: FrameType | None = None) -> Call:
 
 def _name(frame: FrameType) -> str:
     """Name of a function as the user knows it."""
-    name = _NAMES.get(frame.f_code.co_name, frame.f_code.co_name)
-    owner = frame.f_locals.get("self")
+    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
     if owner is None:
         return name
     cls = type(owner).__name__
-    if name == "__call__":
+    if name in ("__call__", "fires"):
         return "a predicate" if cls.startswith("_") else cls  # such as several with `|` between them
     return f"{cls}.{name}"
 
 
-def wait(work: Any, group: Any, limit: float = math.inf) -> None:
-    """Wait for a collective call of this group on CPU tensors, and report it if it takes long.
+class Wait:
+    """A collective call that waits for the other ranks of a group: the body of a `with`, which raises if it fails."""
 
-    `limit` is the number of seconds after which to raise, if it is to be less than the group's own time-out.
-    """
+    def __init__(self, group: Any, work: Any = None) -> None:
+        self.group, self.work = group, work
+        self.began, self.failed = time.monotonic(), False
+        self.call: Call | None = None  # once it takes long
 
-    def done() -> bool:
-        try:
-            work.wait(timedelta(seconds=watch.pause))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # raises if the call has failed
-        return True
+    def request(self) -> Wait:
+        """Watch it from now on."""
+        if threading.current_thread() is threading.main_thread():
+            watch.current = self
+            if watch.thread is None:
+                watch.thread = threading.Thread(target=_look, name="looplib-watch", daemon=True)
+                watch.thread.start()
+        return self
 
-    wait_for(done, group, limit)
+    __enter__ = request
 
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.failed = isinstance(error, RuntimeError)
+        if watch.current is self:
+            watch.current = None
+        if isinstance(error, RuntimeError):
+            raise self.explained(error) from error
 
-def wait_for(done: Callable[[], bool], group: Any, limit: float) -> None:
-    """Ask until something is done that other ranks of this group do, and report if it takes long.
-
-    Args:
-        done: a function that waits for a moment at most, returns True if it is done, and raises if it has failed.
-        group: the ranks.
-        limit: seconds after which to raise.
-    """
-    late, began = None, time.monotonic()
-    try:
-        if not done():
-            late = _Late(group, began, call())
-            late.until(done, limit, threading.current_thread() is threading.main_thread())
-    except RuntimeError as error:
-        raise (late or _Late(group, began, call())).explained(error) from error
-
-
-class _Late:
-    """A call of this rank that waits for others, or has failed."""
-
-    def __init__(self, group: Any, began: float, where: Call) -> None:
-        self.group, self.began, self.call = group, began, where
-        self.rank = distributed.get_rank()
-        self.about = [str(where), group.group_name, torch_private.calls_of(group)]
+    def is_open(self) -> bool:
+        return watch.current is self and not (self.work is not None and self.work.is_completed())
 
     def waited(self) -> float:
         return time.monotonic() - self.began
-
-    def until(self, done: Callable[[], bool], limit: float = math.inf, reports: bool = True) -> None:
-        """Wait, publish where, and report once.
-
-        What is published stays after a failure, since other ranks then ask where this one waited.
-        """
-        published = reported = not reports
-        while not done():
-            if self.waited() > limit:
-                raise RuntimeError(f"Timed out after {limit:g} s")
-            if not published and self.waited() >= watch.pause:
-                published = True
-                self.publish(json.dumps(self.about))
-            if not reported and self.waited() >= watch.seconds:
-                reported = True
-                text = self.text(_ADVICE)
-                warnings.warn_explicit(text, RuntimeWarning, self.call.file or __file__, self.call.line or 1)
-        if published and reports:
-            self.publish("")
-
-    def publish(self, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the rank that has the store may have ended
-            torch_private.default_store().set(_key(self.rank), text)
 
     def explained(self, error: Exception) -> RuntimeError:
         """torch's error with the words of the report.
@@ -186,18 +135,18 @@ class _Late:
         rank that ends closes them too, and then no call was left out. If the call has failed before it was late,
         nobody knows yet where the other ranks are.
         """
-        if any(word in str(error) for word in _TIMED_OUT):
-            text = self.text(_ADVICE)
-        elif self.waited() > watch.pause:
-            text = self.text(_ENDED)
+        self.call = self.call or call()
+        advice = _ADVICE if any(word in str(error) for word in _TIMED_OUT) else _ENDED
+        if advice is _ADVICE or self.waited() > watch.pause:
+            text = self.report(advice)
         else:
-            text = f"rank {self.rank}, in {self.call}. {_ENDED}"
+            text = f"rank {distributed.get_rank()}, in {self.call}. {advice}"
         return RuntimeError(f"{text} torch says: {error}")
 
-    def text(self, advice: str) -> str:
+    def report(self, advice: str) -> str:
         missing = " ".join(self.missing())
         return (
-            f"rank {self.rank} has waited {self.waited():.1f} s in {self.call}. "
+            f"rank {distributed.get_rank()} has waited {self.waited():.1f} s in {self.call}. "
             f"{f'{missing} {advice}' if missing else 'All ranks have come to this call.'}"
         )
 
@@ -205,18 +154,21 @@ class _Late:
         """Sentences about the ranks that have not come."""
         absent, elsewhere = [], []
         for rank in distributed.get_process_group_ranks(self.group):
-            other = _published(rank)
-            if rank == self.rank or (other and other[1:] == self.about[1:]):
+            where, group = _published(rank)
+            if rank == distributed.get_rank() or group == self.group.group_name:
                 continue
-            if other is None:
+            if where:
+                elsewhere.append(f"Rank {rank} has not come, and waits in {where}.")
+            else:
                 absent.append(rank)
-                continue
-            count = f" (call {other[2]} of the group, and this is call {self.about[2]})"
-            same = other[:2] == self.about[:2]  # the same line, and not the same call of it
-            elsewhere.append(f"Rank {rank} has not come, and waits in {other[0]}{count if same else ''}.")
-        if len(absent) > 1:
-            return [f"Ranks {few(absent)} have not come, and are in no call that waits.", *elsewhere]
-        return [f"Rank {rank} has not come, and is in no call that waits." for rank in absent] + elsewhere
+        if not absent:
+            return elsewhere
+        ranks = (
+            f"Ranks {few(absent)} have not come, and are"
+            if len(absent) > 1
+            else f"Rank {absent[0]} has not come, and is"
+        )
+        return [f"{ranks} in no call that waits.", *elsewhere]
 
 
 _TIMED_OUT = ("imed out", "imeout")  # words of torch's errors
@@ -228,62 +180,70 @@ _ADVICE = (
 _ENDED = "If a rank has ended, its own output says why."
 
 
-def _key(rank: int) -> str:
-    return f"looplib/waits/{rank}"
+def wait(work: Any, group: Any, limit: float = math.inf) -> None:
+    """Wait for a collective call of this group on CPU tensors.
 
-
-def _published(rank: int) -> list[Any] | None:
-    """Call in which a rank waits, or None if it does not, or if it cannot be asked."""
-    with contextlib.suppress(RuntimeError):
-        store = torch_private.default_store()
-        if store.check([_key(rank)]) and (text := store.get(_key(rank))):
-            return json.loads(text)  # type: ignore[no-any-return]
-    return None
-
-
-def request(work: Any, group: Any) -> None:
-    """Watch a request that a step makes before its forward pass, and waits for later."""
-    watch.requested = Request(work, group, time.monotonic())
-    if watch.thread is None:
-        watch.thread = threading.Thread(target=_look_at_requests, name="looplib-watch", daemon=True)
-        watch.thread.start()
+    `limit` is the number of seconds after which to raise, if it is to be less than the group's own time-out.
+    """
+    with Wait(group, work):
+        work.wait(*[timedelta(seconds=limit)] if limit < math.inf else [])
 
 
 def better_error(error: Exception) -> Exception:
     """An error in a step, with the words of the report if it came while a rank was missing."""
-    request = watch.requested
-    if request is None:
+    if (request := watch.current) is None:
         return error
-    request.broken = isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_CONNECTIONS)
-    watch.requested = None
-    if not request.broken:
+    request.failed = isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_CONNECTIONS)
+    watch.current = None
+    if not request.failed:
         return error
-    with contextlib.suppress(RuntimeError):
+    with suppress(RuntimeError):
         request.work.wait(timedelta(milliseconds=1))
         return error  # all ranks have come
-    return _Late(request.group, request.began, call()).explained(error)
+    return request.explained(error)
 
 
-def _look_at_requests() -> None:
+def _key(rank: int) -> str:
+    return f"looplib/waits/{rank}"
+
+
+def _publish(*where: str) -> None:
+    with suppress(RuntimeError):  # the rank that has the store may have ended
+        torch_private.default_store().set(_key(distributed.get_rank()), json.dumps(where))
+
+
+def _published(rank: int) -> tuple[str, str]:
+    """Call in which a rank waits and the name of its group; empty if it does not, or if it cannot be asked."""
+    with suppress(RuntimeError):
+        store = torch_private.default_store()
+        if store.check([_key(rank)]) and (where := json.loads(store.get(_key(rank)))):
+            return where[0], where[1]
+    return "", ""
+
+
+def _look() -> None:
+    """Publish and report the calls that take long."""
     while True:
         time.sleep(watch.pause)
-        with contextlib.suppress(Exception):  # a failed call, and a warning that is an error by the user's filter
-            _look_at(watch.requested)
+        current = watch.current
+        if current is not None and current.waited() >= watch.pause and current.is_open():
+            with suppress(Exception):  # torch.distributed may be shut down at any moment
+                _attend(current)
 
 
-def _look_at(request: Request | None) -> None:
-    """Report a request for which the main thread waits."""
-    if request is None or request.work.is_completed() or time.monotonic() - request.began < watch.pause:
-        return
-
-    def done() -> bool:
+def _attend(late: Wait) -> None:
+    late.call = call(sys._current_frames()[threading.main_thread().ident or 0])
+    _publish(str(late.call), late.group.group_name)
+    reported = False
+    while late.is_open():
+        if not reported and late.waited() >= watch.seconds:
+            reported = True
+            text = late.report(_ADVICE)
+            try:
+                warnings.warn_explicit(text, RuntimeWarning, late.call.file or __file__, late.call.line or 1)
+            except RuntimeWarning:  # an error by the user's filter, which this thread cannot raise
+                print(f"RuntimeWarning: {text}", file=sys.stderr, flush=True)
         time.sleep(watch.pause)
-        if request.broken or request.work.is_completed():
-            request.work.wait(timedelta(milliseconds=1))  # raises if the call has failed
-            return True
-        return watch.requested is not request
-
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    where = call(frame)
-    del frame  # and with it what the step holds
-    _Late(request.group, request.began, where).until(done)
+    # What is published stays after a failure, since other ranks then ask where this one waited.
+    if not late.failed:
+        _publish()
