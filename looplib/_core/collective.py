@@ -12,7 +12,7 @@ import operator
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -30,35 +30,35 @@ T = TypeVar("T")
 _PATIENCE = timedelta(hours=1)  # for ranks that wait for the slowest disk
 
 
-class Together:
+class RankGroup:
     """Processes that act together. A single one has no group and acts as if this did not exist."""
 
     def __init__(self, group: Any = None) -> None:
-        self.several = group is not None
-        self.rank = distributed.get_rank(group) if self.several else 0
+        self.is_distributed = group is not None
+        self.rank = distributed.get_rank(group) if self.is_distributed else 0
         self.first = self.rank == 0
         # Only torch keeps the group: if it outlived destroy_process_group, its threads would still run at exit.
-        self._group = weakref.ref(group) if self.several else lambda: None
+        self._group = weakref.ref(group) if self.is_distributed else lambda: None
 
     @property
     def group(self) -> Any:
         """torch's group, or None for a single process."""
-        if (group := self._group()) is None and self.several:
+        if (group := self._group()) is None and self.is_distributed:
             raise RuntimeError(
                 "torch.distributed has been shut down, and a checkpoint was not finished: wait() first"
             )
         return group
 
-    def meet(self, flag: bool = False) -> bool:
+    def barrier(self, flag: bool = False) -> bool:
         """Wait until all ranks are in the same function of looplib. Raise on all of them if they are in different ones.
 
         The functions that a user calls on all ranks begin with it, so a rank that does not call them is missed here, by
         name and within the time-out of the process group, and no later message is taken for one of another call. This
-        includes those of a step, which does not meet the others: its messages go through another group.
+        includes those of a step, which has no barrier: its messages go through another group.
 
         Returns True if the flag is set on at least one rank.
         """
-        if not self.several:
+        if not self.is_distributed:
             return flag
         call, limit = waiting.call(), torch_private.timeout_of(distributed.group.WORLD)
         code = torch.tensor([zlib.crc32(call.function.encode()), flag])
@@ -70,28 +70,46 @@ class Together:
             )
         return any(flags)
 
-    def on_first(self, work: Callable[[], T]) -> T:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""
-        if not self.several:
+        if not self.is_distributed:
             return work()
-        result, failure, error = _tried(0, work) if self.first else (None, None, None)
+        result, failure = self._tried(work) if self.first else (None, None)
         answers: list[Any] = [(result, failure)]
         distributed.broadcast_object_list(answers, group=self.group, group_src=0)
-        result, failure = answers[0]
-        raise_of({0: failure}, self.rank, error)
+        result, sent = answers[0]
+        self._raise_first([sent], failure)
         return cast(T, result)
 
-    def on_each(self, work: Callable[[], T]) -> T:
+    def all_or_raise(self, work: Callable[[], T]) -> T:
         """Result of this rank's work, after all ranks have succeeded."""
-        if not self.several:
+        if not self.is_distributed:
             return work()
-        result, failure, error = _tried(self.rank, work)
-        raise_of(dict(enumerate(self.gather(failure))), self.rank, error)
+        result, failure = self._tried(work)
+        self._raise_first(self.gather(failure), failure)
         return cast(T, result)
+
+    def _tried(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Result of the work, or the error to send to the others, which has the original one as its cause."""
+        try:
+            return work(), None
+        except BaseException as error:
+            failure = named(self.rank, error)
+            failure.__cause__ = error
+            return None, failure
+
+    def _raise_first(self, failures: Sequence[Exception | None], own: Exception | None) -> None:
+        """Raise the error of the first rank that failed, if any. An interrupt stays an interrupt on its own rank."""
+        cause = own.__cause__ if own is not None else None
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise failure from (cause if rank == self.rank else None)
 
     def gather(self, value: T) -> list[T]:
         """Values of all ranks in order, on each rank."""
-        if not self.several:
+        if not self.is_distributed:
             return [value]
         return _ranks.exchange(value, self.group)
 
@@ -101,7 +119,7 @@ class Together:
         if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
             return
         # The facts of the first rank are sent, and then a few differences of each.
-        first = self.on_first(lambda: dict(facts))
+        first = self.on_rank0(lambda: dict(facts))
         own = [
             f"{name} is {brief(one)} on rank 0, {brief(another)} on rank {self.rank}"
             for name, one, another in paired(first.items(), facts.items())
@@ -110,22 +128,22 @@ class Together:
         for differences in self.gather(few(own, 10, "\n  ") if own else ""):
             check(not differences, title + differences)
 
-    def another(self) -> Together:
+    def another(self) -> RankGroup:
         """The same processes with a second group, for one thread on each. All ranks must call this."""
-        return Together(_like(self.group)) if self.several else self
+        return _like(self.group) if self.is_distributed else self
 
 
-_alone = Together()
+_alone = RankGroup()
 
-_known: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()  # by torch's group of the same ranks
+_known: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()  # by torch's group of the same ranks
 
 
-def together_with_data() -> Together:
+def together_with_data() -> RankGroup:
     """The processes that divide the data."""
     return together(_ranks.group()) if _ranks.running() else _alone
 
 
-def together(group: Any = None) -> Together:
+def together(group: Any = None) -> RankGroup:
     """All processes that currently exist, including those that hold parts of one model; or those of a group.
 
     The first call is collective if there are several.
@@ -134,8 +152,13 @@ def together(group: Any = None) -> Together:
         return _alone
     group = group or distributed.group.WORLD
     if group not in _known:
-        _known[group] = Together(_like(group))
+        _known[group] = _like(group)
     return _known[group]
+
+
+def _like(group: Any) -> RankGroup:
+    """The ranks of a group, with a new group of torch's."""
+    return RankGroup(_ranks.new_group(distributed.get_process_group_ranks(group), _PATIENCE))
 
 
 _unfinished: set[Future[Any]] = set()
@@ -152,19 +175,6 @@ def finish() -> None:
     wait(list(_unfinished))
 
 
-def _like(group: Any) -> Any:
-    """A new group of the same ranks."""
-    return _ranks.new_group(distributed.get_process_group_ranks(group), _PATIENCE)
-
-
-def _tried(rank: int, work: Callable[[], T]) -> tuple[T | None, Exception | None, BaseException | None]:
-    """Result of the work, or the error to send to the others and the original one."""
-    try:
-        return work(), None, None
-    except BaseException as error:
-        return None, named(rank, error), error
-
-
 def named(rank: int, error: BaseException) -> Exception:
     """The error with the rank in its message, of the same type if it can be created and sent."""
     if isinstance(error, OSError) and error.errno is not None:
@@ -177,13 +187,3 @@ def named(rank: int, error: BaseException) -> Exception:
         except Exception:  # a type that needs more than a message
             pass
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
-
-
-def raise_of(answers: Mapping[int, Exception | None], rank: int, own_error: BaseException | None = None) -> None:
-    """Raise the error of the first rank that failed, if any. An interrupt stays an interrupt on its own rank."""
-    if own_error is not None and not isinstance(own_error, Exception):
-        raise own_error
-    failures = {rank: error for rank, error in answers.items() if error is not None}
-    if failures:
-        first = min(failures)
-        raise failures[first] from (own_error if rank == first else None)

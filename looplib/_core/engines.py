@@ -334,7 +334,7 @@ def compare(state: Any, batches: Sequence[Any], program: Callable[[], Mapping[st
     kinds of batches. `program` returns `described_program` of the train step, and is None without one. Only a code of
     the function and a digest of 32 bytes are sent to each rank, and what differs only if something does.
     """
-    together_with_data().meet()
+    together_with_data().barrier()
     tensors = {"params": state.params, "buffers": state.buffers}
     known = lease.provenance(state)
     facts = {

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from looplib._core.collective import Together, finish_first
+from looplib._core.collective import RankGroup, finish_first
 
 _NICE = 10
 
@@ -24,12 +24,12 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._ranks: tuple[Together, Together] | None = (
+        self._ranks: tuple[RankGroup, RankGroup] | None = (
             None  # the ranks, and a second group of them for the threads that write
         )
         self._pending: Future[None] | None = None
 
-    def start(self, work: Callable[[Together], None], ranks: Together) -> Future[None]:
+    def start(self, work: Callable[[RankGroup], None], ranks: RankGroup) -> Future[None]:
         """Start `work(ranks)` in the thread, with a separate group of the ranks. All ranks call this."""
         if self._ranks is None or self._ranks[0] is not ranks:
             self._ranks = ranks, ranks.another()
@@ -52,7 +52,7 @@ class BackgroundWriter:
             done.result()
 
 
-def _run(work: Callable[[Together], None], ranks: Together) -> None:
+def _run(work: Callable[[RankGroup], None], ranks: RankGroup) -> None:
     if sys.platform == "linux":  # if threads have their own priority, training steps take precedence
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from looplib._core.checks import check_own_file
-from looplib._core.collective import Together
+from looplib._core.collective import RankGroup
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import DATA, FORMAT, MANIFEST
 from looplib.checkpoint._read import Reader, read_manifest, same_weights
@@ -53,7 +53,7 @@ def new_entry(folder: Path, step: int) -> Entry:
     return Entry(folder / f"{_WRITING}{name}-{uuid.uuid4().hex[:6]}", folder / name, earlier)
 
 
-def put(ranks: Together, entry: Entry, parts: Parts, about: Mapping[str, Any]) -> None:
+def put(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str, Any]) -> None:
     """Write a new entry, on all ranks together. If one of them fails, nothing is left behind."""
     writing, target, earlier = entry
 
@@ -90,9 +90,9 @@ def put(ranks: Together, entry: Entry, parts: Parts, about: Mapping[str, Any]) -
             remove(path)
 
     try:
-        ranks.on_first(begin)
-        of_ranks = ranks.gather(ranks.on_each(write_files))
-        ranks.on_first(finish)
+        ranks.on_rank0(begin)
+        of_ranks = ranks.gather(ranks.all_or_raise(write_files))
+        ranks.on_rank0(finish)
     except BaseException:
         if ranks.first:
             clear(writing)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from looplib._core import advice, lease
 from looplib._core.checks import check, check_type
-from looplib._core.collective import Together, together
+from looplib._core.collective import RankGroup, together
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
@@ -188,13 +188,13 @@ class CheckpointIO:
         check_type(
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )
-        ranks = self._meet()
-        parts, about = ranks.on_each(functools.partial(self._taken_apart, state, metrics, ranks.first))
-        if ranks.several:
+        ranks = self._barrier()
+        parts, about = ranks.all_or_raise(functools.partial(self._taken_apart, state, metrics, ranks.first))
+        if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
             title = "the state differs between ranks, so it is not one state to save:\n  "
             ranks.check_alike({**about["counts"], **parts.description()}, title, _brief)
-        entry = ranks.on_first(functools.partial(self._begin, state.step))
+        entry = ranks.on_rank0(functools.partial(self._begin, state.step))
         write = functools.partial(self._write, entry, parts, about)
         if not self._asynchronous:
             write(ranks)
@@ -255,16 +255,16 @@ class CheckpointIO:
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.restore(state)")
-        ranks = self._meet()
+        ranks = self._barrier()
         requests = {*map(repr, ranks.gather(which))}
         check(len(requests) == 1, f"the ranks ask for different checkpoints: {', '.join(sorted(requests))}")
         selected = Selection(weights_only, names)
-        while (chosen := ranks.on_first(lambda: self._listing.choose(which, self._policy))) is not None:
+        while (chosen := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             path, stamp = chosen
             try:
-                loaded = ranks.on_each(functools.partial(load, path, state, selected, convert, self._settings))
+                loaded = ranks.all_or_raise(functools.partial(load, path, state, selected, convert, self._settings))
             except DamagedCheckpointError as error:
-                if ranks.on_first(functools.partial(self._listing.is_damaged, path, stamp)):
+                if ranks.on_rank0(functools.partial(self._listing.is_damaged, path, stamp)):
                     if which != "latest":
                         raise
                     warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
@@ -277,7 +277,7 @@ class CheckpointIO:
                     print(f"Restored {selected.named(restored)} from {_within(path)}", flush=True)
                 return restored
             # It was replaced while the ranks were reading, or they see different folders.
-            if ranks.on_first(functools.partial(stamp_of, path)) == stamp:
+            if ranks.on_rank0(functools.partial(stamp_of, path)) == stamp:
                 read = ", ".join(f"{digest:08x} on rank {rank}" for rank, digest in enumerate(digests))
                 raise ValueError(
                     f"the ranks read different checkpoints at {path}, by the checksum of their manifests: {read}. Give "
@@ -304,17 +304,17 @@ class CheckpointIO:
 
     def delete(self, *, after: int) -> None:
         """Delete the checkpoints of steps later than `after`, to restart from there."""
-        self._meet().on_first(functools.partial(self._delete, after))
+        self._barrier().on_rank0(functools.partial(self._delete, after))
 
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
         self._background.wait()
 
-    def _meet(self) -> Together:
+    def _barrier(self) -> RankGroup:
         """All ranks, once they are in the same method and their background saves have finished."""
         self.wait()
         ranks = together()
-        ranks.meet()
+        ranks.barrier()
         return ranks
 
     def _delete(self, after: int) -> None:
@@ -374,10 +374,10 @@ class CheckpointIO:
         self._listing.damaged.clear()
         return new_entry(folder, step)
 
-    def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: Together) -> None:
+    def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: RankGroup) -> None:
         # In the background, this method keeps the CheckpointIO, and therefore its lock, alive until it is done.
         put(ranks, entry, parts, about)
-        ranks.on_first(self._rotate)
+        ranks.on_rank0(self._rotate)
 
     def _rotate(self) -> None:
         for path in self._policy.dropped(self._listing.read()):

@@ -118,7 +118,7 @@ def setup(
         get_error_handler().record_exception(error)
         raise
     _agreement.finish()
-    _agreement.together().meet()
+    _agreement.together().barrier()
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
@@ -261,7 +261,7 @@ def barrier() -> None:
     >>> import looplib as ll
     >>> ll.distributed.barrier()
     """
-    _agreement.together().meet()
+    _agreement.together().barrier()
 
 
 def set_data_parallel_group(group: Any) -> None:

@@ -33,7 +33,7 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
     Raises:
         ValueError: the ranks' metrics have different names.
     """
-    together_with_data().meet()
+    together_with_data().barrier()
     return merged(metrics, metrics) or {}
 
 

@@ -43,8 +43,8 @@ def check_replicas(state: TrainState) -> None:
     """
     check_state(state, "ll.distributed.check_replicas(state)")
     ranks = together()
-    ranks.meet()
-    if not ranks.several:
+    ranks.barrier()
+    if not ranks.is_distributed:
         return
     everywhere, in_shards = _facts(state)
     digests = ranks.gather((_digest(everywhere), _digest(list(in_shards)), _digest(in_shards)))

@@ -84,7 +84,7 @@ def predict_to(
     predict_step = checked(predict_step, "predict_to", "predict_step")
     check_unshuffled(batches)
     folder, described = Path(path), description(state, batches)
-    done = together().on_first(lambda: resume(folder, described))
+    done = together().on_rank0(lambda: resume(folder, described))
 
     def check_skipped(number: int, batch: Any) -> None:
         expected, samples = done[number].samples, samples_of(batch)
@@ -111,7 +111,7 @@ def predict_to(
         )
         if is_first():
             write_batch(folder, number, batch)
-    together().meet()  # all ranks return when everything is written
+    together().barrier()  # all ranks return when everything is written
     return folder
 
 

@@ -50,7 +50,7 @@ class every_seconds(_Clock):
 
     def fires(self, state: TrainState) -> bool:
         now = self.clock()
-        if not together().meet(now >= self.due):
+        if not together().barrier(now >= self.due):
             return False
         self.due = now + self.seconds
         return True
@@ -79,4 +79,4 @@ class after_seconds(_Clock):
     __slots__ = ()
 
     def fires(self, state: TrainState) -> bool:
-        return together().meet(self.clock() >= self.due)
+        return together().barrier(self.clock() >= self.due)

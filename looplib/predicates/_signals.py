@@ -87,7 +87,7 @@ class after_signal(Predicate):
         self._close.atexit = False
 
     def fires(self, state: TrainState) -> bool:
-        return together().meet(bool(self._listener.came))
+        return together().barrier(bool(self._listener.came))
 
     def close(self) -> None:
         """Stop listening and restore the previous handlers. The answer stays the same."""

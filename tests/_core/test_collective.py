@@ -36,10 +36,10 @@ def test_one_process_agrees_with_itself():
     def fail():
         raise error
 
-    assert (alone.first, alone.rank, alone.several, alone.another()) == (True, 0, False, alone)
-    assert alone.on_first(lambda: 3) == alone.on_each(lambda: 3) == 3
+    assert (alone.first, alone.rank, alone.is_distributed, alone.another()) == (True, 0, False, alone)
+    assert alone.on_rank0(lambda: 3) == alone.all_or_raise(lambda: 3) == 3
     assert alone.gather(5) == [5]
-    for way in (alone.on_first, alone.on_each):
+    for way in (alone.on_rank0, alone.all_or_raise):
         with pytest.raises(OSError, match="full") as seen:
             way(fail)
         assert seen.value is error

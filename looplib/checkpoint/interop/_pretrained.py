@@ -61,7 +61,7 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     }
     for setting in filter(of_all_ranks.get, of_all_ranks):
         check(
-            not ranks.several,
+            not ranks.is_distributed,
             f"{setting} has all ranks write, and here the first alone does, whole tensors: shard the model by "
             "fully_shard, or, for checkpoints in parts, take ll.checkpoint_io",
         )
@@ -77,4 +77,4 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
         # The module holds the values too, because transformers reads the dtype for config.json from it.
         lend(model, state, lambda: inner.save_pretrained(directory, state_dict=weights, **arguments))
 
-    ranks.on_first(write)
+    ranks.on_rank0(write)

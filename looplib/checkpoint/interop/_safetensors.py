@@ -64,4 +64,4 @@ def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLik
         finally:
             part.unlink(missing_ok=True)
 
-    together().on_first(write)
+    together().on_rank0(write)
