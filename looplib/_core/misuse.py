@@ -8,7 +8,7 @@ trains against. A mean over the labels that count is not the whole batch's under
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -157,6 +157,13 @@ def bound(module: nn.Module) -> None:
     """Remove the warning until the next pure step: the module has a state's weights."""
     if (stale := _stale.pop(module, None)) is not None:
         stale.remove()
+
+
+def warn_of_stale(modules: Iterable[nn.Module]) -> None:
+    """Warn of modules that a graph reads without calling them, if pure steps train them by now."""
+    for module in modules:
+        if (stale := _stale.get(module)) is not None:
+            stale.used(module, _CALLED)
 
 
 def _warn_of_others(reach: Reach) -> None:

@@ -32,6 +32,7 @@ from looplib._objective import mean_of, multiply, record, split_loss
 from looplib._wrapping import PER_SAMPLE_SCALED
 from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
+from looplib.transforms._decompositions import RecurrentInParts
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
 
 
@@ -101,8 +102,8 @@ def make_per_sample_grad_fn(
 
         each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
         try:
-            # Use the plain form of attention: vmap would run the fused kernels one sample at a time.
-            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            # Use the plain form of attention and recurrent layers: vmap would run fused kernels one sample at a time.
+            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RecurrentInParts():
                 grads, sums = each(pick(params, names), columns)
         except RuntimeError as error:
             host.explain(params, buffers, batch)

@@ -142,7 +142,7 @@ def first_difference(
         len(steps) > 1 or stop is not None,
         f"the runs have one state in common, at step {equal}; give stop=, a step to run on to",
     )
-    ends = [end for end in (stop, kept and kept.different) if end is not None]
+    ends = [end for end in (stop, kept.different if kept else None) if end is not None]
     return _side_by_side((one, other), (first[equal], second[equal]), min(ends, default=equal), compare) or kept
 
 

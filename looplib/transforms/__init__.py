@@ -2,16 +2,15 @@
 
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_step import compile_blocks, compile_step
-from looplib.transforms._differentiable import differentiable
-from looplib.transforms._per_member import per_member
+from looplib.transforms._differentiable import differentiable, unroll
 from looplib.transforms._stacks import (
     compute_members,
     members_of,
+    per_member,
     select_members,
     stack_states,
     unstack_states,
 )
-from looplib.transforms._unroll import unroll
 from looplib.transforms._vmap import vmap_step
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import nn
 from looplib._core import interrupts as _interrupts
 from looplib._core.kinds import check_kind
 from looplib._core.lease import give_up
-from looplib._core.misuse import Watch
+from looplib._core.misuse import Watch, warn_of_stale
 from looplib._core.records import with_repr
 from looplib.gradients import check_history
 from looplib.losses._recompute import Classes, choice, outermost
@@ -103,6 +103,8 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
             check_history(params)
         ready = compiler.prepare(state, batch)
+        if watch is not None and compiler.no_grad:
+            warn_of_stale(ready.machine.modules)
         lease = None
         try:
             _hold_signals = True  # until the caller has the result

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from looplib._core import random as draws
 from looplib._core import tracing
@@ -32,9 +32,18 @@ from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
-from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question, program_of
+from looplib.transforms._program import (
+    COUNTS,
+    Core,
+    Inputs,
+    Program,
+    Question,
+    changed,
+    held_by,
+    modules_read,
+    program_of,
+)
 from looplib.transforms._trace import trace
-from looplib.transforms._watch import changed, held_by
 from looplib.types import TrainState
 
 _MANY = (16, 64, 256)  # number of compilations before a warning
@@ -84,6 +93,7 @@ class CompiledProgram:
         draw: seeds the random streams, and draws the numbers that are inputs of the graph.
         finish: final change to the outcome.
         stable: True if outputs have the layout of inputs; known after the first run.
+        modules: modules whose parameters it reads without their being in the state.
         generators: those of the devices of its inputs, if it needs random numbers; known after the first run.
     """
 
@@ -97,6 +107,7 @@ class CompiledProgram:
         self.program, self.run, self.rebuild, self.random = program, run, program.rebuild(), program.random()
         self.draw, self.finish = draw, finish
         self.stable: bool | None = None
+        self.modules: list[nn.Module] = []
         self.generators: Sequence[torch.Generator] | None = None
 
 
@@ -152,7 +163,7 @@ class Compiler:
         counts = {name: getattr(state, name) for name in COUNTS}
         questions = self.table.setdefault((kind, in_batch.key(self.no_grad)), {})
         machine, answers = self.find(questions, flat, counts)
-        if machine is not None and (names := changed(machine.program.held)):
+        if machine is not None and (names := changed(machine.program.traced.held)):
             warn(f"{', '.join(names)} changed since the step was compiled, so it is compiled again")
             questions.clear()
             machine = None
@@ -193,6 +204,8 @@ class Compiler:
             print("looplib: compiling the step ...", file=sys.stderr, flush=True)
         with tracing.one_at_a_time(), collector_paused():
             machine = self.make(inputs)
+        constants = [read() for kind, read in machine.program.inputs if kind is None]
+        machine.modules = modules_read(constants, *self.watched)
         answers, key = machine.program.traced.place
         answers[key] = machine
         self.compilations += 1

@@ -9,16 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+class RecurrentInParts(TorchFunctionMode):
+    """Run recurrent layers as products and sums that torch.vmap can map, with or without their weights.
+
+    oneDNN's operation for an LSTM, on a CPU, can be neither mapped nor run in a graph. And torch adds the input to a
+    product of the hidden state in place, which fails if only the input is mapped, so zeros of the input's are added
+    to the hidden state first.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _RECURRENT:
+            return func(*args, **(kwargs or {}))
+        if isinstance(args[2], list):  # the weights; a packed sequence has the hidden state here
+            zero = args[0].new_zeros(())
+            args = (args[0], tree_map(lambda hidden: hidden + zero, args[1]), *args[2:])
+        before = torch._C._get_mkldnn_enabled()
+        try:
+            torch._C._set_mkldnn_enabled(False)
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch._C._set_mkldnn_enabled(before)
 
 
 @functools.cache
 def _simple() -> dict[Any, Callable[..., Any]]:
     """Operations on lists in terms of the operation on each tensor."""
-    forms: dict[Any, Callable[..., Any]] = {torch.ops.aten.copy.default: _copied}
-    for name in dir(torch.ops.aten):
+    aten = torch.ops.aten
+    forms: dict[Any, Callable[..., Any]] = {aten.copy.default: _copied, aten.as_strided_scatter.default: _scattered}
+    for name in dir(aten):
         base = name.removeprefix("_foreach_")
-        if base != name and not base.endswith("_") and (base == "norm" or hasattr(torch.ops.aten, base)):
-            packet = getattr(torch.ops.aten, name)
+        if base != name and not base.endswith("_") and (base == "norm" or hasattr(aten, base)):
+            packet = getattr(aten, name)
             overloads = [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
             forms |= dict.fromkeys(overloads, functools.partial(_on_each, _on_one(base)))
     return forms
@@ -26,6 +53,16 @@ def _simple() -> dict[Any, Callable[..., Any]]:
 
 def _copied(into: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
     return values.to(into.device, into.dtype).expand(into.shape)
+
+
+def _scattered(
+    into: Tensor, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    """The derivative of `as_strided`, which writes to new memory: of average pooling in channels_last, for example."""
+    if into.dim() != 1 or into.stride() != (1,) or into.storage_offset():
+        return NotImplemented
+    indices = torch.arange(len(into), device=into.device).as_strided(size, stride, offset or 0)
+    return into.scatter(0, indices.flatten(), values.flatten())
 
 
 def _on_one(name: str) -> Callable[..., Tensor]:

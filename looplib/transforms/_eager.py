@@ -30,7 +30,6 @@ def eager(graph: GraphModule) -> Callable[[list[Tensor]], Any]:
     nodes = Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     _without_views(nodes)
-    _without_conversions(nodes)
     numbers = _numbers(nodes)
     _in_place(nodes)
     _call_directly(nodes)
@@ -62,19 +61,6 @@ def _without_views(nodes: Graph) -> None:
     for node in _operations(nodes):
         if len(node.all_input_nodes) == 1 and is_same(node, viewed := node.all_input_nodes[0]):
             _replace(node, viewed)
-
-
-def _without_conversions(nodes: Graph) -> None:
-    """Leave it to a copy into the state to convert its values, such as float64 counts of steps."""
-    inputs = _memory(nodes.find_nodes(op="placeholder"))
-    for copy in nodes.find_nodes(op="call_function", target=_COPY):
-        converted = cast(Node, copy.args[1])
-        if converted.target is torch.ops.aten._to_copy.default:
-            value = converted.all_input_nodes[0]
-            if storage(value) not in inputs:  # another copy might overwrite it first
-                copy.replace_input_with(converted, value)
-        if not converted.users:
-            nodes.erase_node(converted)
 
 
 def _numbers(nodes: Graph) -> list[Tensor]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from looplib._core.closures import is_installed, is_plain, walk
+from looplib._core.trees import same
 from looplib.optim._fused_op import FUSED_UPDATE
 from looplib.steps import Outcome
 from looplib.transforms._expression import expression, kind_of
-from looplib.transforms._watch import Held
 from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
 
@@ -25,6 +26,50 @@ RESULT, GIVEN, ANSWER, DRAWN = range(4)
 
 Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
 Source = tuple[int | None, Any]  # (kind, index), or (None, function that reads a value that the step holds in Python)
+
+
+class Held(NamedTuple):
+    """A plain value or a tensor outside the state that a step may read.
+
+    Attributes:
+        name: its name in messages.
+        read: function that returns its current value.
+        value: its value when the step was traced.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    value: Any
+
+
+def held_by(*functions: Any) -> list[Held]:
+    """Plain values and tensors outside the state that these functions may read.
+
+    Variables of looplib's own wrappers are left out, since they never change.
+    """
+    return [
+        Held(variable.path, variable.read, variable.value)
+        for variable in walk(*functions)
+        if is_plain(variable.value) and not is_installed(variable.owner)
+    ]
+
+
+def modules_read(constants: Iterable[Tensor], *functions: Any) -> list[nn.Module]:
+    """Modules that these functions refer to, with parameters among the constants of a graph."""
+    read = {*map(id, constants)}
+    modules = [variable.value for variable in walk(*functions) if isinstance(variable.value, nn.Module)]
+    return [module for module in modules if not read.isdisjoint(map(id, module.parameters()))]
+
+
+def changed(held: Iterable[Held]) -> list[str]:
+    """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
+    return [name for name, read, value in held if (now := read()) is not value and not _alike(now, value)]
+
+
+def _alike(now: Any, value: Any) -> bool:
+    if isinstance(now, Tensor) and isinstance(value, Tensor):
+        return kind_of(now) == kind_of(value)
+    return same(now, value)
 
 
 class Question(NamedTuple):
@@ -113,11 +158,6 @@ class Program:
     written: tuple[set[str], set[str]]
     in_place: list[int]
     traced: Traced
-
-    @property
-    def held(self) -> list[Held]:
-        """Values outside the state that it may have read."""
-        return self.traced.held
 
     def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
         """`rebuild(result, given, answers, counts) -> (outcome, arguments)`."""

@@ -21,16 +21,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.fx.graph import CodeGen
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing
 from looplib._core.closures import is_library
 from looplib._core.tracing import Count, UntraceableError
 from looplib.steps import Outcome
+from looplib.transforms._decompositions import RecurrentInParts
 from looplib.transforms._expression import as_answer, expression
-from looplib.transforms._program import ANSWER, COUNTS, GIVEN, Core, Inputs, Question, Source, Traced, draws
-from looplib.transforms._watch import Held, changed
+from looplib.transforms._program import (
+    ANSWER,
+    COUNTS,
+    GIVEN,
+    Core,
+    Held,
+    Inputs,
+    Question,
+    Source,
+    Traced,
+    changed,
+    draws,
+)
 from looplib.types import TrainState
 
 HOSTS = "looplib_host"  # key in a node's metadata: index of the tensor in the host's answers
@@ -78,7 +89,7 @@ def trace(
         return expression(outcome).tensors
 
     examples = [without_values.from_tensor(tensor.detach()) for tensor in inputs.flat]
-    with torch.no_grad(), torch.random.fork_rng(devices=()), _as_when_compiling(), _LSTMInParts():
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _as_when_compiling(), RecurrentInParts():
         try:
             graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         except UntraceableError:
@@ -217,20 +228,6 @@ class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self.drawn[draw] = out.clone() if in_place else out  # the numbers may be overwritten
         return out
-
-
-class _LSTMInParts(TorchFunctionMode):
-    """Record an LSTM as products and sums: oneDNN's operation for it, on a CPU, can be neither mapped nor run in a graph."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.lstm:
-            return func(*args, **(kwargs or {}))
-        before = torch._C._get_mkldnn_enabled()
-        try:
-            torch._C._set_mkldnn_enabled(False)
-            return func(*args, **(kwargs or {}))
-        finally:
-            torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager

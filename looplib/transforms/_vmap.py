@@ -32,7 +32,6 @@ from looplib.transforms._compile_step import step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._decompositions import mappable
 from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._per_member import LEAST, asking
 from looplib.transforms._program import (
     ANSWER,
     DRAWN,
@@ -47,7 +46,7 @@ from looplib.transforms._program import (
     memory_like,
     program_of,
 )
-from looplib.transforms._stacks import _member, _Records, members_of
+from looplib.transforms._stacks import LEAST, _member, _Records, asking, members_of
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState
 

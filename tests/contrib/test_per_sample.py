@@ -446,3 +446,26 @@ def test_what_cannot_be_is_refused_when_it_is_called():
     ):
         with pytest.raises(TypeError if named in ("ndarray", "auc.*AUC") else ValueError, match=named):
             grad_fn(ll.init_state(m), batch, request or ll.types.GradRequest())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.head = kind(5, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+def test_recurrent_layers_have_the_gradients_of_each_sample_in_every_kind_of_step():
+    sgd, batch = ll.optimizer(torch.optim.SGD, lr=0.1), (torch.randn(4, 3, 5).double(), torch.tensor([0, 1, 2, 0]))
+    for kind in (nn.GRU, nn.LSTM):
+        model = Recurrent(kind).double()
+        grad_fn = ll.contrib.make_per_sample_grad_fn(model, mean_loss)
+        state = ll.init_state(model, sgd)
+        close(grad_fn(state, batch).grads, one_by_one(model, mean_loss, batch, 4))
+        step = ll.make_train_step(ll.contrib.clip_per_sample(grad_fn, 0.1), sgd)
+        expected = step(state, batch)[0].params
+        close(ll.compile_step(step, backend="eager")(state, batch)[0].params, expected)
+        stack, _ = ll.vmap_step(step)(ll.transforms.stack_states([state, state]), batch)
+        close(ll.transforms.unstack_states(stack)[1].params, expected)

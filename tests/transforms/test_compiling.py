@@ -161,12 +161,10 @@ def test_every_wrapper(name, donate):
 
 
 @both
-@pytest.mark.parametrize("name", [*MODELS, "channels last"])
+@pytest.mark.parametrize("name", MODELS)
 def test_models(name, donate):
-    make, loss, data = MODELS.get(name, MODELS["convolutions"])
+    make, loss, data = MODELS[name]
     model = seeded(make)
-    if name == "channels last":
-        model = model.to(memory_format=torch.channels_last)
     # oneDNN's operation for an LSTM rounds elsewhere than those of a graph.
     step, _ = compare(model, ll.make_grad_fn(model, loss), ll.optimizer(optim.SGD, lr=0.1), data(), donate)
     assert step.compiler.compilations == 1

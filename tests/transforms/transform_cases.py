@@ -165,6 +165,7 @@ def pictures():
 
 # name -> (function that makes the model, loss function, function that makes the batches)
 MODELS = {
+    "channels last": (lambda: convolutions().to(memory_format=torch.channels_last), classify, pictures),
     "convolutions": (convolutions, classify, pictures),
     "LSTM": (lambda: Recurrent(nn.LSTM), next_token, tokens),
     "GRU": (lambda: Recurrent(nn.GRU), next_token, tokens),

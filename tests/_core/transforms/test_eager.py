@@ -105,6 +105,7 @@ STEPS = {
 
 
 def stacked(optimizer, wrap, donate):
+    optimizer = optimizer()
     train_step = ll.make_train_step(wrap(ll.make_grad_fn(net(), classify)), optimizer, donate=donate)
     states = [ll.init_state(net(seed), optimizer, seed=seed) for seed in range(3)]
     return ll.vmap_step(train_step), ll.transforms.stack_states(states)
@@ -115,7 +116,7 @@ def stacked(optimizer, wrap, donate):
 def test_a_stack_has_the_bits_of_its_graph(name, donate, monkeypatch):
     def states(run):
         monkeypatch.setattr(_inductor, "eager", run)
-        step, state = stacked(STEPS[name][0](), STEPS[name][1], donate)
+        step, state = stacked(*STEPS[name], donate)
         generator = torch.Generator().manual_seed(0)
         for _ in range(4):
             batch = torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
@@ -137,7 +138,7 @@ class Counting(TorchDispatchMode):
 def test_a_donated_step_copies_nothing_that_a_pure_one_does_not():
     batch, calls = (torch.randn(8, 6), torch.randint(0, 3, (8,))), []
     for donate in (True, False):
-        step, state = stacked(adamw(), lambda grad_fn: grad_fn, donate)
+        step, state = stacked(*STEPS["SGD"], donate)
         state, _ = step(state, batch)
         with Counting() as mode:
             step(state, batch)

@@ -14,8 +14,8 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.utils._pytree import tree_leaves
 
 import looplib as ll
-from looplib.transforms import _inductor, _kernels
-from looplib.transforms._kernels import Kernel, load, one_file, without_isa_check
+from looplib.transforms import _inductor
+from looplib.transforms._inductor import Kernel, load, one_file, without_isa_check
 
 HELPED = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -96,7 +96,7 @@ def test_a_step_of_few_files_has_the_bits_of_one_file_per_kernel(monkeypatch):
 @pytest.mark.slow
 def test_kernels_that_do_not_compile_together_are_compiled_apart(monkeypatch):
     options = {"fx_graph_cache": False}
-    monkeypatch.setattr(_kernels, "one_file", lambda kernels: "this is no C++")
+    monkeypatch.setattr(_inductor, "one_file", lambda kernels: "this is no C++")
     compiled = files(monkeypatch)
     losses, tensors = trained(options)
     assert compiled.count("this is no C++") >= 1
@@ -109,7 +109,7 @@ def test_kernels_that_do_not_compile_together_are_compiled_apart(monkeypatch):
 def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(monkeypatch):
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda compiler, argtypes, source: "as usual")
     before = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-    with _kernels.compiled_together():
+    with _inductor.compiled_together():
         compiler = AsyncCompile()
         assert isinstance(compiler.cpp_pybinding(*kernel(1.5)), Kernel)
         assert compiler.cpp_pybinding(["float*"], "#define SIZE 3\n" + kernel(1.5).source) == "as usual"
@@ -122,11 +122,11 @@ def test_two_threads_that_compile_at_once_leave_inductor_as_it_was():
     before, second_is_in = (AsyncCompile.cpp_pybinding, AsyncCompile.wait), threading.Event()
 
     def second():
-        with _kernels.compiled_together():
+        with _inductor.compiled_together():
             second_is_in.set()
             time.sleep(0.1)  # without the lock, the first thread leaves in this time
 
-    with _kernels.compiled_together():
+    with _inductor.compiled_together():
         thread = threading.Thread(target=second)
         thread.start()
         assert not second_is_in.wait(0.1)
