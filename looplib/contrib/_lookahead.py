@@ -13,7 +13,7 @@ from looplib._core.kinds import check_kind
 from looplib._core.mappings import detached_copies, pick
 from looplib._core.ranks import shards
 from looplib.optim._averaging import Tensors
-from looplib.optim._wrap import act_after_updates
+from looplib.optim._optimizer import act_after_updates
 from looplib.types import Grads, Optimizer, Params
 
 

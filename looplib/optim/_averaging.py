@@ -20,8 +20,8 @@ from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.trees import map_leaves
-from looplib.optim._hyperparameters import of_another
-from looplib.optim._wrap import First, act_after_updates
+from looplib.optim._optimizer import First, act_after_updates
+from looplib.optim._wrong_state import of_another
 from looplib.types import Grads, Optimizer, Params, TrainState
 
 Tensors = dict[str, Tensor]

@@ -16,8 +16,8 @@ from looplib._core.torch_private import pytree
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
 from looplib.optim._lbfgs import first_state_of_lbfgs
-from looplib.optim._probe import probe
 from looplib.optim._recipe import Recipe, chosen_by_kind
+from looplib.optim._state_probe import probe
 from looplib.types import Params
 
 States = dict[str, dict[str, Any]]
@@ -36,7 +36,7 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
     members = recipe.members(params)
     params = mapped(Tensor.detach, params)
     kept: dict[str, Any] = {}
-    if recipe.ours:
+    if recipe.is_torch_optim:
         made = recipe.build(params, members, fused_groups(recipe, params, members))
         kept["state"] = _OF_CLASS.get(recipe.cls, _of_torch)(recipe, made, params)
     else:
@@ -44,7 +44,7 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
         kept["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, found.state)
         kept |= {"groups": found.groups} if any(found.groups) else {}
         kept |= {"shared": found.shared} if found.shared else {}
-    if makes_state_late(recipe):
+    if recipe.makes_state_late:
         kept["started"] = torch.zeros(len(params), dtype=torch.bool)
     numbers = [_injected(values) for values in recipe.moving]
     return {**kept, "hyperparameters": numbers} if any(numbers) else kept
@@ -103,20 +103,11 @@ _OF_CLASS: dict[Any, Callable[[Recipe, Any, Params], States]] = {
 # Parameters whose state the class creates in their own first update
 
 
-def makes_state_late(recipe: Recipe) -> bool:
-    """True if the values of a parameter's state are known only in its own first update.
-
-    Of torch's classes, this is SGD with dampening, whose first momentum buffer is not an average with zeros.
-    """
-    dampened = recipe.cls is torch.optim.SGD and any(map(bool, recipe.group_values("dampening")))
-    return dampened or not recipe.ours
-
-
-def not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
+def without_state(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
     """Parameters that have had no update, for classes that create state in the first one."""
     started = opt_state.get("started")
     if started is None:  # a state that was loaded from torch, which has none for parameters without an update
-        return frozenset(opt_state["state"]) if makes_state_late(recipe) and step == 0 else frozenset()
+        return frozenset(opt_state["state"]) if recipe.makes_state_late and step == 0 else frozenset()
     if started.all():
         return frozenset()
     return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
@@ -167,4 +158,4 @@ def kept_by_class(
         for name in names
     }
     entries: States = first_state(recipe, tiny)["state"]
-    return Kept(entries, not_started(recipe, opt_state, step), empty=step == 0 and cls is torch.optim.SGD)
+    return Kept(entries, without_state(recipe, opt_state, step), empty=step == 0 and cls is torch.optim.SGD)

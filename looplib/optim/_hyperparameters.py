@@ -13,7 +13,7 @@ from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.trees import map_leaves
 from looplib.optim._recipe import Recipe, value_at
-from looplib.optim._wrong_state import contents, name_of
+from looplib.optim._wrong_state import of_another
 from looplib.types import Optimizer, TrainState
 
 
@@ -95,14 +95,6 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     except (LookupError, TypeError, AttributeError) as error:
         raise of_another(optimizer, state, error) from error
     return {prefix + name: value for name, value in numbers.items()}
-
-
-def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
-    """Error for a state that an optimizer cannot read."""
-    return ValueError(
-        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {name_of(optimizer.description)} "
-        f"({error!r}): give the optimizer that made it, with its wrappers"
-    )
 
 
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:

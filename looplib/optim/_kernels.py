@@ -7,7 +7,6 @@ correct only if all of these are dense, do not overlap themselves, and share the
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -30,15 +29,10 @@ _OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
 _WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 
-def has_fused(recipe: Recipe) -> bool:
-    """True for torch's classes with a fused kernel."""
-    return recipe.ours and "fused" in inspect.signature(recipe.cls).parameters
-
-
 def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
     """For each group, True if looplib uses the fused kernel without having been asked to."""
     return [
-        has_fused(recipe)
+        recipe.has_fused
         and KERNEL_OPTIONS.isdisjoint(values)  # otherwise the user has chosen the kernel
         and bool(names)
         and _all_supported(recipe, [params[name] for name in names])
@@ -103,7 +97,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> None:
     """Raise for `fused=True` with parameters on which a fused kernel would be wrong."""
     for names, fused in zip(members, recipe.group_values("fused"), strict=True):
-        for name in names if fused and recipe.ours else ():
+        for name in names if fused and recipe.is_torch_optim else ():
             if not is_sharded(params[name]) and not is_dense(params[name]):
                 raise ValueError(
                     f"fused=True for {name}, whose strides {params[name].stride()} leave gaps or overlap (shape "
@@ -130,8 +124,8 @@ def kernel_name(recipe: Recipe, plans: Sequence[Any]) -> str:
     chosen = [f"{key}={recipe.defaults[key]}" for key in sorted(KERNEL_OPTIONS & recipe.defaults.keys())]
     if chosen:
         return ", ".join(chosen)
-    if not has_fused(recipe):
-        return "torch's default" if recipe.ours else "the class's own"
+    if not recipe.has_fused:
+        return "torch's default" if recipe.is_torch_optim else "the class's own"
     if not plans:
         return "fused where torch has one for the parameters and strides permit, else torch's default"
     taken = set().union(*(plan.taken for plan in plans))
@@ -146,13 +140,11 @@ Entries = Mapping[str, Tensors]
 Kernel = Callable[[Values, Tensors, Tensors, Entries], None]
 
 
-def direct_kernels(
-    recipe: Recipe, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool]
-) -> list[Kernel | None]:
-    """For each group, the kernel to call if its tensors permit; None for the class's own step."""
-    alike = all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
-    kernel = FUSED.get(recipe.cls) if alike else None
-    return [kernel if taken else None for taken in fused]
+def direct_kernel(recipe: Recipe, tensors: Tensors, values: Values, ours: bool) -> Kernel | None:
+    """The kernel to call for a group if its tensors permit, by looplib's choice or the user's; None for the class's step."""
+    special = recipe.makes_state_late or values.get("differentiable") or values.get("capturable")
+    alike = len({(tensor.device, tensor.dtype) for tensor in tensors}) < 2
+    return FUSED.get(recipe.cls) if alike and not special and (ours or values.get("fused")) else None
 
 
 def columns_of(

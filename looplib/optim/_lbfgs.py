@@ -89,8 +89,7 @@ def lbfgs_update(
     tensors = pick(params, states)
     first = next(iter(states))
     instance = recipe.build(tensors, recipe.members(tensors))
-    recipe.move(instance, step)
-    instance.param_groups[0].update(mapped(Tensor.item, opt_state.get("hyperparameters", [{}])[0]))
+    instance.param_groups[0].update(recipe.values_at(instance.param_groups, opt_state, step)[0])
     instance.state[tensors[first]] = _unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
     known = [(loss_over_ranks(metrics), grads)] if metrics else []

@@ -14,8 +14,8 @@ from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib._core.tracing import on_host
 from looplib._core.updates import Decision, any_of, flags_of, leaves_of, update_where, updated
+from looplib.optim._optimizer import Updated, update_within, wrap
 from looplib.optim._recipe import chosen_by_kind
-from looplib.optim._wrap import Updated, update_within, wrap
 from looplib.optim._wrong_state import name_of, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
 
@@ -89,15 +89,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             metrics.update({_name_within(key, name): value for name, value in more.items()})
         return params, opt_state, metrics
 
-    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
-        chosen = params
-        for key, state in opt_state["inner_states"].items():
-            subset = {name: tensor for name, tensor in params.items() if label(name, tensor) == key}
-            mine, buffers = optimizers[key].evaluation(subset, buffers, state)
-            chosen = chosen if mine is subset else {**chosen, **mine}
-        return chosen, buffers
-
     description = mapped(operator.attrgetter("description"), optimizers)
+    evaluation = partial(_evaluated, optimizers, label)
     made = Optimizer(init, update_, decide, evaluation, numbers, description)
     return with_repr(made, partition, optimizers, label)
 
@@ -130,6 +123,21 @@ def _parts(
         if mine:  # a parameter that is not trained needs no optimizer
             parts[key] = mine, subset
     return parts
+
+
+def _evaluated(
+    optimizers: Mapping[str, Optimizer],
+    label: Callable[[str, Tensor], str],
+    params: Params,
+    buffers: dict[str, Tensor],
+    opt_state: Any,
+) -> tuple[Params, dict[str, Tensor]]:
+    chosen = params
+    for key, state in opt_state["inner_states"].items():
+        subset = {name: tensor for name, tensor in params.items() if label(name, tensor) == key}
+        mine, buffers = optimizers[key].evaluation(subset, buffers, state)
+        chosen = chosen if mine is subset else {**chosen, **mine}
+    return chosen, buffers
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:

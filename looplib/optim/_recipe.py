@@ -1,4 +1,4 @@
-"""Optimizer recipe: a torch optimizer class with the user's hyperparameters and groups."""
+"""Optimizer recipe: a torch optimizer class with the user's hyperparameters and groups, and checks of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
-from looplib._core.checks import check, few
-from looplib.optim._arguments import refuse_hyperparameters
+from looplib._core.advice import SCHEDULES
+from looplib._core.checks import check, few, named
+from looplib._core.updates import copied, keywords
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -39,7 +42,7 @@ class Recipe:
     groups: Groups = ()
 
     @cached_property
-    def ours(self) -> bool:
+    def is_torch_optim(self) -> bool:
         """True for torch's own classes, whose behavior is known."""
         module: str = self.cls.__module__
         return module == "torch.optim" or module.startswith("torch.optim.")
@@ -50,7 +53,7 @@ class Recipe:
         closure = inspect.signature(self.cls.step).parameters.get("closure")
         if closure is None or closure.default is inspect.Parameter.empty:
             return closure is not None
-        return not self.ours and self._fails_without_closure()
+        return not self.is_torch_optim and self._fails_without_closure()
 
     def _fails_without_closure(self) -> bool:
         """True if a step fails without a closure and succeeds with one, although its signature has a default for it."""
@@ -100,10 +103,33 @@ class Recipe:
         matches = (number for number, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
         return next(matches, len(self.groups))
 
-    def move(self, made: Any, step: int) -> None:
-        """Set the hyperparameters of an instance that are schedules to their values at a step."""
-        for group, moving in zip(made.param_groups, self.moving, strict=True):
-            group.update({key: as_kept(value_at(value, step), group[key]) for key, value in moving.items()})
+    @cached_property
+    def makes_state_late(self) -> bool:
+        """True if the values of a parameter's state are known only in its own first update.
+
+        Of torch's classes, this is SGD with dampening, whose first momentum buffer is not an average with zeros.
+        """
+        dampened = self.cls is torch.optim.SGD and any(map(bool, self.group_values("dampening")))
+        return dampened or not self.is_torch_optim
+
+    @cached_property
+    def has_fused(self) -> bool:
+        """True for torch's classes with a fused kernel."""
+        return self.is_torch_optim and "fused" in inspect.signature(self.cls).parameters
+
+    def values_at(
+        self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int
+    ) -> list[dict[str, Any]]:
+        """Hyperparameters of these groups of the class at a step, with the numbers that a state has for them."""
+        numbers = [
+            {**values, **{key: as_kept(value_at(value, step), values[key]) for key, value in moving.items()}}
+            for values, moving in zip(groups, self.moving, strict=True)
+        ]
+        for values, injected in zip(numbers, opt_state.get("hyperparameters", ()), strict=False):
+            values.update({key: as_kept(value.item(), values[key]) for key, value in injected.items()})
+        for values, kept in zip(numbers, opt_state.get("groups", ()), strict=False):
+            values.update({key: copied(value) for key, value in kept.items() if value is not None})
+        return numbers
 
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
@@ -111,7 +137,7 @@ class Recipe:
         `fused` marks the groups that use the fused kernel without the user having asked for it.
         """
         overrides = self.overrides
-        if not self.ours and not members[-1]:
+        if not self.is_torch_optim and not members[-1]:
             # A class may need a key of its own in each group (`use_muon`), which the default group, here empty, lacks.
             overrides = [*overrides[:-1], overrides[0]]
         groups = [
@@ -128,7 +154,7 @@ class Recipe:
                     f"{few(members[-1])}: no group of groups= takes them, so they lack {few(self._beyond())}"
                 )
             raise
-        if not self.ours and callable(getattr(made, "train", None)):
+        if not self.is_torch_optim and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made
 
@@ -136,7 +162,7 @@ class Recipe:
         """Keys given in groups that are no parameters of a third-party class's constructor."""
         known = inspect.signature(self.cls).parameters
         keys = dict.fromkeys(key for values in self.overrides for key in values)
-        return [] if self.ours else [key for key in keys if key not in known]
+        return [] if self.is_torch_optim else [key for key in keys if key not in known]
 
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""
@@ -145,7 +171,7 @@ class Recipe:
         # With keys of the class's own in the groups, a default group without them may be refused, if it has parameters.
         for overrides in self.overrides[:-1] if self._beyond() else self.overrides:
             values = values_at(overrides, 0)
-            beyond = {} if self.ours else {key: values.pop(key) for key in values.keys() - known}
+            beyond = {} if self.is_torch_optim else {key: values.pop(key) for key in values.keys() - known}
             for key in beyond:
                 if near := difflib.get_close_matches(key, known, 1, 0.85):
                     raise TypeError(
@@ -209,3 +235,108 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for tensor, grad in before:
             tensor.grad = grad
+
+
+# Checks of arguments, each with a message that says what to write instead
+
+
+class NotGiven(Enum):
+    """Default of `lr`, since no learning rate is right for all models."""
+
+    LR = "no lr"
+
+    def __repr__(self) -> str:  # in signatures that editors show
+        return "required"
+
+
+_NO_RATES = bool, str, list, tuple, Mapping, type(None)
+
+
+def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
+    """Raise TypeError for anything but an optimizer class without parameters."""
+    name = type(cls).__name__
+    check(
+        not isinstance(cls, torch.optim.Optimizer),
+        f"ll.optimizer needs the class, found an instance of {name}: write ll.optimizer(torch.optim.{name}, lr=...)"
+        ", without the parameters. They are in the state",
+        TypeError,
+    )
+    near = dict(zip(map(str.lower, dir(torch.optim)), dir(torch.optim), strict=True))
+    in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
+    check(
+        isinstance(cls, type),
+        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
+        f"{near.get(str(cls).lower(), 'AdamW')}, lr=...). {in_the_state}",
+        TypeError,
+    )
+    check(
+        not any(kind.__module__.startswith("torch.distributed.optim") for kind in cls.__mro__),
+        f"{cls.__name__} makes another optimizer's update and talks to the other ranks itself, about its own parameters: "
+        "give the class that makes the update, ll.optimizer(torch.optim.AdamW, lr=...). To divide its state among the "
+        "ranks, shard the model with fully_shard",
+        TypeError,
+    )
+    check(
+        callable(getattr(cls, "step", None)),
+        f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
+        TypeError,
+    )
+    taken = [*inspect.signature(cls).parameters]
+    check(
+        "params" in taken,
+        f"{cls.__name__} takes {', '.join(taken[:1]) or 'nothing'} where optimizers take params. If it wraps another "
+        "optimizer, parameters and state are in that one, out of reach of a pure update: give the class that it "
+        "wraps; looplib's own wrappers are in ll.optim and ll.contrib",
+        TypeError,
+    )
+    check(
+        not parameters,
+        f"ll.optimizer takes no parameters, found {few([*map(named, parameters)], 1)} after the class: write "
+        f"ll.optimizer({cls.__name__}, lr=...). {in_the_state}",
+        TypeError,
+    )
+
+
+def check_lr(lr: Any) -> None:
+    """Raise TypeError for an `lr` that is neither a number nor a function of the step."""
+    advice = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
+    check(lr is not NotGiven.LR, f"ll.optimizer needs a learning rate: give lr=, {advice}", TypeError)
+    scheduler = lr if isinstance(lr, type) else type(lr)
+    if issubclass(scheduler, LRScheduler):
+        instead = SCHEDULES.get(scheduler.__name__, SCHEDULES["LRScheduler"])
+        raise TypeError(
+            f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
+            f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
+        )
+    check(not isinstance(lr, _NO_RATES), f"lr is {named(lr)}; give {advice}", TypeError)
+    if callable(lr):
+        try:
+            first = lr(0)
+        except TypeError as error:
+            raise TypeError(f"lr is {named(lr)}, and lr(0) raised {error}; give {advice}") from error
+        what = f"lr(0) is {named(first)}; a schedule gives a number for each step"
+        check(not isinstance(first, _NO_RATES), what, TypeError)
+
+
+def check_groups(groups: Any) -> None:
+    """Raise TypeError for groups that are not (predicate, hyperparameters)."""
+    for group in groups:
+        match group:
+            case (predicate, Mapping()) if callable(predicate):
+                continue
+        raise TypeError(
+            "a group is (predicate(name, tensor), {hyperparameter: value}), such as (lambda name, tensor: "
+            f'tensor.ndim < 2, {{"weight_decay": 0.0}}), in a list of them; found {group!r}'
+        )
+
+
+def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:
+    """Raise TypeError for a class that could not be created with these hyperparameters."""
+    known = [*inspect.signature(cls).parameters]
+    taken = keywords(cls)
+    if unknown := [name for name in values if name not in (taken or values)]:
+        known.remove("params")
+        message = f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes {', '.join(known)}"
+        raise TypeError(message) from error
+    given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}") from error

@@ -14,10 +14,10 @@ from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib._core.trees import same
 from looplib._core.updates import copied
-from looplib.optim._first_state import first_state, not_started, with_created
+from looplib.optim._first_state import first_state, with_created, without_state
 from looplib.optim._lbfgs import Evaluate, closure_over
-from looplib.optim._probe import leaf_copies, own_attributes, packed, sample_gradient, streams_at, unpacked
 from looplib.optim._recipe import Recipe, restored_grads
+from looplib.optim._state_probe import leaf_copies, own_attributes, packed, sample_gradient, streams_at, unpacked
 from looplib.types import Params
 
 STREAM = 0x0F71  # separates an update's random draws from those of a forward pass
@@ -35,7 +35,7 @@ def update_of_others(
 ) -> tuple[Params, dict[str, Any]]:
     """Run the step of a third-party class on these tensors, and return a new record of what it keeps."""
     recipe, makers = plan.recipe, plan.probe.makers
-    tensors, late = pick(params, grads), not_started(recipe, opt_state, step)
+    tensors, late = pick(params, grads), without_state(recipe, opt_state, step)
     first = late & grads.keys()
     lent = _lent(plan, values, opt_state, params, tensors, late, first)
     instance = lent[0]
@@ -57,7 +57,7 @@ def update_of_others(
         new["groups"] = [{key: copied(group.get(key)) for key in own} for group, own in groups]
     if "shared" in opt_state:
         new["shared"] = {key: instance.state.get(key) for key in opt_state["shared"]}
-    plan.give_back(lent)
+    plan.release(lent)
     return params, new
 
 
@@ -76,7 +76,7 @@ def _lent(
         made = plan.recipe.build(params, plan.members)
         lent = made, own_attributes(made)
     else:
-        lent = plan.take(params)
+        lent = plan.acquire(params)
     instance = lent[0]
     for flag in plan.probe.flags:
         setattr(instance, flag, len(late) < len(states))
@@ -97,12 +97,12 @@ def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
 
     Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
     """
-    if recipe.ours or not callable(getattr(recipe.cls, "eval", None)):
+    if recipe.is_torch_optim or not callable(getattr(recipe.cls, "eval", None)):
         return params
     states = opt_state["state"]
     copies = detached_copies(pick(params, states))
     made = recipe.build(copies, recipe.members(copies))
-    for name in states.keys() - not_started(recipe, opt_state, 1):
+    for name in states.keys() - without_state(recipe, opt_state, 1):
         made.state[copies[name]] = copied(states[name])
     for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
         group.update({key: copied(value) for key, value in values.items() if value is not None})
@@ -144,7 +144,8 @@ def check_against_raw_loop(recipe: Recipe, params: Params, update: Callable[...,
 def _raw_loop(recipe: Recipe, params: Params) -> Params:
     made = recipe.build(params, recipe.members(params))
     for step in range(_STEPS):
-        recipe.move(made, step)
+        for group, values in zip(made.param_groups, recipe.values_at(made.param_groups, {}, step), strict=True):
+            group.update(values)
         for tensor in params.values():
             tensor.grad = sample_gradient(tensor, step)
         with streams_at(mix(0, step, STREAM), params.values()):

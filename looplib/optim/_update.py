@@ -17,20 +17,19 @@ import torch
 from looplib._core import torch_private
 from looplib._core.mappings import pick, without
 from looplib._core.tracing import entered, tracing
-from looplib._core.updates import copied
-from looplib.optim._first_state import States, first_state, makes_state_late, not_started, with_created
+from looplib.optim._first_state import States, first_state, with_created, without_state
 from looplib.optim._kernels import (
     PLAIN,
     check_fused,
     columns_of,
     count_update,
-    direct_kernels,
+    direct_kernel,
     fused_groups,
     realigned,
 )
 from looplib.optim._lbfgs import Evaluate
-from looplib.optim._probe import Probe, own_attributes, probe
-from looplib.optim._recipe import Recipe, as_kept, restored_grads, value_at
+from looplib.optim._recipe import Recipe, restored_grads
+from looplib.optim._state_probe import Probe, own_attributes, probe
 from looplib.optim._third_party import update_of_others
 from looplib.optim._wrong_state import wrong_state
 from looplib.types import Grads, Params
@@ -50,53 +49,39 @@ class Plan:
         members: parameter names in each group.
         values: for each group, its hyperparameters as completed by the class.
         fused: for each group, True if looplib uses the fused kernel, strides permitting.
-        asked: for each group, True if the user asked for the fused kernel.
         taken: True if looplib has chosen a fused kernel, and False if it has chosen torch's default, for the repr.
         kernels: for each group, the fused kernel to call instead of the class's `step`, or None.
         step: the class's step, for torch's classes without its hooks.
         probe: what a third party's class keeps.
         sample: keys under which the class keeps the state of the first parameter of each group.
-        late: True if the class creates a parameter's state only in its first update.
-        idle: instances of the class that are not in use, each with its original attributes.
+        pool: instances of the class that are not in use, each with its original attributes.
     """
 
     def __init__(self, recipe: Recipe, params: Params, states: Mapping[str, Any], key: Any) -> None:
         self.recipe, self.key = recipe, key
         self.members = recipe.members(params)
         check_fused(recipe, params, self.members)
-        self.fused = fused_groups(recipe, params, self.members)
-        self.taken = {fused for names, fused in zip(self.members, self.fused, strict=True) if names}
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
-        self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
-        self.late = makes_state_late(recipe)
-        self.differentiable = bool(recipe.defaults.get("differentiable", False))
-        self.moves = any(recipe.moving)
-        no_kernel = self.late or self.differentiable or any(values.get("capturable") for values in self.values)
-        fused = [not no_kernel and (ours or asked) for ours, asked in zip(self.fused, self.asked, strict=True)]
-        self.kernels = direct_kernels(recipe, params, self.members, fused)
-        self.step = inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
-        nested = [name for name, state in states.items() if any(isinstance(value, dict) for value in state.values())]
-        first = [names[0] for names in self.members if names]
-        self.probe = Probe()
-        if recipe.ours:
-            kept = first_state(recipe, pick(params, first))["state"]
-        else:
-            probed = pick(params, dict.fromkeys([*first, *nested]))
-            self.probe = probe(recipe, probed, recipe.members(probed))
-            kept = self.probe.state
-        self.sample = {name: kept[name].keys() for name in first}
-        self.idle: list[tuple[Any, dict[str, Any]]] = []
-        self.give_back((made, own_attributes(made)))
+        self.fused = fused_groups(recipe, params, self.members)
+        self.taken = {fused for names, fused in zip(self.members, self.fused, strict=True) if names}
+        self.kernels = [
+            direct_kernel(recipe, [params[name] for name in names], values, fused)
+            for names, values, fused in zip(self.members, self.values, self.fused, strict=True)
+        ]
+        self.probe, self.sample = _sample(recipe, params, self.members, states)
+        self.step = inspect.unwrap(recipe.cls.step) if recipe.is_torch_optim else recipe.cls.step
+        self.pool: list[tuple[Any, dict[str, Any]]] = []
+        self.release((made, own_attributes(made)))
 
-    def take(self, params: Params) -> tuple[Any, dict[str, Any]]:
+    def acquire(self, params: Params) -> tuple[Any, dict[str, Any]]:
         """An instance of the class for one update, so that updates in several threads share none."""
-        if self.idle:
-            return self.idle.pop()
+        if self.pool:
+            return self.pool.pop()
         made = self.recipe.build(params, self.members)
         return made, own_attributes(made)
 
-    def give_back(self, lent: tuple[Any, dict[str, Any]]) -> None:
+    def release(self, lent: tuple[Any, dict[str, Any]]) -> None:
         """Empty an instance: tensors belong to states, and attributes are restored."""
         instance, attributes = lent
         instance.state = defaultdict(dict)
@@ -104,20 +89,23 @@ class Plan:
             group["params"] = []
         vars(instance).update(attributes)
         # A class with a closure may keep its parameters elsewhere too.
-        if len(self.idle) < 4 and not self.recipe.needs_closure:
-            self.idle.append(lent)
+        if len(self.pool) < 4 and not self.recipe.needs_closure:
+            self.pool.append(lent)
 
-    def values_at(self, opt_state: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-        """Hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
-        numbers = [
-            {**values, **{key: as_kept(value_at(value, step), values[key]) for key, value in moving.items()}}
-            for values, moving in zip(self.values, self.recipe.moving, strict=True)
-        ]
-        for values, injected in zip(numbers, opt_state.get("hyperparameters", ()), strict=False):
-            values.update({key: as_kept(value.item(), values[key]) for key, value in injected.items()})
-        for values, kept in zip(numbers, opt_state.get("groups", ()), strict=False):
-            values.update({key: copied(value) for key, value in kept.items() if value is not None})
-        return numbers
+
+def _sample(
+    recipe: Recipe, params: Params, members: Sequence[Sequence[str]], states: Mapping[str, Any]
+) -> tuple[Probe, dict[str, Any]]:
+    """What a class keeps, and under which keys for the first parameter of each group."""
+    first = [names[0] for names in members if names]
+    if recipe.is_torch_optim:
+        found, kept = Probe(), first_state(recipe, pick(params, first))["state"]
+    else:
+        nested = [name for name, state in states.items() if any(isinstance(value, dict) for value in state.values())]
+        probed = pick(params, dict.fromkeys([*first, *nested]))
+        found = probe(recipe, probed, recipe.members(probed))
+        kept = found.state
+    return found, {name: kept[name].keys() for name in first}
 
 
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
@@ -125,7 +113,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     names = [*states]
     tensors = [*map(params.__getitem__, names)]
     # Predicates of groups may depend on shapes, and so may the entries that Adafactor or a third party's class keeps.
-    by_shape = recipe.groups or not recipe.ours or recipe.cls is torch.optim.Adafactor
+    by_shape = recipe.groups or not recipe.is_torch_optim or recipe.cls is torch.optim.Adafactor
     shapes = [tensor.shape for tensor in tensors] if by_shape else None
     # Models with the same names may be sharded or not, and their kernels differ.
     foreign = None if PLAIN.issuperset(map(type, tensors)) else {*map(type, tensors)} - PLAIN
@@ -159,7 +147,11 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
     sparse = {*map(_is_sparse, grads.values())}
-    if recipe.ours and recipe.cls not in _TAKE_BOTH and not sparse <= {recipe.cls is torch.optim.SparseAdam}:
+    if (
+        recipe.is_torch_optim
+        and recipe.cls not in _TAKE_BOTH
+        and not sparse <= {recipe.cls is torch.optim.SparseAdam}
+    ):
         kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
         raise ValueError(
             f"{cls} cannot take these gradients: {kinds}. Sparse ones come from "
@@ -170,7 +162,7 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
 
 def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
     """True if a class can continue a state with other keys than those that it would create."""
-    if not recipe.ours:  # it may keep further keys later, or for some parameters
+    if not recipe.is_torch_optim:  # it may keep further keys later, or for some parameters
         return not kept or bool(found & kept)
     # A term may be 0 here and not where the state was made, as for a member of a stack without momentum.
     return bool(found > kept and found - kept <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
@@ -198,11 +190,12 @@ def eager_update(
     """Update these parameters and this state by the class's own arithmetic, in place."""
     states: States = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
-    values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
+    moving = "groups" in opt_state or any(recipe.moving)
+    values = recipe.values_at(plan.values, opt_state, step) if moving else plan.values
     grad_mode = torch.is_grad_enabled()
-    torch_private.set_grad_enabled(plan.differentiable)
+    torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
     try:
-        if not recipe.ours:
+        if not recipe.is_torch_optim:
             return update_of_others(plan, values, grads, opt_state, params, step, seed, evaluate)
         ready: list[Any] = []
         left: dict[int, list[str]] = {}  # groups that the class's own step updates
@@ -236,31 +229,29 @@ def _by_class(
 ) -> Any:
     """Update groups by the step of one of torch's classes, and return the state."""
     states: States = opt_state["state"]
-    late = not_started(plan.recipe, opt_state, step) if plan.late else frozenset()
-    lent = instance, _ = plan.take(params)
+    late = without_state(plan.recipe, opt_state, step)
+    lent = instance, _ = plan.acquire(params)
     used = {name: params[name] for names in groups.values() for name in names}
     with restored_grads(used.values()):
         for number, group in enumerate(instance.param_groups):
             names = groups.get(number, ())
-            group.update(values[number])
-            group["params"] = [used[name] for name in names]
-            for name in names:
-                used[name].grad = grads[name]
-                instance.state[used[name]] = {} if name in late else states[name]
+            tensors = [used[name] for name in names]
+            rows = {name: {} if name in late else states[name] for name in names}
+            instance.state.update(zip(tensors, rows.values(), strict=True))
+            group.update(values[number], params=tensors)
+            for name, tensor in zip(names, tensors, strict=True):
+                asked = group.get("fused")
+                tensor.grad = realigned(name, grads[name], tensor, rows[name]) if asked else grads[name]
             if plan.fused[number] and names:
-                rows = {name: instance.state[used[name]] for name in names}
                 group["fused"] = columns_of(names, params, grads, rows) is not None
                 plan.taken.add(group["fused"])
-            elif plan.asked[number]:
-                for name in names:
-                    used[name].grad = realigned(name, grads[name], used[name], instance.state[used[name]])
         if plan.recipe.cls in LR_IN_STATE:
             _take_rates(plan, values, groups, states)
         plan.step(instance)
         first = late & used.keys()
         if first:
             opt_state = with_created(opt_state, {name: instance.state[used[name]] for name in first}, first)
-    plan.give_back(lent)
+    plan.release(lent)
     return opt_state
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from looplib.types import Optimizer, TrainState
+
 
 def contents(opt_state: Any) -> str:
     """Contents of an `opt_state`, for messages: the keys of a parameter's state, and the entries of wrappers.
@@ -36,6 +38,14 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
     return ValueError(
         f"{found}, and {who} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
         "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
+    )
+
+
+def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
+    """Error for a state that an optimizer cannot read."""
+    return ValueError(
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {name_of(optimizer.description)} "
+        f"({error!r}): give the optimizer that made it, with its wrappers"
     )
 
 

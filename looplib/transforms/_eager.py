@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from looplib.optim._fused_op import FUSED_UPDATE, fused_update
+from looplib.optim._traced_update import FUSED_UPDATE, fused_update
 from looplib.transforms._expression import kind_of
 from looplib.transforms._program import draws, is_same, is_tensor, storage
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from looplib._core.closures import is_installed, is_plain, walk
 from looplib._core.trees import same
-from looplib.optim._fused_op import FUSED_UPDATE
+from looplib.optim._traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
 from looplib.transforms._expression import expression, kind_of
 from looplib.types import COUNTS as _COUNTS
