@@ -12,7 +12,7 @@ from typing import Any
 from looplib._core.checks import are_counts, check, is_count
 from looplib._core.mappings import fields_of, mapped, without
 from looplib.checkpoint._directory import in_words
-from looplib.checkpoint._format import MANIFEST, sound
+from looplib.checkpoint._format import MANIFEST, errors_as_damage
 from looplib.checkpoint._read import bytes_in, check_files, read_manifest
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -64,7 +64,7 @@ class Checkpoints(list[Checkpoint]):
 def describe(path: Path) -> Checkpoint:
     """Describe a checkpoint after checking its manifest and the sizes of its files."""
     manifest, _ = read_manifest(path)
-    with sound(path / MANIFEST):
+    with errors_as_damage(path / MANIFEST):
         counts = counts_in(manifest)
         size = check_files(path, manifest)
         parts: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from looplib._core.checks import check_own_file
 from looplib._core.collective import RankGroup
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import DATA, FORMAT, MANIFEST
-from looplib.checkpoint._read import Reader, read_manifest, same_weights
+from looplib.checkpoint._read import read_manifest, same_weights
 from looplib.checkpoint._shards import boxes_written_here
 from looplib.checkpoint._write import Parts, sync, write_manifest, write_tensors
 
@@ -53,15 +53,13 @@ def new_entry(folder: Path, step: int) -> Entry:
     return Entry(folder / f"{_WRITING}{name}-{uuid.uuid4().hex[:6]}", folder / name, earlier)
 
 
-def put(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str, Any]) -> None:
+def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str, Any]) -> None:
     """Write a new entry, on all ranks together. If one of them fails, nothing is left behind."""
     writing, target, earlier = entry
 
-    @naming_the_checkpoint(target, parts.size())
-    def begin() -> None:
-        writing.mkdir()
+    named = naming_the_checkpoint(target, parts.size())
 
-    @naming_the_checkpoint(target, parts.size())
+    @named
     def write_files() -> dict[str, Any]:
         parts.wait()
         files = {}
@@ -71,26 +69,25 @@ def put(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str, Any]) 
             name = f"tensors-{ranks.rank:05d}.safetensors"
             files[name] = write_tensors(writing / name, pick(parts.shards, boxes), parts.about, boxes)
         if files and not ranks.first:
-            sync([writing / name for name in files])
+            sync(*(writing / name for name in files))
         return files
 
-    @naming_the_checkpoint(target, parts.size())
+    @named
     def finish() -> None:
         files = {name: about for written in of_ranks for name, about in written.items()}
         content = {"tensors": parts.about, "ties": parts.ties, "values": parts.values}
         manifest = {"format": FORMAT, **about, "files": files, **content}
         if earlier and not manifest["metrics"]:
-            manifest["metrics"] = _metrics_of(earlier[-1], Reader(writing, manifest))
+            manifest["metrics"] = _metrics_of(earlier[-1], manifest)
         write_manifest(writing, manifest)
-        sync([writing / name for name in (*of_ranks[0], MANIFEST)])
-        sync([writing])
+        sync(*(writing / name for name in (*of_ranks[0], MANIFEST)), writing)
         writing.rename(target)
-        sync([target.parent])
+        sync(target.parent)
         for path in earlier:
             remove(path)
 
     try:
-        ranks.on_rank0(begin)
+        ranks.on_rank0(named(writing.mkdir))
         of_ranks = ranks.gather(ranks.all_or_raise(write_files))
         ranks.on_rank0(finish)
     except BaseException:
@@ -99,12 +96,12 @@ def put(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str, Any]) 
         raise
 
 
-def _metrics_of(earlier: Path, later: Reader) -> dict[str, Any]:
-    """Metrics of an earlier save with the weights of a later one, which has none of its own."""
+def _metrics_of(path: Path, later: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of an earlier save if it has the weights of the later one of this manifest, which has none of its own."""
     with contextlib.suppress(ValueError, LookupError):  # a damaged one has no metrics to carry over
-        manifest, _ = read_manifest(earlier)
-        if manifest["metrics"] and same_weights(Reader(earlier, manifest), later):
-            return dict(manifest["metrics"])
+        earlier, _ = read_manifest(path)
+        if same_weights(earlier, later):
+            return dict(earlier["metrics"])
     return {}
 
 
@@ -141,7 +138,7 @@ def in_words(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def put_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     """Rename a damaged entry, so that the user can still look at its content."""
     if os.path.lexists(path):
         path.rename(path.with_name(f"damaged-{uuid.uuid4().hex[:6]}-{path.name}"))
@@ -169,7 +166,7 @@ class Lock:
             made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             for path in made:
-                sync([path.parent])
+                sync(path.parent)
             key = os.getpid(), folder.resolve()
             if (lock := cls.held.get(key)) is None:
                 lock = super().__new__(cls)

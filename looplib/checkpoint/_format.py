@@ -1,9 +1,12 @@
 """Checkpoint format: file names, leaf paths, plain values as JSON, and errors for damage.
 
 A state is a tree of tensors and plain values. Its tensors are stored contiguously, one after another, in a safetensors
-file, so that other programs can read them. The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties,
-plain values, and size and checksums of each data file. Of tensors that are sharded over ranks, each rank writes its
-chunks into a safetensors file of its own, whose header also says which part of each tensor they are.
+file, so that other programs can read them. Of tensors that are sharded over ranks, each rank writes its chunks into a
+safetensors file of its own.
+
+The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values; and for each data file its
+size, the size and checksum of its header, and the checksum of each chunk in the order in which they lie behind it, for
+chunks of sharded tensors with the part of the tensor that they are. A restore reads no header.
 
 `_write` writes these files and `_read` reads them.
 """
@@ -25,12 +28,9 @@ from looplib._core.checks import check
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 
-FORMAT = 4
+FORMAT = 5
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
-
-BLOCK = 8 << 20
-"""Bytes that share a checksum. A data file has one for its header, and one for each block of its data."""
 
 LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
 
@@ -51,7 +51,7 @@ class CheckpointVersionError(ValueError):
 
 
 @contextmanager
-def sound(path: Path) -> Iterator[None]:
+def errors_as_damage(path: Path) -> Iterator[None]:
     """Turn any error caused by malformed content of a file into a DamagedCheckpointError."""
     try:
         yield

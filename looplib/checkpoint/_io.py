@@ -24,7 +24,7 @@ from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
-from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
+from looplib.checkpoint._directory import Entry, Lock, new_entry, quarantine, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError
 from looplib.checkpoint._left_out import LeftOut, Select
 from looplib.checkpoint._listing import Listing, stamp_of
@@ -80,8 +80,8 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. Tensors of dtypes that safetensors does
     not have are bytes there; `manifest.json` has the dtype and shape of each. A tensor that a state holds twice is
     stored once: the manifest's `ties` map its other names to the first, and a restore ties them again. Tensors that
-    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, whose headers say which part
-    of a tensor each chunk is.
+    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, and the
+    manifest's `files` say which part of a tensor each chunk is.
 
     A restored tensor has the memory layout of the one that it replaces, such as `channels_last`. An expanded tensor is
     stored with all its elements.
@@ -370,13 +370,13 @@ class CheckpointIO:
             f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory",
         )
         for path in self._listing.damaged:
-            put_aside(path)
+            quarantine(path)
         self._listing.damaged.clear()
         return new_entry(folder, step)
 
     def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: RankGroup) -> None:
         # In the background, this method keeps the CheckpointIO, and therefore its lock, alive until it is done.
-        put(ranks, entry, parts, about)
+        write_entry(ranks, entry, parts, about)
         ranks.on_rank0(self._rotate)
 
     def _rotate(self) -> None:

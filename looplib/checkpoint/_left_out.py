@@ -14,7 +14,7 @@ from looplib._core.checksums import checksums
 from looplib._core.mappings import without
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._describe import trees_of
-from looplib.checkpoint._format import MANIFEST, leaves_of, sound
+from looplib.checkpoint._format import MANIFEST, errors_as_damage, leaves_of
 from looplib.types import TrainState
 
 Select = Callable[[str, Tensor], bool]
@@ -74,7 +74,7 @@ def paths_left_out(path: Path, manifest: Mapping[str, Any], leaves: Mapping[str,
     expected = manifest.get("left_out")
     if expected is None:
         return set()
-    with sound(path / MANIFEST):
+    with errors_as_damage(path / MANIFEST):
         check(isinstance(expected, str), f"{expected!r} as a digest of what is left out")
         saved = manifest["tensors"].keys() | manifest["ties"].keys()
     rest = {one: leaf for one, leaf in leaves.items() if one.startswith("/params/") and one not in saved}

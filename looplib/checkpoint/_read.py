@@ -10,11 +10,10 @@ import math
 import mmap
 import os
 import re
-import reprlib
 import stat
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,15 +21,11 @@ from typing import Any, NamedTuple
 
 import orjson
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from looplib._core.checks import are_counts, check, count_of, few
-from looplib._core.checksums import bits_of
+from looplib._core.checks import are_counts, check, count_of
 from looplib._core.mappings import mapped
-from looplib._core.ranks import running
 from looplib.checkpoint._format import (
-    BLOCK,
-    DATA,
     FORMAT,
     LARGEST,
     MANIFEST,
@@ -41,7 +36,7 @@ from looplib.checkpoint._format import (
     DamagedCheckpointError,
     decoded,
     envelope,
-    sound,
+    errors_as_damage,
     words,
 )
 
@@ -62,7 +57,7 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], int]:
     head = envelope(checksum)
     unchanged = document.startswith(head) and zlib.crc32(document[len(head) : -2]) == checksum
     check(unchanged, f"{path} has been changed since it was written: its checksum is wrong", DamagedCheckpointError)
-    with sound(path):
+    with errors_as_damage(path):
         version = manifest["format"]
         advice = "install a newer looplib" if version > FORMAT else "restore it with the looplib that wrote it"
         check(
@@ -122,85 +117,30 @@ def _dtype(leaf_path: str, name: str) -> torch.dtype:
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor in a file: which one, and its bytes among the file's data."""
+    """A part of a tensor in a file: which one, the bytes in which it lies, and their checksum."""
 
-    file: _DataFile
+    file: str
+    path: str
     box: Box
     begin: int
     end: int
-
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        size, offset = self.end - self.begin, self.file.start + self.begin
-        data = torch.frombuffer(self.file.memory, dtype=torch.uint8, count=size, offset=offset)
-        return data.view(dtype).view(self.box[1])
+    crc32: int
 
 
-class _DataFile:
-    """A data file, mapped into memory. Its header is compared with its checksum at once, and its data block by block."""
-
-    def __init__(self, path: Path, about: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> None:
-        self.path = path
-        self._checksums = about["crc32"]
-        self._verified: set[int] = set()
-        with sound(path), _found(path):
-            _check_size(path, about["bytes"])
-            blocks = len(self._checksums) - 1
-            check(about["bytes"] <= LARGEST + blocks * BLOCK, f"{about['bytes']} bytes have {blocks} checksums")
-            with open(path, "rb") as opened:
-                self.memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            self.start = 8 + int.from_bytes(self.memory[:8], "little")
-            self._verify(0, 0, self.start)
-            self.chunks = dict(self._read_header(tensors))
-
-    def _read_header(self, tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, _Chunk]]:
-        check(self.start % 8 == 0, f"the data begin at {self.start}, where not all dtypes can")
-        entries = orjson.loads(self.memory[8 : self.start])
-        boxes = orjson.loads(entries.pop("__metadata__", {}).get("boxes", "null"))
-        for path, entry in entries.items():
-            shape, (begin, end) = tensors[path]["shape"], entry["data_offsets"]
-            offsets, sizes = ([0] * len(shape), shape) if boxes is None else boxes[path]
-            check(are_counts([begin, end, *offsets, *sizes]), f"{path} has a chunk of {sizes} at {offsets}")
-            inside = all(low + n <= of for low, n, of in zip(offsets, sizes, shape, strict=True))
-            check(inside, f"{path} has shape {shape}, and a chunk of {sizes} at {offsets} beyond it")
-            itemsize = _dtype(path, tensors[path]["dtype"]).itemsize
-            fits = end - begin == count_of(sizes, path) * itemsize and begin % itemsize == 0
-            check(
-                fits and self.start + end <= len(self.memory),
-                f"{path} has a chunk of {reprlib.repr(sizes)} in the bytes from {begin} to {end}",
-            )
-            yield path, _Chunk(self, (tuple(offsets), tuple(sizes)), begin, end)
-
-    def blocks(self, chunk: _Chunk) -> Iterable[int]:
-        """Indices of the blocks in which a chunk lies."""
-        return range(chunk.begin // BLOCK, -(-chunk.end // BLOCK))
-
-    def verify(self, block: int) -> None:
-        """Compare the checksum of a block of the data."""
-        if block not in self._verified:
-            self._verify(block + 1, self.start + block * BLOCK, self.start + (block + 1) * BLOCK)
-            self._verified.add(block)
-
-    def _verify(self, index: int, begin: int, end: int) -> None:
-        with sound(self.path):
-            unchanged = zlib.crc32(memoryview(self.memory)[begin:end]) == self._checksums[index]
-        check(
-            unchanged,
-            f"{self.path} has been changed since it was written: wrong checksum of the bytes from {begin} on",
-            DamagedCheckpointError,
-        )
+def same_weights(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if the manifests of two checkpoints have the same parameters and buffers, by their checksums."""
+    return _weights(one) == _weights(other)
 
 
-def same_weights(one: Reader, other: Reader) -> bool:
-    """True if two checkpoints hold the same parameters and buffers, to the bit."""
-    paths = {path for path in (*one.tensors, *one.ties, *other.tensors, *other.ties) if path.startswith(WEIGHTS)}
-    for path in paths:
-        about = one.about(path)
-        if about is None or about != other.about(path):
-            return False
-        tensors = [reader.read({path: whole(about["shape"])})[path] for reader in (one, other)]
-        if not torch.equal(*[bits_of(words(tensor)) for tensor in tensors]):
-            return False
-    return True
+def _weights(manifest: Mapping[str, Any]) -> dict[str, bytes]:
+    """Dtype, shape and checksums of the chunks of each parameter and buffer, by path."""
+    tensors, ties = manifest["tensors"], manifest["ties"]
+    chunks = defaultdict(list)
+    for about in manifest["files"].values():
+        for path, chunk in about["chunks"].items():
+            chunks[path].append(chunk)
+    roots = {path: ties.get(path, path) for path in (*tensors, *ties) if path.startswith(WEIGHTS)}
+    return {path: orjson.dumps([tensors[root], sorted(chunks[root])]) for path, root in roots.items()}
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -219,16 +159,36 @@ class Reader:
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
         self.directory = directory
-        with sound(directory / MANIFEST):
+        self._opened: dict[str, memoryview] = {}
+        self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
+        with errors_as_damage(directory / MANIFEST):
             self.values = mapped(decoded, manifest["values"])
             self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
-            for path, entry in self.tensors.items():
-                bytes_in(path, entry)
             self.ties: dict[str, str] = manifest["ties"]
             for path, root in self.ties.items():
                 check(root in self.tensors, f"{path} is tied to {root}, which is not there")
-            self._about = {_file_name(name): about for name, about in manifest["files"].items()}
-        self._files: dict[str, _DataFile] = {}
+            self._files: dict[str, Mapping[str, Any]] = manifest["files"]
+            for name, about in self._files.items():
+                self._list_chunks(_file_name(name), about)
+            for path, entry in self.tensors.items():
+                sizes = [math.prod(chunk.box[1]) for chunk in self._chunks[path]]
+                check(
+                    sizes and sum(sizes) == count_of(entry["shape"], path), f"the files have not all chunks of {path}"
+                )
+
+    def _list_chunks(self, name: str, about: Mapping[str, Any]) -> None:
+        """The chunks of a file, which lie one after another behind its header."""
+        end = about["start"]
+        for path, (crc32, *box) in about["chunks"].items():
+            shape, dtype = self.tensors[path]["shape"], _dtype(path, self.tensors[path]["dtype"])
+            offsets, sizes = box or whole(shape)
+            count = count_of([*sizes], path)
+            inside = all(low + size <= of for low, size, of in zip(offsets, sizes, shape, strict=True))
+            check(are_counts(offsets) and inside, f"{path} has shape {shape}, and a chunk of {sizes} at {offsets}")
+            begin, end = end, end + count * dtype.itemsize
+            check(begin % dtype.itemsize == 0, f"{path} begins at {begin}, where no {dtype} can")
+            self._chunks[path].append(_Chunk(name, path, (tuple(offsets), tuple(sizes)), begin, end, crc32))
+        check(are_counts([about["start"]]) and end == about["bytes"], f"the chunks in {name} have not its size")
 
     def root(self, path: str) -> str:
         """Path under which the tensor at a path is stored."""
@@ -240,59 +200,56 @@ class Reader:
 
     def read(self, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
         """These parts of tensors, by path. Do not write to them: they may lie in memory of the files."""
-        chunks = self._chunks(boxes)
-        blocks = {
-            (chunk.file, block) for each in chunks.values() for chunk in each for block in chunk.file.blocks(chunk)
+        needed = {
+            path: [chunk for chunk in self._chunks[self.root(path)] if math.prod(_common(box, chunk.box)[1])]
+            for path, box in boxes.items()
         }
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 32, len(blocks) or 1)) as pool:
-            list(pool.map(lambda block: block[0].verify(block[1]), blocks))
-        return {path: self._assembled(path, box, chunks[path]) for path, box in boxes.items()}
+        chunks = [*{chunk for each in needed.values() for chunk in each}]
+        for name in {chunk.file for chunk in chunks}:
+            self._open(name)
+        threads = min(os.cpu_count() or 1, 32)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._verify, [chunks[first::threads] for first in range(threads)]))
+        return {path: self._assembled(path, box, needed[path]) for path, box in boxes.items()}
 
-    def _chunks(self, boxes: Mapping[str, Box]) -> dict[str, list[_Chunk]]:
-        """Chunks that make up these parts. Files are opened until they do: on the mesh of the save, only the own one."""
-        found: dict[str, list[_Chunk]] = {path: [] for path in boxes}
-        missing = {path: count for path, (_, sizes) in boxes.items() if (count := math.prod(sizes))}
-        paths = defaultdict(list)
-        for path in missing:
-            paths[self.root(path)].append(path)
-        for name in self._nearest():
-            if not missing:
-                break
-            for root, chunk in self._file(name).chunks.items():
-                for path in paths[root]:
-                    if path in missing and (common := math.prod(_common(boxes[path], chunk.box)[1])):
-                        found[path].append(chunk)
-                        missing[path] -= common
-                        if not missing[path]:
-                            del missing[path]
-        check(not missing, f"{self.directory} has not all chunks of {few(missing)}", DamagedCheckpointError)
-        return found
+    def _open(self, name: str) -> None:
+        """Map a file into memory, and compare the checksum of its header."""
+        path, about = self.directory / name, self._files[name]
+        if name in self._opened:
+            return
+        with errors_as_damage(path), _found(path):
+            _check_size(path, about["bytes"])
+            with open(path, "rb") as opened:
+                self._opened[name] = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+            self._compare(name, 0, about["start"], about["crc32"], "its header")
 
-    def _nearest(self) -> list[str]:
-        """Names of the files: the one of unsharded tensors, then those that are most likely to hold what this rank holds."""
-        names = sorted(self._about.keys() - {DATA})
-        rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if running() else (0, 1)
-        indices = sorted(range(len(names)), key=lambda index: abs(index - rank * len(names) // ranks))
-        return [DATA] * (DATA in self._about) + [names[index] for index in indices]
+    def _verify(self, chunks: list[_Chunk]) -> None:
+        for chunk in chunks:
+            self._compare(chunk.file, chunk.begin, chunk.end, chunk.crc32, chunk.path)
 
-    def _file(self, name: str) -> _DataFile:
-        if name not in self._files:
-            self._files[name] = _DataFile(self.directory / name, self._about[name], self.tensors)
-        return self._files[name]
+    def _compare(self, name: str, begin: int, end: int, crc32: int, what: str) -> None:
+        check(
+            zlib.crc32(self._opened[name][begin:end]) == crc32,
+            f"{self.directory / name} has been changed since it was written: wrong checksum of {what}",
+            DamagedCheckpointError,
+        )
 
     def _assembled(self, path: str, box: Box, chunks: list[_Chunk]) -> Tensor:
         """A part of a tensor, from chunks of which each overlaps with it."""
         dtype = getattr(torch, self.tensors[self.root(path)]["dtype"])
-        if len(chunks) == 1:  # which has all of it
-            return chunks[0].tensor(dtype)[_within(box, chunks[0].box)]
-        into, filled = torch.empty(box[1], dtype=dtype), torch.zeros(box[1], dtype=torch.bool)
-        for chunk in chunks:
+        parts = [self._tensor(chunk, dtype) for chunk in chunks]
+        if len(parts) == 1:  # which has all of it
+            return parts[0][_within(box, chunks[0].box)]
+        tensor = torch.empty(box[1], dtype=dtype)
+        words(tensor).zero_()  # chunks that overlap, as no save writes them, leave gaps
+        for chunk, part in zip(chunks, parts, strict=True):
             common = _common(box, chunk.box)
-            place = _within(common, box)
-            words(into)[place] = words(chunk.tensor(dtype))[_within(common, chunk.box)]
-            filled[place] = True
-        check(filled.all(), f"{self.directory} has not all chunks of {path}", DamagedCheckpointError)
-        return into
+            words(tensor)[_within(common, box)] = words(part)[_within(common, chunk.box)]
+        return tensor
+
+    def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        data = torch.frombuffer(self._opened[chunk.file][chunk.begin : chunk.end], dtype=torch.uint8)
+        return data.view(dtype).view(chunk.box[1])
 
 
 def _common(one: Box, other: Box) -> Box:

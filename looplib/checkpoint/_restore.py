@@ -25,7 +25,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
 from looplib.checkpoint._fit import check_fit
-from looplib.checkpoint._format import MANIFEST, WEIGHTS, leaves_of, local, sound, words
+from looplib.checkpoint._format import MANIFEST, WEIGHTS, errors_as_damage, leaves_of, local, words
 from looplib.checkpoint._left_out import paths_left_out
 from looplib.checkpoint._read import Reader, read_manifest, whole
 from looplib.checkpoint._settings import Run, Settings
@@ -76,7 +76,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     """Read and verify all that this process needs to restore a checkpoint into the structure of `template`."""
     manifest, checksum = read_manifest(path)
     reader = Reader(path, manifest)
-    with sound(path / MANIFEST):
+    with errors_as_damage(path / MANIFEST):
         counts = counts_in(manifest)
     tree = trees_of(template)
     leaves = leaves_of(tree)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from looplib._core.mappings import mapped
 from looplib._core.overlap import share_elements
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
-    BLOCK,
     LARGEST,
     MANIFEST,
     QUANTIZED,
@@ -200,38 +197,36 @@ def _copied_to_host(source: Tensor) -> Tensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None = None
 ) -> dict[str, Any]:
-    """Write a safetensors file, and return its size and checksums. It is not synced yet.
+    """Write a safetensors file, and return its entry in the manifest. It is not synced yet.
 
     Args:
         tensors: the data, as integers of the size of their dtypes.
         about: dtypes and shapes, as in the manifest.
-        boxes: parts of the tensors of a manifest that these are, for the header; None for all of each.
+        boxes: parts of the tensors of a manifest that these are; None for all of each.
     """
     # Larger dtypes come first, so that each begins at a multiple of its size without any padding.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(tensors, about, boxes)
-    size, checksums = 0, []
+    header = _header(tensors, about)
+    data = [bits_of(tensor).cpu() for tensor in tensors.values()]
     with open(path, "xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
-        for block in chain([[torch.frombuffer(header, dtype=torch.uint8)]], _blocks(tensors.values())):
-            slices = [*map(bytes_of, block)]
-            checksum, begin = beside(pool, _checksum, slices), size
-            for part in slices:
-                file.write(part)
-                size += len(part)
-            _start_writeback(file.fileno(), begin, size - begin)
-            checksums.append(checksum())
-    return {"bytes": size, "crc32": checksums}
+        checksums = beside(pool, _checksums, data)
+        file.write(header)
+        for each in data:
+            file.write(bytes_of(each))
+        chunks = {
+            name: [checksum, *(boxes[name] if boxes else ())]
+            for name, checksum in zip(tensors, checksums(), strict=True)
+        }
+    size = len(header) + sum(map(len, data))
+    return {"bytes": size, "start": len(header), "crc32": zlib.crc32(header), "chunks": chunks}
 
 
-def _checksum(slices: Sequence[memoryview]) -> int:
-    checksum = 0
-    for part in slices:
-        checksum = zlib.crc32(part, checksum)
-    return checksum
+def _checksums(tensors: Iterable[Tensor]) -> list[int]:
+    return [zlib.crc32(bytes_of(tensor)) for tensor in tensors]
 
 
-def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None) -> bytearray:
-    entries: dict[str, Any] = {} if boxes is None else {"__metadata__": {"boxes": orjson.dumps(boxes).decode()}}
+def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+    entries: dict[str, Any] = {}
     end = 0
     for path, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -240,42 +235,18 @@ def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapp
         entries[path] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": [begin, end]}
     text = orjson.dumps(entries)
     text += b" " * (-(8 + len(text)) % 64)
-    return bytearray(len(text).to_bytes(8, "little") + text)
-
-
-def _blocks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The bytes of all tensors, one after another, in slices that together have `BLOCK` bytes, but for the last ones."""
-    slices: list[Tensor] = []
-    room = BLOCK
-    for tensor in tensors:
-        rest = bits_of(tensor).cpu()
-        while len(rest) >= room:
-            yield [*slices, rest[:room]]
-            slices, rest, room = [], rest[room:], BLOCK
-        slices.append(rest)
-        room -= len(rest)
-    if room < BLOCK:
-        yield slices
+    return len(text).to_bytes(8, "little") + text
 
 
 def beside(pool: ThreadPoolExecutor, function: Callable[[Any], Any], argument: Any) -> Callable[[], Any]:
     """Call a function in another thread, and return what waits for its result.
 
-    Checksums, writes and syncs release the interpreter lock.
+    Checksums and writes release the interpreter lock.
     """
     try:
         return pool.submit(function, argument).result
     except RuntimeError:  # the interpreter is exiting: it accepts no new work and finishes what was started
         return partial(function, argument)
-
-
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
-
-
-def _start_writeback(descriptor: int, offset: int, size: int) -> None:
-    """Start writing to the disk, so that the sync at the end has little left to wait for."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -289,16 +260,11 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     (directory / MANIFEST).write_bytes(envelope(zlib.crc32(text)) + text + b"}\n")
 
 
-def sync(paths: Sequence[Path]) -> None:
-    """Sync files and directories side by side, so that the file system writes its records of all of them together."""
-    with ThreadPoolExecutor(len(paths)) as pool:
-        for wait in [beside(pool, _sync, path) for path in paths]:
-            wait()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync(*paths: Path) -> None:
+    """Sync files and directories, one after another."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from files import BLOCK, DATA, MANIFEST, forged, forged_header
+from files import DATA, MANIFEST, forged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -255,21 +256,15 @@ def test_any_cut_is_found(tmp_path, name):
             refused(tmp_path, name)
 
 
-def test_each_block_of_a_large_file_has_a_checksum_of_its_own(tmp_path):
-    """Blocks that are not needed are not read: a restore of the weights does not notice damage of the rest."""
-    state = ll.TrainState(params={"w": torch.zeros(BLOCK // 4)}, extra=torch.zeros(BLOCK // 4 + 3))
+def test_what_a_restore_does_not_need_is_not_read(tmp_path):
+    state = ll.TrainState(params={"w": torch.zeros(3)}, extra=torch.zeros(5, dtype=torch.int8))
     path = ll.checkpoint_io(tmp_path).save(state) / DATA
-    good = path.read_bytes()
-    assert ll.checkpoint_io(tmp_path).restore(state).step == 0
-    for at in (-1, -BLOCK + 1, -BLOCK - 20):
-        content = bytearray(good)
-        content[at] ^= 1
-        path.write_bytes(content)
-        with pytest.raises(DAMAGED, match=DATA):
-            ll.checkpoint_io(tmp_path).restore(state, 0)
-        ckpt = ll.checkpoint_io(tmp_path)
-        if at == -1:
-            assert ckpt.restore(state, weights_only=True).step == 0
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DAMAGED, match=f"{DATA}.*/extra"):
+        ll.checkpoint_io(tmp_path).restore(state, 0)
+    assert ll.checkpoint_io(tmp_path).restore(state, weights_only=True).step == 0
 
 
 class Bomb:
@@ -278,9 +273,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, DATA])
-@pytest.mark.parametrize(
-    "kind", ["pickle", "torch.save", "pipe", "/dev/zero", "/dev/null", "folder", "sparse", "empty"]
-)
+@pytest.mark.parametrize("kind", ["pickle", "torch.save", "pipe", "/dev/zero", "folder", "sparse", "empty"])
 def test_a_file_that_is_another_is_refused_and_nothing_in_it_runs(tmp_path, name, kind):
     path = save(tmp_path, tree_of_all()) / name
     size = path.stat().st_size
@@ -332,10 +325,8 @@ junk = st.recursive(
     | st.booleans()
     | st.integers(-(2**63), 2**63 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from(
-        ["", "float32", "float64", "qint8", "nn", "int", "__dict__", "/extra/w", "/extra/a", "[[0],[9]]"]
-    ),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["value", "int", "boxes"]), inner),
+    | st.sampled_from(["", "float32", "float64", "qint8", "nn", "int", "__dict__", "/extra/w", "/extra/a", DATA]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["value", "int"]), inner),
     max_leaves=6,
 )
 
@@ -343,16 +334,13 @@ junk = st.recursive(
 @settings(few, max_examples=300)
 @given(data=st.data())
 def test_a_forged_checkpoint_gives_damage_or_what_it_says_and_never_a_crash(tmp_path, data):
-    """Junk at one place of the manifest or of the data file's header, at whatever depth."""
-    folder = tmp_path / "good"
+    """Junk at one place of the manifest, at whatever depth."""
+    folder, kept = tmp_path / "good", tmp_path / "kept"
     path = folder / "step-00000000"
     if not folder.exists():
         save(folder, tree_of_all())
-        (tmp_path / "kept").mkdir()
-        for name in (MANIFEST, DATA):
-            (tmp_path / "kept" / name).write_bytes((path / name).read_bytes())
-    for name in (MANIFEST, DATA):
-        (path / name).write_bytes((tmp_path / "kept" / name).read_bytes())
+        kept.write_bytes((path / MANIFEST).read_bytes())
+    (path / MANIFEST).write_bytes(kept.read_bytes())
     legal = {byte for tensor in tree_of_all().values() if isinstance(tensor, torch.Tensor) for byte in raw(tensor)}
 
     def change(node):
@@ -363,7 +351,7 @@ def test_a_forged_checkpoint_gives_damage_or_what_it_says_and_never_a_crash(tmp_
         else:
             node[key] = data.draw(junk)
 
-    data.draw(st.sampled_from([forged, forged_header]))(path, change)
+    forged(path, change)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -373,51 +361,35 @@ def test_a_forged_checkpoint_gives_damage_or_what_it_says_and_never_a_crash(tmp_
     assert all({*value} <= legal for value in found.values() if isinstance(value, list))  # bytes of the file
 
 
-def leaf(**changes):
-    return lambda manifest: manifest["tensors"]["/extra/w"].update(changes)
+def of(*keys, **changes):
+    """Change an entry of the manifest, such as of("files", DATA, bytes=3)."""
+    return lambda manifest: functools.reduce(operator.getitem, keys, manifest).update(changes)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(leaf(shape=shape) for shape in (["x", 5 * 10**9], HUGE, [2**62] * 10**5, ["x"], [3.0, 4.0], 3, {}, None)),
-        *(leaf(dtype=dtype) for dtype in ("float128", "load", "qint8", 3)),
-        lambda manifest: manifest["tensors"].update({"/extra/w": 3}),
-        lambda manifest: manifest["ties"].update({"/extra/w": "/nowhere"}),
-        *(lambda manifest, n=name: manifest["counts"].update({n: -1}) for name in COUNTS),
-        *(lambda manifest, seed=seed: manifest["counts"].update(seed=seed) for seed in ("x", None)),
-        lambda manifest: manifest["counts"].update(step=1.5),
-        lambda manifest: manifest["counts"].update(more=1),
-        lambda manifest: manifest.update(counts=[]),
-        lambda manifest: manifest.update(metrics={"x": "much"}),
+def test_a_forged_manifest_is_damage_and_costs_neither_time_nor_memory(tmp_path):
+    path = save(tmp_path, tree_of_all())
+    good = (path / MANIFEST).read_bytes()
+    shapes = (["x", 5 * 10**9], HUGE, [2**62] * 10**5, [3.0, 4.0], 3, None, [2, 4])
+    chunks = ([0, [0, 0], [2, 4]], [0, [1, 0], [3, 4]], [0, [0, -1], [3, 4]], [0, [0], [12]], [0, 3], [0], [], 3)
+    for change in (
+        *(of("tensors", "/extra/w", shape=shape) for shape in shapes),
+        *(of("tensors", "/extra/w", dtype=dtype) for dtype in ("float128", "load", "qint8", "int16", 3)),
+        *(of("tensors", **{"/extra/w": entry}) for entry in (3, {})),
+        *(of("files", DATA, "chunks", **{"/extra/w": chunk}) for chunk in chunks),
+        of("files", DATA, "chunks", **{"/extra/other": [0]}),
+        lambda manifest: manifest["files"][DATA]["chunks"].pop("/extra/w"),
+        *(of("files", DATA, bytes=size) for size in (-1, 2**40, "x")),
+        *(of("files", DATA, start=start) for start in (-64, 7, 2**40, "x", None)),
+        of("files", **{"../../secret": {"bytes": 7, "start": 7, "crc32": 0, "chunks": {}}}),
+        of(files={}),
+        of("ties", **{"/extra/w": "/nowhere"}),
+        *(of("counts", **{name: -1}) for name in COUNTS),
+        *(of("counts", **change) for change in ({"seed": "x"}, {"seed": None}, {"step": 1.5}, {"more": 1})),
+        of(counts=[]),
+        of(metrics={"x": "much"}),
+        *(of(left_out=left) for left in (3, {}, [])),
         lambda manifest: manifest.pop("created"),
-        *(lambda manifest, left=left: manifest.update(left_out=left)
-          for left in (3, {}, [])),
-        *(lambda manifest, size=size: manifest["files"][DATA].update(bytes=size) for size in (-1, 2**40, "x")),
-        *(lambda manifest, sums=sums: manifest["files"][DATA].update(crc32=sums) for sums in ([], "x", 3, [0])),
-        lambda manifest: manifest["files"].update({"../../secret": {"bytes": 7, "crc32": []}}),
-        lambda manifest: manifest.update(files={}),
-    ],
-)  # fmt: skip
-def test_a_forged_manifest_is_damage(tmp_path, change):
-    forged(save(tmp_path, tree_of_all()), change)
-    refused(tmp_path)
-
-
-def entry(**changes):
-    return lambda header: header["/extra/w"].update(changes)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(entry(data_offsets=offsets) for offsets in ([-64, -16], [2**40, 2**40 + 48], [0, 47], [2, 50], [0], "ab", None)),
-        lambda header: header.pop("/extra/w"),
-        lambda header: header.update({"/extra/other": header["/extra/w"]}),
-        *(lambda header, box=box: header.update(__metadata__={"boxes": json.dumps(dict.fromkeys(header, box))})
-          for box in ([[0, 0], [3, 4], 1], [[0, 0], [2, 4]], [[1, 0], [3, 4]], [[0, -1], [3, 4]], [[0], [12]], 3)),
-    ],
-)  # fmt: skip
-def test_a_forged_header_is_damage(tmp_path, change):
-    forged_header(save(tmp_path, tree_of_all()), change)
-    refused(tmp_path)
+    ):
+        (path / MANIFEST).write_bytes(good)
+        forged(path, change)
+        refused(tmp_path)
