@@ -39,19 +39,17 @@ def python(tmp_path_factory):
 
 
 def test_mypy_sees_the_types_of_an_editable_install(python, tmp_path):
-    above = python.parents[2]
-    for folder in (above, tmp_path):
-        script = folder / "train.py"
-        script.write_text(
-            "import looplib as ll\n\nreveal_type(ll.every_n_steps(5)(ll.TrainState()))\nll.TrainState().stop\n"
-        )
-        options = "--python-executable", python, "--cache-dir", tmp_path / "cache"
-        code, said = run(sys.executable, "-m", "mypy", *options, script, cwd=folder)
-        assert code == 1
-        assert re.findall(r"train.py:(\d): \w+: (.*)", said) == [
-            ("3", 'Revealed type is "bool"'),
-            ("4", '"TrainState" has no attribute "stop"  [attr-defined]'),
-        ], said
+    above = python.parents[2]  # where `looplib` is also a folder
+    (above / "typed.py").write_text(
+        "import looplib as ll\n\nreveal_type(ll.every_n_steps(5)(ll.TrainState()))\nll.TrainState().stop\n"
+    )
+    options = "--python-executable", python, "--cache-dir", tmp_path / "cache"
+    code, said = run(sys.executable, "-m", "mypy", *options, "typed.py", cwd=above)
+    assert code == 1
+    assert re.findall(r"typed.py:(\d): \w+: (.*)", said) == [
+        ("3", 'Revealed type is "bool"'),
+        ("4", '"TrainState" has no attribute "stop"  [attr-defined]'),
+    ], said
 
 
 def test_a_script_in_the_folder_above_the_clone_imports_the_package(python):

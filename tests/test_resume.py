@@ -175,28 +175,17 @@ def test_resumed_is_uninterrupted_to_the_bit(family, stops, lives):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
-@pytest.mark.parametrize("mode", [plain, other])
-def test_with_workers(tmp_path, mode):
-    """Three of them, then none, then three again."""
-    log, mode = {}, dict(mode)
-    ckpt = ll.checkpoint_io(tmp_path, asynchronous=mode.pop("asynchronous"))
-    for number, (stop, workers) in enumerate([(4, 3), (6, 0), (10, 3)]):
+@pytest.mark.parametrize("options", [{"workers": [3, 0, 3]}, {"workers": [3, 0, 3]} | other, {"stream": True}])
+def test_with_workers_or_over_a_stream(tmp_path, options):
+    """With workers: three of them, then none, then three again."""
+    log, stream = {}, "stream" in options
+    mode = {name: value for name, value in options.items() if name not in ("workers", "asynchronous")}
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=options.get("asynchronous", False))
+    for number, (stop, workers) in enumerate(zip((4, 6, 10), options.get("workers", [0] * 3), strict=True)):
         state, *rest = begin("adamw", first=not number, workers=workers, **mode)
         state = train(ckpt.restore(state), *rest, stop, log.__setitem__)
         ckpt.save(state)
-    expected, expected_log = uninterrupted("adamw", 10)
-    assert same(state, expected)
-    assert log == expected_log
-
-
-def test_a_stream(tmp_path):
-    log = {}
-    for number, stop in enumerate([4, 6, 10]):
-        ckpt = ll.checkpoint_io(tmp_path)
-        state, *rest = begin("momentum", first=not number, stream=True)
-        state = train(ckpt.restore(state), *rest, stop, log.__setitem__)
-        ckpt.save(state)
-    expected, expected_log = uninterrupted("momentum", 10, stream=True)
+    expected, expected_log = uninterrupted("adamw", 10, stream)
     assert same(state, expected)
     assert log == expected_log
 
@@ -217,19 +206,16 @@ def test_going_back_and_on_again_gives_the_same(tmp_path):
 # Processes
 
 
-def life(folder, until, *, family="adamw", asynchronous=False, first=False, **mode):
-    """A process that trains: it starts where the last one ended, saves at every batch, and may be killed."""
+def life(folder, until, *, family="adamw", asynchronous=False, first=False, every=True, **mode):
+    """A process that trains: it starts where the last one ended, saves at every batch or the last, and may be killed."""
     ckpt = ll.checkpoint_io(folder, keep_last=2, keep_every=50, asynchronous=asynchronous)
     state, *rest = begin(family, first=first or ckpt.latest() is None, **mode)
     Path(folder).mkdir(exist_ok=True)
     file = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    train(
-        ckpt.restore(state, quiet=True),
-        *rest,
-        until,
-        lambda at, line: os.write(file, f"{at} {line}\n".encode()),
-        ckpt.save,
-    )
+    state, save = ckpt.restore(state, quiet=True), ckpt.save if every else lambda state: None
+    state = train(state, *rest, until, lambda at, line: os.write(file, f"{at} {line}\n".encode()), save)
+    if not every:
+        ckpt.save(state)
     ckpt.wait()
 
 
@@ -255,25 +241,19 @@ def check(folder, until, family="adamw"):
     assert set(lines) == {f"{at} {line}" for at, line in log.items()}
 
 
-MODES = {f"{name}-{late}": (name == "donated", late) for name in ("pure", "donated") for late in (False, True)}
-
-
 def lives(folder, until, first):
-    """One process that takes every kind of run some batches further."""
-    for family, (name, (donate, late)) in itertools.product(FAMILIES, MODES.items()):
-        life(
-            Path(folder) / f"{family} {name}", until, family=family, asynchronous=late, first=first,
-            donate=donate, bound=donate,
-        )  # fmt: skip
+    """One process that takes a run of each kind some batches further, every second one donated and saved in threads."""
+    for number, family in enumerate(FAMILIES):
+        late = bool(number % 2)
+        mode = {"asynchronous": late, "donate": late, "bound": late}
+        life(Path(folder) / family, until, family=family, first=first, every=False, **mode)
 
 
 def test_each_kind_of_run_in_processes_of_its_own(tmp_path):
-    stops = (4, 6, 9)  # in the middle of an epoch, at its end, and in the next one
-    for stop in stops:
-        command = process("lives", str(tmp_path), stop, stop == stops[0])
-        subprocess.run(command, cwd=TESTS.parent, check=True)
-    for family, name in itertools.product(FAMILIES, MODES):
-        check(tmp_path / f"{family} {name}", stops[-1], family)
+    for stop, first in ((4, True), (9, False)):  # in the middle of an epoch, and of the next one
+        subprocess.run(process("lives", str(tmp_path), stop, first), cwd=TESTS.parent, check=True)
+    for family in FAMILIES:
+        check(tmp_path / family, 9, family)
 
 
 @pytest.mark.slow

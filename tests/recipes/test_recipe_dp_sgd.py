@@ -92,7 +92,7 @@ def renyi_divergence(order, rate, noise_multiplier):
     noise=st.floats(1.0, 8.0),
     delta=st.sampled_from([1e-4, 1e-5, 1e-6]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_the_accountant_agrees_with_the_formula(recipe, steps, rate, noise, delta):
     """Its orders are fractional below 11 and few above 63: it is at most that of the integers among them."""
     with warnings.catch_warnings():

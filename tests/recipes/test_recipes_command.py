@@ -25,9 +25,21 @@ def run(*command, cwd, **environment):
     return done.stdout
 
 
+BUILD = """
+import os, sys, tarfile
+from hatchling import build
+
+folder = sys.argv[1]
+with tarfile.open(os.path.join(folder, build.build_sdist(folder))) as archive:
+    archive.extractall(folder, filter="data")
+    os.chdir(os.path.join(folder, archive.getnames()[0].partition("/")[0]))
+build.build_wheel(folder)
+"""
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with the sdist, the wheel, and `tree`, the files that they were built from."""
+    """A folder with the wheel, what it installs, and `tree`, the files that it was built from."""
     folder = tmp_path_factory.mktemp("built")
     tree = folder / "tree"
     for name in FOLDERS:
@@ -35,18 +47,11 @@ def built(tmp_path_factory):
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy(path, tree)
-    build = f"from hatchling.build import build_sdist; build_sdist({str(folder)!r})"
-    run(sys.executable, "-c", build, cwd=tree)
-    (sdist,) = folder.glob("*.tar.gz")
-    pip = sys.executable, "-m", "pip", "--no-cache-dir"
-    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, sdist, cwd=folder)
+    run(sys.executable, "-c", BUILD, folder, cwd=tree)
     (wheel,) = folder.glob("*.whl")
-    run(*pip, "install", "--no-deps", "--no-index", "--target", folder / "installed", wheel, cwd=folder)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "installed")
     return folder
-
-
-def command(built, folder, *arguments):
-    return run(sys.executable, "-m", "looplib.recipes", *arguments, cwd=folder, PYTHONPATH=str(built / "installed"))
 
 
 def names_in(folder):
@@ -59,34 +64,44 @@ def files_in(tree, folders):
     return {path.relative_to(tree).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
-def in_package(built):
-    files = files_in(built / "tree", ["looplib"])
-    return {name: text for name, text in files.items() if not name.endswith(".md")}
-
-
 def test_the_wheel_holds_looplib_and_its_recipes(built):
     (path,) = built.glob("*.whl")
     assert path.name.startswith(f"looplib-{ll.__version__}-")
     with zipfile.ZipFile(path) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    package = {name: text for name, text in files_in(built / "tree", ["looplib"]).items() if name[-3:] != ".md"}
     recipes = {f"looplib/_{name}": text for name, text in files_in(built / "tree", ["recipes"]).items()}
-    assert found == in_package(built) | recipes
+    assert found == package | recipes
+
+
+# One process, which imports torch once: the command twice, and then the recipe that it has copied.
+SESSION = """
+import runpy, sys
+
+def command(*arguments):
+    sys.argv = [*arguments]
+    run = runpy.run_path if arguments[0].endswith(".py") else runpy.run_module
+    print("<>", flush=True)
+    run(arguments[0], run_name="__main__")
+
+command("looplib.recipes", "list")
+command("looplib.recipes", "copy", "classify_digits", "my scripts")
+command("my scripts/classify_digits.py", "--epochs", "1", "--width", "4")
+"""
 
 
 def test_a_recipe_is_copied_out_of_the_wheel_and_runs(built, tmp_path):
     (built / "installed/looplib/_recipes/only_there.py").write_text('"""Not in the checkout."""')
-    listed = dict(line.split(maxsplit=1) for line in command(built, tmp_path, "list").splitlines())
+    printed = run(sys.executable, "-c", SESSION, cwd=tmp_path, PYTHONPATH=str(built / "installed"))
+    _, listed, said, done = printed.split("<>\n")
+    listed = dict(line.split(maxsplit=1) for line in listed.splitlines())
     assert listed["classify_digits"] == "Classify handwritten digits with a small convolutional network."
     assert listed.pop("only_there") == "Not in the checkout."
     assert set(listed) == names_in(built / "tree/recipes")
-
-    said = command(built, tmp_path, "copy", "classify_digits", "my scripts")
     copied = tmp_path / "my scripts/classify_digits.py"
     assert copied.read_bytes() == (ROOT / "recipes/classify_digits.py").read_bytes()
     assert "pip install scikit-learn matplotlib" in said
     assert "python 'my scripts/classify_digits.py'" in said
-    settings = "--epochs", "1", "--width", "4"
-    done = run(sys.executable, copied, *settings, cwd=tmp_path, PYTHONPATH=str(built / "installed"))
     assert re.search(r"[\d.]+% of the 360 held-out digits right", done)
     assert (tmp_path / "runs/digits/curves.png").exists()
 
@@ -94,28 +109,24 @@ def test_a_recipe_is_copied_out_of_the_wheel_and_runs(built, tmp_path):
 # What follows is of the checkout.
 
 
-def test_what_is_here_is_known():
+def test_what_is_here_is_known_and_copied_with_its_command(tmp_path, monkeypatch, capsys):
     assert set(recipes.names()) == names_in(ROOT / "recipes")
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_each_recipe_is_copied_with_its_command(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["recipes", "copy", name])
-    recipes._main()
-    (copied,) = tmp_path.iterdir()
-    source = ROOT / "recipes" / copied.name
-    said = capsys.readouterr().out
-    if source.is_dir():
-        files = {path.relative_to(source): path for path in source.rglob("*.py")}
-        assert {path.relative_to(copied) for path in copied.rglob("*.*")} == set(files)
-        assert all((copied / place).read_bytes() == path.read_bytes() for place, path in files.items())
-        assert f"    cd {name}\n    python " in said
-    else:
-        assert copied.read_bytes() == source.read_bytes()
-        assert source.suffix == ".md" or f"    python {copied.name}" in said
-    assert "recipes/" not in said
-    assert "not installed" not in said
+    for name in recipes.names():
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        monkeypatch.setattr(sys, "argv", ["recipes", "copy", name])
+        recipes._main()
+        (copied,) = (tmp_path / name).iterdir()
+        source, said = ROOT / "recipes" / copied.name, capsys.readouterr().out
+        if source.is_dir():
+            files = {path.relative_to(source): path.read_bytes() for path in source.rglob("*.py")}
+            assert files == {path.relative_to(copied): path.read_bytes() for path in copied.rglob("*.*")}
+            assert f"    cd {name}\n    python " in said
+        else:
+            assert copied.read_bytes() == source.read_bytes()
+            assert source.suffix == ".md" or f"    python {copied.name}" in said
+        assert "recipes/" not in said
+        assert "not installed" not in said
 
 
 def test_what_is_there_is_never_overwritten(tmp_path):
@@ -127,26 +138,20 @@ def test_what_is_there_is_never_overwritten(tmp_path):
         assert (tmp_path / place).read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("classify_digit", "did you mean classify_digits[?]"), ("/etc", "there are .*click_through, .*sweep_lr")],
-)
-def test_an_unknown_name_is_answered_with_near_ones(name, hint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["recipes", "copy", name, str(tmp_path / "new")])
-    with pytest.raises(SystemExit, match=f"there is no recipe '{name}'; {hint}"):
-        recipes._main()
-    assert not (tmp_path / "new").exists()
+def test_an_unknown_name_is_answered_with_near_ones_and_no_command_with_all(tmp_path, monkeypatch, capsys):
+    for name, hint in {"classify_digit": "classify_digits[?]", "/etc": ".*click_through, .*sweep_lr"}.items():
+        monkeypatch.setattr(sys, "argv", ["recipes", "copy", name, str(tmp_path / "new")])
+        with pytest.raises(SystemExit, match=f"there is no recipe '{name}'.*{hint}"):
+            recipes._main()
+        assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(sys, "argv", ["recipes"])
+    recipes._main()
+    *lines, _, hint = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipes.names()
+    assert "python -m looplib.recipes copy NAME" in hint
 
 
 def test_what_is_imported_and_not_installed_is_named(tmp_path):
     script = tmp_path / "recipe.py"
     script.write_text("import os, not_there.inner, torch.nn\n\ndef main():\n    from nor_this.one import x\n")
     assert recipes._missing(script) == ["nor_this", "not_there"]
-
-
-def test_without_a_command_the_recipes_are_listed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["recipes"])
-    recipes._main()
-    *lines, empty, hint = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == recipes.names()
-    assert (empty, hint) == ("", "To copy one into this folder: python -m looplib.recipes copy NAME")
