@@ -19,7 +19,7 @@ from looplib._core import torch_private
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import LOCAL_PASSES, Engine, Passes
 from looplib._core.kinds import check_function_of_model
-from looplib._core.mappings import as_record, mapped, pairs, without
+from looplib._core.mappings import as_record, mapped, pairs, subset, without
 from looplib._core.misuse import LabelWatch
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, placed_like, rank
@@ -254,9 +254,9 @@ class _Leaves:
     def grads(self) -> dict[str, Tensor]:
         """Gradients by name, each placed over the ranks as its parameter is."""
         return {
-            name: grad if type(grad) is Tensor else placed_like(leaf, grad)
+            name: placed_like(leaf, leaf.grad)
             for name, leaf in pairs(self.names, self.inputs)
-            if (grad := leaf.grad) is not None
+            if leaf.grad is not None
         }
 
     def end(self) -> None:
@@ -276,7 +276,7 @@ def _renormed(
             "part of the batch holds, and the ranks' weights drift apart: leave out max_norm= (weight decay on the "
             "embedding, or dividing by the norm in forward, bounds it on all ranks alike)"
         )
-    return host.unshared(params, params if host.engine.name else names if request.donate else ())
+    return host.unshared(params, names if request.donate else ())
 
 
 def _written(renormed: Iterable[str], params: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -287,9 +287,9 @@ def forward_writes(
     buffers: dict[str, Tensor], params: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters and the buffers among the tensors after a forward pass (see `Gradients.buffers`)."""
-    if names := buffers.keys() & params.keys():
-        return {name: buffers[name] for name in names}, without(buffers, names)
-    return {}, buffers
+    if buffers.keys().isdisjoint(params):
+        return {}, buffers
+    return subset(buffers, params), without(buffers, params)
 
 
 def _without_graph(buffer: Tensor) -> Tensor:
