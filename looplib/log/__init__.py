@@ -10,8 +10,7 @@ from looplib.log._sinks import console, jsonl, read_jsonl, tee
 from looplib.log._step_timer import meter
 from looplib.log._tables import csv_file, read_columns, record
 from looplib.log._trackers import Tracker, tracker
-from looplib.log._windowed import windowed
-from looplib.log._wrappers import every_rank, in_background, only, rename, safely
+from looplib.log._wrappers import every_rank, in_background, only, rename, safely, windowed
 
 __all__ = [
     "Tracker",

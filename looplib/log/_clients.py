@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from looplib._core.checks import check_argument
+from looplib.log._sinks import plain_values
 
 
 @runtime_checkable
@@ -64,12 +67,14 @@ class TrackerClient(Protocol):
         """End the run. It is called when the process exits, too."""
 
 
-class TensorBoard:
-    """Options are those of `torch.utils.tensorboard.SummaryWriter`, which is `run`."""
-
+class _Client:
     def __init__(self, library: Any, **options: Any) -> None:
         self._library, self._options = library, options
         self.run: Any = None
+
+
+class TensorBoard(_Client):
+    """Options are those of `torch.utils.tensorboard.SummaryWriter`, which is `run`."""
 
     def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> None:
         self._options["log_dir"] = folder
@@ -106,12 +111,8 @@ class TensorBoard:
         self.run.close()
 
 
-class WandB:
+class WandB(_Client):
     """Options are those of `wandb.init`. `mode` is "offline" unless given, so nothing is sent to the service."""
-
-    def __init__(self, library: Any, **options: Any) -> None:
-        self._library, self._options = library, options
-        self.run: Any = None
 
     def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str:
         options = {"dir": str(folder), "name": folder.name, "id": run_id or uuid.uuid4().hex[:8], "mode": "offline"}
@@ -136,16 +137,11 @@ class WandB:
         self.run.finish()
 
 
-class Trackio:
+class Trackio(_Client):
     """Options are those of `trackio.init`. The project is the name of the run's parent folder unless given."""
 
-    def __init__(self, library: Any, **options: Any) -> None:
-        self._library, self._options = library, options
-        self.run: Any = None
-        self._name = ""
-
     def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str:
-        self._name = run_id or self._options.get("name") or f"{folder.name}-{uuid.uuid4().hex[:8]}"
+        self._name: str = run_id or self._options.get("name") or f"{folder.name}-{uuid.uuid4().hex[:8]}"
         options = {"project": folder.parent.name, "resume": "must" if run_id else "never"}
         self.run = self._library.init(**options | self._options | {"name": self._name})
         self.run.config.update(config)
@@ -241,6 +237,36 @@ def client_of(name: str, options: Mapping[str, Any]) -> TrackerClient:
         raise ImportError(f"the tracker {name} needs its package ({error}): pip install {name} pillow") from error
     client: TrackerClient = make(library, **options)
     return client
+
+
+def tracked_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as the clients of trackers take them.
+
+    Numbers, bools and strs stay. A tensor with one dimension becomes an array of its finite elements, for a histogram,
+    and is left out if there are none. One with three, (channels, height, width), becomes an array of bytes,
+    (height, width, channels), or (height, width) for one channel.
+    """
+    tracked: dict[str, Any] = {}
+    for name, value in values.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if not shape:
+            tracked |= plain_values({name: value})
+        elif len(shape) == 1:
+            elements = torch.as_tensor(value).detach().cpu().double()
+            elements = elements[elements.isfinite()]
+            if len(elements):
+                tracked[name] = elements.numpy()
+        elif len(shape) == 3 and shape[0] in (1, 3, 4):
+            image = torch.as_tensor(value).detach().cpu()
+            # Trackers may rescale floats by their range; uint8 values are used unchanged.
+            pixels = image if image.dtype == torch.uint8 else (image.float().clamp(0, 1) * 255).to(torch.uint8)
+            tracked[name] = pixels.permute(1, 2, 0).squeeze(-1).numpy()
+        else:
+            raise TypeError(
+                f"{name!r} is a {type(value).__name__} of shape {shape}; one dimension makes a histogram, and (1, 3 "
+                "or 4 channels, height, width) an image: for a histogram of all its elements give .flatten()"
+            )
+    return tracked
 
 
 def media_of(library: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import orjson
 
 from looplib._core.checks import check, check_type
 from looplib._core.ranks import is_first
-from looplib.log._clients import TrackerClient, client_of
+from looplib.log._clients import TrackerClient, client_of, tracked_values
 from looplib.log._configuration import configuration
 from looplib.log._sinks import CodedSink
 from looplib.log._tables import replace_file
-from looplib.log._values import tracked_values
 from looplib.types import TrainState
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import looplib as ll
 
 parts = st.lists(
-    st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 2**20), st.integers(1, 64)), min_size=1, max_size=200
+    st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 2**20), st.sampled_from([1, 3, 64])),
+    min_size=1,
+    max_size=200,
 )
 
 
@@ -21,7 +23,7 @@ parts = st.lists(
 def test_any_merge_order_and_any_window_give_the_exact_mean(parts, tensors, data):
     # Integers this small add without rounding in float64, so every order must give the same bits.
     make = (lambda t: torch.tensor(t, dtype=torch.float64)) if tensors else float
-    records = [{"loss": ll.Mean(make(total), weight, n)} for total, weight, n in parts]
+    records = [{"loss": ll.Mean(make(total), make(weight), n)} for total, weight, n in parts]
     exact = float(Fraction(sum(t * n for t, _, n in parts), sum(w * n for _, w, n in parts)))
     window = ll.Window()
     for step, record in enumerate(records):
