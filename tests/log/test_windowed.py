@@ -36,10 +36,3 @@ def on_two_ranks():
 
 def test_metrics_are_those_of_all_ranks():
     launch(2, on_two_ranks)
-
-
-def test_its_repr_is_the_code_that_made_it():
-    assert (
-        repr(ll.log.windowed(ll.console(), ll.every_n_steps(5), "train/"))
-        == "windowed(console(), every_n_steps(5), prefix='train/')"
-    )
