@@ -73,13 +73,12 @@ def next_token_loss(
     Source: chunking as in Hsu et al., "Liger kernel", 2024; z-loss from Chowdhery et al., "PaLM", 2022, section 5.
     """
     weight, bias = _weight_and_bias(head, bias)
-    _check_inputs(inputs, labels, "vocabulary" if weight is None else "width")
-    _check_head(inputs, weight, bias)
-    if not (0 <= label_smoothing <= 1 and z_loss >= 0 and chunk_size >= 1):
-        raise ValueError(
-            f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
-            "z_loss at least 0, and a chunk at least 1 position"
-        )
+    _check_shapes(inputs, labels, weight, bias)
+    check(
+        0 <= label_smoothing <= 1 and z_loss >= 0 and chunk_size >= 1,
+        f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
+        "z_loss at least 0, and a chunk at least 1 position",
+    )
     if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     tokens, labels = inputs.flatten(0, 1), labels.flatten()
@@ -104,31 +103,24 @@ def _weight_and_bias(head: Any, bias: Tensor | None) -> tuple[Tensor | None, Ten
     return head.weight, bias if own is None else own
 
 
-def _check_inputs(inputs: Tensor, labels: Tensor, last: str) -> None:
-    if inputs.dim() != 3 or not inputs.is_floating_point():
-        raise ValueError(
-            f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}; give floats (batch, length, {last})"
-        )
-    if (labels.shape, labels.dtype) != (inputs.shape[:2], torch.int64):
-        raise ValueError(
-            f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape "
-            f"{tuple(inputs.shape)} need {tuple(inputs.shape[:2])} and torch.int64"
-        )
-
-
-def _check_head(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check_shapes(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    shape, last = tuple(inputs.shape), "vocabulary" if weight is None else "width"
+    floats = inputs.dim() == 3 and inputs.is_floating_point()
+    check(floats, f"inputs have shape {shape} and dtype {inputs.dtype}; give floats (batch, length, {last})")
+    check(
+        labels.shape == shape[:2] and labels.dtype == torch.int64,
+        f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape {shape} need {shape[:2]} and "
+        "torch.int64",
+    )
     if weight is None:
         check(bias is None, "a bias without a head: inputs are logits then, which have theirs already")
         return
-    if weight.shape[1:] != inputs.shape[2:]:
-        raise ValueError(
-            f"the head's weight has shape {tuple(weight.shape)}; hidden states of shape {tuple(inputs.shape)} need "
-            f"(vocabulary, {inputs.shape[2]})"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; a head of {tuple(weight.shape)} needs ({len(weight)},)"
-        )
+    head = tuple(weight.shape)
+    wanted = f"hidden states of shape {shape} need (vocabulary, {shape[2]})"
+    check(head[1:] == shape[2:], f"the head's weight has shape {head}; {wanted}")
+    if bias is not None:
+        found = f"bias has shape {tuple(bias.shape)}"
+        check(bias.shape == head[:1], f"{found}; a head of {head} needs ({head[0]},)")
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
