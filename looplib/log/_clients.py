@@ -68,6 +68,8 @@ class TrackerClient(Protocol):
 
 
 class _Client:
+    """A tracker's library, and the options to start its run with."""
+
     def __init__(self, library: Any, **options: Any) -> None:
         self._library, self._options = library, options
         self.run: Any = None

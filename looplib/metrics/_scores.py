@@ -115,7 +115,8 @@ def perplexity(loss: Mean) -> Reading:
 
 
 def _exp_of_mean(mean: Mean) -> Tensor:
-    return _wide(torch.as_tensor(mean.compute())).squeeze(0).exp()
+    value = torch.as_tensor(mean.compute())
+    return value.to(wide_dtype(value.device)).exp()
 
 
 def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> Mean:

@@ -122,13 +122,11 @@ def test_metrics_merge_as_those_of_the_whole_batch():
         empty, *outs = (per_sample(state, piece) for piece in tokens.split([0, 3, 4]))
         expected = ll.compute(ll.make_grad_fn(model, loss_fn)(state, tokens).metrics)
         assert set(expected) == {"loss", "accuracy", "tokens", "constant"}
-        assert ll.compute(ll.merge(empty.metrics, *[out.metrics for out in outs])) == pytest.approx(
-            expected, rel=1e-12
-        )
+        merged = ll.merge(empty.metrics, *[out.metrics for out in outs])
+        assert ll.compute(merged) == pytest.approx(expected, rel=1e-12)
         assert all(grad.shape == (0, *state.params[name].shape) for name, grad in empty.grads.items())
-        assert not any(grad.isnan().any() for grad in outs[0].grads.values())
-        counts = loss_fn is not of_tokens
-        assert any(grad[1].any() for grad in outs[0].grads.values()) == counts
+        of_second = [grad[1] for grad in outs[0].grads.values()]
+        assert any(grad.any() for grad in of_second) == (loss_fn is not of_tokens)  # where it has no weight, zero
 
 
 def test_batches_keep_their_structure():
