@@ -51,10 +51,13 @@ def server(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The fast tier runs the first case of each parametrized test; the others are marked `slow`."""
+    """The fast tier runs the first case of each parametrized test; the others are marked `slow`.
+
+    Tests marked `every_case` are the exception: checks of pages and tables whose cases are cheap and each of another thing.
+    """
     tests = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in tests:
+        if test in tests and not item.get_closest_marker("every_case"):
             item.add_marker("slow")
         tests.add(test)

@@ -28,6 +28,7 @@ CUDA_ALONE = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("folder", ["looplib", "recipes", "notebooks"])
 def test_no_code_names_cuda_where_torch_has_a_general_name(folder):
     found = {}

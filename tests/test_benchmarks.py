@@ -43,19 +43,18 @@ def absent(failures):
 
 
 @pytest.mark.slow
-def test_specialists_are_compared_and_agree(tmp_path):
-    found, printed = dry_run("specialists", tmp_path, "--only", "AUC", "confusion", "members")
+def test_all_specialists_that_are_installed_are_measured_and_agree(tmp_path, imported):
+    found, printed = dry_run("specialists", tmp_path)
     rows = found["tables"][""]
-    assert rows.keys() == {
-        "32 members, eager",
-        "exact AUC of a million scores",
-        "confusion matrix, 40 batches of 256 x 100",
-    }
+    assert rows.keys() == imported("specialists").ROWS.keys()
     for cells in rows.values():
-        assert cells["looplib"]["value"] > 0
-        assert (
-            cells["looplib over it"]["low"] <= cells["looplib over it"]["value"] <= cells["looplib over it"]["high"]
-        )
+        if ratio := cells.get("looplib over it"):
+            assert cells["looplib"]["value"] > 0
+            assert ratio["low"] <= ratio["value"] <= ratio["high"]
+        if "the least over it" in cells:  # what the loaders promise costs at least is a contender of its own
+            assert cells["the least over it"]["value"] > 0
+            assert "least" not in cells["fastest other"] + cells["others"]
+    assert any("the least over it" in cells for cells in rows.values())
     assert found["finished"]
     assert not absent(found["failures"])
     assert found["markdown"] in printed
@@ -63,40 +62,16 @@ def test_specialists_are_compared_and_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_the_loaders_promise_costs_at_least_is_a_contender_of_its_own(tmp_path):
-    found, _ = dry_run("specialists", tmp_path, "--only", "getitems")
-    (cells,) = found["tables"][""].values()
-    assert cells["the least over it"]["value"] > 0
-    assert "least" not in cells["fastest other"] + cells["others"]
-
-
-@pytest.mark.slow
-def test_growth_is_a_table_and_a_figure_of_curves(tmp_path):
-    found, _ = dry_run("growth", tmp_path, "--only", "predicates", "steps made")
-    assert found["tables"]["growth"].keys() == {"predicates, looplib", "steps made, looplib"}
-    assert found["tables"]["predicates"].keys() == {"0", "1", "3"}
-    memory = found["tables"]["memory"]
-    assert memory["grown in the first 60 steps"].keys() == {"raw", "looplib"}
-    assert memory["grown in the steps after these"].keys() == {"raw", "looplib"}
-    assert not found["failures"]
-    assert "notebooks/figures/growth.svg" in found["markdown"]
-    root = ElementTree.parse(tmp_path / "growth.svg").getroot()
-    assert root.tag.endswith("svg")
-
-
-@pytest.mark.slow
-def test_all_specialists_that_are_installed_are_measured(tmp_path, imported):
-    found, _ = dry_run("specialists", tmp_path)
-    assert found["tables"][""].keys() == imported("specialists").ROWS.keys()
-    assert not absent(found["failures"])
-
-
-@pytest.mark.slow
-def test_all_curves_are_measured(tmp_path, imported):
+def test_growth_is_a_table_and_a_figure_of_all_curves(tmp_path, imported):
     found, _ = dry_run("growth", tmp_path)
     growth = imported("growth")
     assert {name.rpartition(", ")[0] for name in found["tables"]["growth"]} == {*growth.CURVES, growth.STEPS}
+    assert found["tables"]["predicates"].keys() == {"0", "1", "3"}
+    for row in ("grown in the first 60 steps", "grown in the steps after these"):
+        assert found["tables"]["memory"][row].keys() == {"raw", "looplib"}
     assert not found["failures"]
+    assert "notebooks/figures/growth.svg" in found["markdown"]
+    assert ElementTree.parse(tmp_path / "growth.svg").getroot().tag.endswith("svg")
 
 
 @pytest.mark.slow

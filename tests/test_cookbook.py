@@ -91,44 +91,53 @@ def counts(names, *networks):
     return [(state.step, state.epoch, state.samples) for state in states]
 
 
-@pytest.mark.parametrize("task", TASKS, indirect=True)
-def test_the_block_runs(task, tmp_path, monkeypatch):
+# What a task leaves, beyond a trained state.
+HOLDS = {
+    "Freeze layers 1": lambda n: moved(n) == {"2.weight", "2.bias"},
+    "Freeze layers 2": lambda n: moved(n) == {"0.weight", "0.bias", "2.weight", "2.bias"},
+    f"{TWO} 1": lambda n: counts(n, "critic", "generator") == [(8, 1, 256), (8, 0, 0)],
+    f"{TWO} 2": lambda n: counts(n, "critic", "actor") == [(8, 1, 256), (8, 0, 0)],
+    "Resume a run 1": lambda n: n["state"].step == 16 and n["ckpt"].latest().step == 15,
+    "Resume with another learning rate 1": lambda n: n["state"].step == 16,
+    "Keep the best checkpoint 1": lambda n: n["state"].step == n["ckpt"].best().step,
+    "Stop early 1": lambda n: n["state"].epoch < 50,
+    "Save the model 1": lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"]),
+    "Save the model 2": lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"]),
+    "Log to any other tracker 1": lambda n: n["mine"] == [{"step": 100, "train/loss": 0.5}],
+    "Log to any other tracker 2": lambda n: n["comet_ml"].mock_calls[-3:] == comet_calls(),
+    "Log histograms of the gradients 1": lambda n: histograms() == {name: [4] for name in GRADIENTS},
+    "Profile a step 1": lambda n: len(list(Path("runs/profile").glob("*.pt.trace.json"))) == 1,
+    "Count parameters and operations 1": lambda n: n["counter"].get_total_flops() == operations(n["model"], 32),
+    "Make predictions 1": lambda n: n["probabilities"].shape == (64, 3),
+    "Debug a NaN 1": lambda n: n["worst"].index == 17,
+    "Cross-validate (k-fold) 1": lambda n: len(n["accuracies"]) == 4,
+    "Replay a step 1": lambda n: n["again"].state.step == 12,
+    "Push to the Hugging Face Hub 2": lambda n: n["state"].step == n["pulled"].latest().step == 24,
+}
+
+
+COMPILED = "Compile the step 1"  # by Inductor, which takes ten seconds
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "task",
+    [*(task for task in TASKS if task != COMPILED), pytest.param(COMPILED, marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_the_block_does_its_task(task, tmp_path, monkeypatch):
     names = run(task, tmp_path, monkeypatch)
     expected = EXPECTED_WARNINGS.get(task, [])
     assert len(names["warnings"]) == len(expected), names["warnings"]
     assert all(part in text for part, text in zip(expected, names["warnings"], strict=True))
+    if task in HOLDS:
+        assert HOLDS[task](names)
     if "state" in names and not task.startswith(("Overfit", "Find")):
         assert names["state"].step > 0
 
 
-@pytest.mark.parametrize(
-    ("task", "holds"),
-    [
-        ("Freeze layers 1", lambda n: moved(n) == {"2.weight", "2.bias"}),
-        ("Freeze layers 2", lambda n: moved(n) == {"0.weight", "0.bias", "2.weight", "2.bias"}),
-        (f"{TWO} 1", lambda n: counts(n, "critic", "generator") == [(8, 1, 256), (8, 0, 0)]),
-        (f"{TWO} 2", lambda n: counts(n, "critic", "actor") == [(8, 1, 256), (8, 0, 0)]),
-        ("Resume a run 1", lambda n: n["state"].step == 16 and n["ckpt"].latest().step == 15),
-        ("Resume with another learning rate 1", lambda n: n["state"].step == 16),
-        ("Keep the best checkpoint 1", lambda n: n["state"].step == n["ckpt"].best().step),
-        ("Stop early 1", lambda n: n["state"].epoch < 50),
-        ("Save the model 1", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
-        ("Save the model 2", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
-        ("Log to any other tracker 1", lambda n: n["mine"] == [{"step": 100, "train/loss": 0.5}]),
-        ("Log to any other tracker 2", lambda n: n["comet_ml"].mock_calls[-3:] == comet_calls()),
-        ("Log histograms of the gradients 1", lambda n: histograms() == {name: [4] for name in GRADIENTS}),
-        ("Profile a step 1", lambda n: len(list(Path("runs/profile").glob("*.pt.trace.json"))) == 1),
-        ("Count parameters and operations 1", lambda n: n["counter"].get_total_flops() == operations(n["model"], 32)),
-        ("Make predictions 1", lambda n: n["probabilities"].shape == (64, 3)),
-        ("Debug a NaN 1", lambda n: n["worst"].index == 17),
-        ("Cross-validate (k-fold) 1", lambda n: len(n["accuracies"]) == 4),
-        ("Replay a step 1", lambda n: n["again"].state.step == 12),
-        ("Push to the Hugging Face Hub 2", lambda n: n["state"].step == n["pulled"].latest().step == 24),
-    ],
-    indirect=["task"],
-)
-def test_the_task_is_done(task, holds, tmp_path, monkeypatch):
-    assert holds(run(task, tmp_path, monkeypatch))
+def test_each_task_that_is_checked_is_on_the_page():
+    assert {*HOLDS, *CONTINUES, *EXPECTED_WARNINGS} <= TASKS.keys()
 
 
 def test_the_cheat_sheet_has_every_everyday_name_once_and_every_room():

@@ -165,45 +165,6 @@ def test_evaluation_of_inference_tensors_counts_no_writes():
     assert ll.make_predict_step(model, lambda model, x: model(x))(state, torch.ones(3, 2)).shape == (3, 1)
 
 
-class Late(nn.Module):
-    """Statistics that F.batch_norm writes, without a count of it, from some step on."""
-
-    def __init__(self, features):
-        super().__init__()
-        self.linear = nn.Linear(3, features)
-        self.register_buffer("mean", torch.zeros(features))
-        self.register_buffer("var", torch.ones(features))
-        self.used = False
-
-    def forward(self, x):
-        out = self.linear(x)
-        return F.batch_norm(out, self.mean, self.var, training=self.training) if self.used else out
-
-
-@pytest.mark.parametrize("how", ["skip", "raise"])
-def test_statistics_written_late_are_put_back(how):
-    model, optimizer = Late(70_000), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
-
-    def loss_fn(model, x):
-        out = model(x).square().mean()
-        if model.used and how == "raise":
-            raise KeyError("the loss function's own")
-        return out
-
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    x = torch.randn(5, 3)
-    state, _ = step(ll.init_state(model, optimizer), x)
-    model.used = True
-    if how == "raise":
-        with pytest.raises(KeyError):
-            step(state, x)
-    else:
-        state, _ = step(state, x * torch.inf)
-        assert state.skipped
-    assert state.buffers["mean"].abs().max() == 0
-    assert (state.buffers["var"] == 1).all()
-
-
 def test_large_constants_are_no_reason_to_refuse_a_skipped_step():
     model = nn.Linear(3, 2)
     model.register_buffer("mask", torch.ones(300, 300))

@@ -13,6 +13,7 @@ from torch import nn
 
 import looplib as ll
 
+pytestmark = pytest.mark.every_case
 ROOMS = (
     "contrib",
     "debug",

@@ -123,6 +123,7 @@ def test_ctrl_c_saves_by_the_two_lines(tmp_path, monkeypatch, capsys):
     assert "Restored step 130 (epoch 10, batch 0) from" in capsys.readouterr().out  # a finished run says so
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("page", ["README.md", "recipes/CHEAT_SHEET.md", "recipes/COOKBOOK.md"])
 def test_where_donate_appears_first_the_page_says_when_to_use_which(page):
     text = (ROOT / page).read_text()
@@ -205,6 +206,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "page", [*PAGES, "CONTRIBUTING.md", *(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.md"))]
 )
@@ -217,6 +219,7 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target) or f'id="{anchor}"' in target.read_text(), link
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("page", PAGES)
 def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):

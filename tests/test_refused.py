@@ -164,6 +164,7 @@ def check(code, words, known):
             exec(code, known)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("title", "code", "words"), [row for row in ROWS if row[0] != "Ranks"])
 def test_a_line_of_the_page(title, code, words, tmp_path):
     known = names(tmp_path / "folder")

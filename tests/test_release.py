@@ -68,6 +68,7 @@ def test_no_text_says_to_install_looplib_from_an_index_before_it_is_there():
         assert not unreleased or not re.search(r"pip install \S*looplib", path.read_text()), path
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("folder", ["looplib", "recipes", "tests"])
 def test_the_source_is_of_the_oldest_python(folder):
     version = tuple(map(int, OLDEST_PYTHON.split(".")))

@@ -842,6 +842,7 @@ def _(torchrun, ranks):
     assert not distributed.is_initialized()
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("row", PAGE.with_code, ids=str)
 def test_the_code_does_what_its_row_says(row, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)

@@ -1020,6 +1020,7 @@ def _(ckpt, state):
     assert equal(ckpt.restore(state).extra["seen"], torch.ones(5))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("row", PAGE.with_code, ids=str)
 def test_the_code_does_what_its_row_says(row, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)

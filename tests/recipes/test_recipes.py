@@ -147,6 +147,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(name, tmp_path, cap
     assert calls_after < calls
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
 def test_a_recipe_is_short_and_opens_with_its_command(path):
     text = path.read_text()
@@ -154,6 +155,7 @@ def test_a_recipe_is_short_and_opens_with_its_command(path):
     assert f"python recipes/{path.name}" in ast.get_docstring(ast.parse(text))
 
 
+@pytest.mark.every_case
 @each_script
 def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
@@ -182,6 +184,7 @@ def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, c
         assert line[1].endswith(f"(default: {default!r})")
 
 
+@pytest.mark.every_case
 @each_script
 def test_each_recipe_says_after_a_ctrl_c_what_to_do(path):
     text = path.read_text()

@@ -28,6 +28,7 @@ def test_every_link_leads_somewhere():
         assert not anchor or anchor in anchors, link
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe.name)
 def test_a_recipe_says_what_it_reached_and_in_what_time(recipe):
     assert re.search(r"\d", recipe.reached), "its docstring has no sentence 'Reached: ...' with numbers"
