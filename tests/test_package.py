@@ -173,3 +173,15 @@ def test_private_names_are_imported_by_tests_of_the_core_alone():
         if not {here / "_core", here / "benchmarks"} & {*path.parents}:  # a benchmark may measure one part
             found = PRIVATE.search(path.read_text())
             assert not found, f"{path} uses {found and found[0]}: use a public name, or move the test to tests/_core"
+
+
+NOT_IN_TESTS = {"predicates.Predicate"}  # a type: the tests are of the functions that make one
+
+
+def test_every_public_name_is_in_a_test():
+    here = Path(__file__).parent
+    paths = [path for path in here.rglob("*.py") if not {here / "benchmarks", here / "far"} & {*path.parents}]
+    words = {word for path in paths for word in re.findall(r"\w+", path.read_text())}
+    names = {name for name in public_names() if not name.startswith("types.")} - NOT_IN_TESTS
+    missing = [name for name in names if name.rpartition(".")[2] not in words]
+    assert not missing, f"write a test of {missing} in tests/<room>; see 'Add a feature' in CONTRIBUTING.md"
