@@ -42,14 +42,15 @@ def test_a_docstring_names_every_parameter():
 def test_every_room_opens_with_one_sentence():
     for name, module in ROOMS.items():
         first = (module.__doc__ or "").partition("\n")[0]
-        assert first.endswith("."), name
+        assert first.endswith("."), f"the docstring of looplib/{name} opens with one sentence, in one line"
 
 
 def test_a_name_lives_in_one_room():
     homes = {}
     for name in NAMES:
         homes.setdefault(name.rpartition(".")[2], set()).add(name)
-    assert {bare: sorted(names) for bare, names in homes.items() if len(names) > 1} == {}
+    twice = {bare: sorted(names) for bare, names in homes.items() if len(names) > 1}
+    assert not twice, f"list these in the index of one room alone: {twice}"
 
 
 def test_every_everyday_name_is_in_a_room():

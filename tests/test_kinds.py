@@ -52,6 +52,7 @@ SPECIAL = {
     ("transforms.compile_step", "step"): STEPS,
     ("losses.autocast", "function"): {"loss_fn"},
 }
+# A KeyError here says: add the parameter of your new function, with a value that it takes.
 FILLERS = {
     "max_norm": 1.0,
     "max_value": 1.0,

@@ -85,7 +85,7 @@ ROOM_NAMES = [
 
 
 def test_the_top_level_holds_the_everyday_names_and_the_rooms():
-    assert sorted(ll.__all__) == sorted(EVERYDAY + ROOM_NAMES)
+    assert sorted(ll.__all__) == sorted(EVERYDAY + ROOM_NAMES), "a name more at the top is a decision: list it above"
     seen = {name for name in dir(ll) if name[0] != "_"} - {
         "recipes"
     }  # a command, which another test may have imported
@@ -122,7 +122,7 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
     functions = {name: value for name, value in public_names().items() if name.rpartition(".")[2] not in plain}
     aliases = {name for name in functions if name.startswith(("types.", "testing."))}
     missing = [name for name in functions.keys() - aliases if ">>>" not in (functions[name].__doc__ or "")]
-    assert missing == []
+    assert not missing, f"add an example (>>>) to the docstrings of {missing}"
     assert (Path(ll.__file__).parent / "py.typed").exists()
 
 

@@ -11,5 +11,5 @@ def test_members_are_counted_and_one_state_is_no_stack():
     stack = ll.transforms.stack_states([state] * 3)
     assert ll.transforms.members_of(stack) == 3
     assert ll.transforms.members_of(ll.transforms.select_members(stack, [2, 0])) == 2
-    with pytest.raises(ValueError, match="seed 4.*stack_states"):
+    with pytest.raises(ValueError, match=r"seed 4.*stack_states"):
         ll.transforms.members_of(state)
