@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import looplib as ll
 
-PIECES, EXAMPLES, EPOCHS = 4, 3, 3
-MICROBATCHES = 38  # in an epoch: nine windows of four and one of two, whose last microbatch has two samples
-STEPS = 30
+PIECES, EXAMPLES, EPOCHS = 4, 3, 2
+MICROBATCHES = 30  # in an epoch: seven windows of four and one of two, whose last microbatch has two samples
+STEPS = 16
 PEAK, WARMUP, MAX_NORM, DECAY = 3e-3, 5, 1.2, 0.1
 SCHEDULES = {"linear": ll.schedules.warmup_linear, "cosine": ll.warmup_cosine}
 
@@ -121,8 +121,8 @@ def mean_of_means(model, batch):
     return ll.Mean(F.cross_entropy(logits, targets), 1)
 
 
-def by_looplib(batches, loss_fn=token_loss, schedule="linear", cut=None, dtype=torch.float32, donate=True):
-    model = gpt2().to(dtype)
+def by_looplib(batches, loss_fn=token_loss, schedule="linear", cut=None, donate=True):
+    model = gpt2()
     optimizer = ll.optimizer(
         torch.optim.AdamW,
         lr=SCHEDULES[schedule](PEAK, warmup=WARMUP, total=STEPS),
@@ -204,7 +204,7 @@ def test_the_data_is_hard_enough_for_the_comparison():
     assert {len(window) for window in counts} == {4, 2}
     assert {len(window[-1]) for window in windows(seen)} == {3, 2}
     clipped = [record["grad_norm"] > MAX_NORM for record in log]
-    assert 5 <= sum(clipped) <= 25
+    assert 3 <= sum(clipped) <= 13
     lr = SCHEDULES["linear"](PEAK, warmup=WARMUP, total=STEPS)
     assert [record["learning_rate"] for record in log] == [lr(step) for step in range(STEPS)]
 
@@ -230,17 +230,5 @@ def test_a_mean_of_weight_one_is_the_trainers_mean_of_means():
     assert_close(ours, (params, log))
     # Windows of four and two: dividing before or after the sum rounds alike.
     assert all(torch.equal(ours[0][name], tensor) for name, tensor in params.items())
-
-
-def test_the_mean_of_means_differs():
-    params, log, seen = by_trainer()  # so the comparison above can tell
-    measured = apart(by_looplib(lists(seen), mean_of_means, cut=ll.accumulate), (params, log))
+    measured = apart(ours, by_trainer()[:2])  # so the comparisons above can tell
     assert all(value > 1000 * most for value, most in zip(measured[1:], CLOSE[1:], strict=True)), measured
-
-
-def test_looplib_is_as_near_to_float64_as_the_trainer():
-    params, log, seen = by_trainer()
-    exact = by_looplib(lists(seen), cut=ll.accumulate, dtype=torch.float64)
-    ours = apart(by_looplib(lists(seen), cut=ll.accumulate), exact)
-    theirs = apart((params, log), exact)
-    assert all(mine <= 4 * other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
