@@ -172,9 +172,7 @@ class Reader:
                 self._list_chunks(_file_name(name), about)
             for path, entry in self.tensors.items():
                 sizes = [math.prod(chunk.box[1]) for chunk in self._chunks[path]]
-                check(
-                    sizes and sum(sizes) == count_of(entry["shape"], path), f"the files have not all chunks of {path}"
-                )
+                check(sum(sizes) == count_of(entry["shape"], path), f"the files have not all chunks of {path}")
 
     def _list_chunks(self, name: str, about: Mapping[str, Any]) -> None:
         """The chunks of a file, which lie one after another behind its header."""

@@ -265,12 +265,6 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
     the whole list of a batch, under the seed of its first index, so its draws also depend on the batch size and the
     number of ranks.
 
-    To save time, the streams are seeded for each item only once an item is found to have drawn from them. The loader
-    looks after the first item of each batch and after the last. If an item in between has drawn, all but the first are
-    read again, each with its own seed, so each pass (in each worker) may read one batch twice. An item that reads the
-    state or the seed of a stream without drawing (`torch.initial_seed()`), or draws and then restores it, cannot be
-    noticed: it gets what all items of its batch get and, if other items draw, this also depends on what was read before.
-
     **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
     which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the
     first ranks get one more (as with `torch.tensor_split`). The global batches are the same for any number of ranks,

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 
@@ -51,23 +49,6 @@ def seed_streams(seed: int) -> None:
         numpy.seed(
             seed >> 31
         )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
-
-
-def moves(seed: int) -> Iterator[bool]:
-    """Seed the streams, and return an iterator: its next value is True if one of them has moved since the last one.
-
-    It draws a number from each, twice at most, and compares it with the number due there. It cannot notice code that
-    reads the state or the seed of a stream without drawing, or that draws and then restores the state.
-    """
-    seed_streams(seed)
-    due = [_drawn(), _drawn()]
-    seed_streams(seed)
-    return (_drawn() != drawn for drawn in due)
-
-
-def _drawn() -> tuple[Any, ...]:
-    numpy = _numpy()
-    return torch.rand((), generator=draws.stream()).item(), random.random(), numpy and numpy.random_sample()
 
 
 _reading = threading.RLock()  # of the streams of `random` and numpy, which all threads share

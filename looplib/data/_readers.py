@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 from looplib._core.random import mix
 from looplib.data._divide import own_part
 from looplib.data._plan import listed, number_of
-from looplib.data._random_streams import COLLATE, ITEM, kept_streams, moves, seed_streams
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
 
 
 class Job(NamedTuple):
@@ -87,15 +87,8 @@ class Reader(Dataset[Any]):
 class Items(Reader):
     """Read a batch item by item, each with the draws of freshly seeded streams.
 
-    To seed the streams takes longer than to read a short item. So they are seeded for each item only once an item has
-    drawn from them. Until then, each batch seeds them for its first item, and `moves` tells after this item and after
-    the last one whether an item has drawn. Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
+    Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
     """
-
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
-        super().__init__(dataset, collate, seed, batched=batched)
-        self.in_lists = batched and _reads_lists(dataset)
-        self.has_drawn = False  # an item, as far as this process has read
 
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys, dataset = listed(job.keys), self.dataset
@@ -103,24 +96,14 @@ class Items(Reader):
             return [dataset[key] for key in keys], job.size
         visits = itertools.repeat(0) if job.visits is None else listed(job.visits)
         seeds = map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), map(number_of, keys), visits)
-        if self.in_lists:
+        if self.batched and _reads_lists(dataset):
             seed_streams(next(seeds))
             return dataset.__getitems__(keys), job.size
-        items = [] if self.has_drawn else self._unless_drawn(keys, next(seeds))
-        for key, seed in zip(keys[len(items) :], seeds, strict=False):
+        items = []
+        for key, seed in zip(keys, seeds, strict=False):
             seed_streams(seed)
             items.append(dataset[key])
         return items, job.size
-
-    def _unless_drawn(self, keys: list[Any], seed: int) -> list[Any]:
-        """All items, or only the first, which has this seed, if one of them has drawn: the others need their own."""
-        moved = moves(seed)
-        first = [self.dataset[keys[0]]]
-        self.has_drawn = next(moved)
-        if not self.has_drawn:
-            items = first + [self.dataset[key] for key in keys[1:]]
-            self.has_drawn = next(moved)
-        return first if self.has_drawn else items
 
 
 class Rows(Dataset[Any]):

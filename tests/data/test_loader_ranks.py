@@ -10,21 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import launch
 from shared import mix
+from test_loader import Augmented, AugmentedStream, at
 from torch import distributed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     TensorDataset,
-    get_worker_info,
 )
 
 import looplib as ll
 from looplib.data import make_loader
 from looplib.state import end_epoch
-from looplib.types import TrainState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -50,38 +48,8 @@ def read(loader, ranks, state=None, how="__call__"):
     return found
 
 
-def at(epoch=0, batch=0, epoch_length=None):
-    return TrainState(epoch=epoch, batch=batch, epoch_length=epoch_length)
-
-
 def draws():
-    numbers = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-class Augmented(Dataset):
-    """A number for each index, and what it drew from the three global streams."""
-
-    def __init__(self, count):
-        self.count, self.read = count, []
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        self.read.append(index)
-        return torch.cat([torch.tensor([index], dtype=torch.float64), draws()])
-
-
-class AugmentedStream(IterableDataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        for number in range(first, self.count, step):
-            yield torch.cat([torch.tensor([number], dtype=torch.float64), draws()])
+    return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)  # noqa: NPY002
 
 
 def stack(items):
@@ -206,14 +174,6 @@ def test_a_rank_reads_its_own_rows_only():
     assert len(data.read) == 2 + 2 + 1
 
 
-def test_one_rank_alone_is_asked_nothing_more():
-    loader = make_loader(Augmented(7), batch_size=3)
-    whole = list(loader(at()))
-    pairs = list(loader.parts(at()))
-    assert [counts for _, counts in pairs] == [True] * 3
-    assert all(torch.equal(batch, part) for batch, (part, _) in zip(whole, pairs, strict=True))
-
-
 @pytest.mark.parametrize("data", [Augmented(7), AugmentedStream(7), TensorDataset(torch.arange(7))])
 def test_undivided_batches_are_whole_on_each_rank(data):
     loader = make_loader(data, batch_size=3, divide=False, collate_fn=None)
@@ -242,9 +202,9 @@ def test_ranks_draw_their_own_numbers_in_collate_fn_and_the_same_ones_in_the_ite
     again = read(loader, 3)
     for k, batch in enumerate(plain(at())):
         rows = torch.cat([found[k] for found in parts])
-        assert torch.equal(rows[:, :4], batch)
+        assert torch.equal(rows[:, :-3], batch)
         assert torch.equal(rows, torch.cat([found[k] for found in again]))
-    drawn = torch.cat([found[k][:, 4:] for found in parts for k in range(2)])
+    drawn = torch.cat([found[k][:, -3:] for found in parts for k in range(2)])
     assert drawn.unique().numel() == drawn.numel()
     assert not torch.isin(torch.cat(list(plain(at(1))))[:, 1:], drawn).any()
 
@@ -258,7 +218,7 @@ def test_the_first_ranks_collate_fn_draws_what_one_process_does():
         drawn = torch.rand(
             (), generator=torch.Generator().manual_seed(mix(int.from_bytes(b"collate", "big"), 0, 0, k))
         )
-        assert part[0, 4].item() == drawn.item()
+        assert part[0, -3].item() == drawn.item()
 
 
 def test_a_batch_that_is_one_item_is_the_same_on_every_rank():

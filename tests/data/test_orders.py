@@ -5,9 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_loader import AugmentedStream, batches_of, samples_of
+from test_loader import AugmentedStream, samples_of
 from torch.utils.data import SequentialSampler
 
 import looplib as ll
@@ -51,24 +49,6 @@ def test_an_order_has_numbers_of_its_own():
     order = ll.data.weighted(weights)
     weights[:] = [1.0, 0.0]
     assert samples_of(make_loader(range(2), batch_size=2, order=order)) == [1, 1]
-
-
-@pytest.mark.parametrize("pool", [None, 1, 3, 100])
-@given(st.integers(1, 60), st.integers(1, 7), st.integers(0, 3), st.booleans(), st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
-def test_batches_by_length_begin_with_the_largest(pool, count, batch_size, epoch, drop_last, seed):
-    """In samples times the longest of them: the memory of a padded batch."""
-    if drop_last and count < batch_size:
-        return
-    lengths = torch.randint(1, 1000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    order = ll.data.by_length(lengths, pool=pool)
-    loader = make_loader(range(len(lengths)), batch_size=batch_size, order=order, drop_last=drop_last)
-    batches = batches_of(loader, epoch)
-    widths = [max(lengths[i] for i in batch) for batch in batches]
-    padded = [len(batch) * width for batch, width in zip(batches, widths, strict=True)]
-    if len(batches[0]) == batch_size:
-        assert padded[0] == max(padded)
-        assert widths[0] == max(widths)
 
 
 # Descriptions
