@@ -201,7 +201,6 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         if not same_value(tensor, value := getattr(bound, tree)[name])
     ]
     written = [tensor for tensor, _ in writes]
-    lease.wait_for_readers(written)
     taken = lease.lease_over("ll.bind(model, state)", written)
     taken.write()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from looplib._core.buffers import NOTHING, Kept, Writes
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
 from looplib._core.kinds import check_function_of_model
-from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in, wait_for_readers
+from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in
 from looplib._core.mappings import pick
 from looplib._core.misuse import Watch
 from looplib._core.random import mix
@@ -220,7 +220,6 @@ def _train_step(
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
         step, kept = state.step, NOTHING
         if donate:
-            wait_for_readers((params, buffers))  # of a save in the background: the forward pass may write
             kept = Kept(params, buffers, writes)
         else:
             watch.see(state, batch)

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from looplib._core import torch_private
@@ -184,8 +183,6 @@ def give_up(state: Any, params: Set[str], buffers: Collection[str] = ()) -> tupl
     if state._at != clock.time:  # something was written since the step began, by another thread or within the loss
         for tree in ("params", "buffers", "opt_state"):
             getattr(state, tree)  # raises if it was this tree
-    if _reading:
-        wait_for_readers((state.params, state.buffers, state.opt_state))
     before = lease.written
     lease.write()
     return lease, before
@@ -237,36 +234,3 @@ def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
             yield root + pytree.keystr(path), leaf
-
-
-# Reading in the background
-
-
-def written_in_place(state: Any) -> bool:
-    """True if the next step may overwrite these tensors: they belong to a donated run or to a module."""
-    return any(isinstance(leaf, torch.nn.Parameter) or lease_on(leaf) is not None for leaf in state.params.values())
-
-
-_reading: list[tuple[set[int], Any]] = []
-
-
-def let_finish(storages: set[int], reading: Any) -> None:
-    """Make the first in-place write to these storages (by address) wait until this future is done."""
-    _reading.append((storages, reading))
-
-
-def wait_for_readers(tree: Any) -> None:
-    """Wait for background readers of these tensors, before they are written in place."""
-    if not _reading:
-        return
-    _reading[:] = [(addresses, future) for addresses, future in _reading if not future.done()]
-    if _reading:
-        written = {_address(tensor) for tensor in tensors_in(tree)}
-        for addresses, future in _reading:
-            if not addresses.isdisjoint(written):
-                future.exception()  # waits; the error is raised where the result is requested
-
-
-def _address(tensor: Tensor) -> int:
-    storage: torch.UntypedStorage | None = _storage(tensor)
-    return 0 if storage is None else storage.data_ptr()

@@ -29,14 +29,13 @@ class BackgroundWriter:
         )
         self._pending: Future[None] | None = None
 
-    def start(self, work: Callable[[RankGroup], None], ranks: RankGroup) -> Future[None]:
+    def start(self, work: Callable[[RankGroup], None], ranks: RankGroup) -> None:
         """Start `work(ranks)` in the thread, with a separate group of the ranks. All ranks call this."""
         if self._ranks is None or self._ranks[0] is not ranks:
             self._ranks = ranks, ranks.another()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending = self._pool.submit(_run, work, self._ranks[1])
         finish_first(self._pending)
-        return self._pending
 
     @property
     def pending(self) -> Future[None] | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from looplib._core import advice, lease
+from looplib._core import advice
 from looplib._core.checks import check, check_type
 from looplib._core.collective import RankGroup, together
 from looplib._core.descriptions import described
@@ -95,10 +95,9 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             accuracy "max", as for `BestSoFar`); any other name needs it.
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
-        asynchronous: if True, write in the background. A state of donated steps, bound to a module, sharded or on an
-            accelerator is copied to the host first; another one is not. Errors are raised by the next `save`,
-            `restore`, `delete` or `wait`. If there is none, the error is printed when the process exits, after the last
-            save has finished.
+        asynchronous: if True, copy the state in host memory, and write the copy in the background. Errors are raised by
+            the next `save`, `restore`, `delete` or `wait`. If there is none, the error is printed when the process
+            exits, after the last save has finished.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
             `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
@@ -199,9 +198,7 @@ class CheckpointIO:
         if not self._asynchronous:
             write(ranks)
             return entry.target
-        writing = self._background.start(write, ranks)
-        if ranks.first and not parts.copied:
-            lease.let_finish(parts.storages, writing)
+        self._background.start(write, ranks)
         return entry.target
 
     def restore(
@@ -324,7 +321,7 @@ class CheckpointIO:
     def _taken_apart(
         self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
     ) -> tuple[Parts, dict[str, Any]]:
-        """The tensors of a state, copied if the next step may write them before they are on disk, and its manifest."""
+        """The tensors of a state, copied if they are written in the background, and its manifest."""
         trees, left_out = self._left_out.trees(state)
         about = {**self._about(state, metrics), **left_out}
         parts = Parts(trees)
@@ -332,9 +329,7 @@ class CheckpointIO:
             not (parts.sharded and is_alone()),
             "the state is sharded, and this rank holds a part of it: save it on all ranks together",
         )
-        # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires. So are tensors on
-        # accelerators, whose queue would else make the copies to the host wait for the steps before them.
-        if self._asynchronous and (parts.sharded or (first and (parts.on_device or lease.written_in_place(state)))):
+        if self._asynchronous and (first or parts.sharded):
             parts.copy()
         return parts, about
 

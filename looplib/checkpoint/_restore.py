@@ -183,7 +183,6 @@ def _write_over(
     """Copy values into this state's tensors, like a donated step: no interrupt leaves it half done."""
     _interrupts.install()
     written = [leaf for leaf, _ in writes]
-    lease.wait_for_readers(written)
     _hold_signals = True
     taken = lease.lease_over("ckpt.restore(state)", written)
     taken.write()

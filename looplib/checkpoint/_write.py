@@ -54,11 +54,7 @@ class Parts:
         shards: this process's shards of them, as integers of the same size.
         about: dtype and shape of all these but for ties, as in the manifest.
         values: the plain values, as in the manifest.
-        storages: addresses of the memory that is read.
-        copied: True after `copy`.
     """
-
-    copied = False
 
     def __init__(self, tree: Any) -> None:
         leaves = leaves_of(tree)
@@ -84,13 +80,7 @@ class Parts:
             for path, leaf in (*whole.items(), *self.sharded.items())
             if path not in self.ties
         }
-        self.storages = {tensor.untyped_storage().data_ptr() for tensor in (*whole.values(), *shards.values())}
         self._copies: list[torch.Event] = []
-
-    @property
-    def on_device(self) -> bool:
-        """True if some of the tensors are on an accelerator."""
-        return any(not tensor.is_cpu for tensor in (*self.tensors.values(), *self.shards.values()))
 
     def copy(self) -> None:
         """Copy the tensors to the host, so that they may be overwritten by what is queued from now on."""
@@ -100,7 +90,6 @@ class Parts:
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
             self._copies.append(event)
-        self.copied = True
 
     def wait(self) -> None:
         """Wait until the copies are there."""

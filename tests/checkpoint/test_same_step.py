@@ -40,14 +40,14 @@ def test_the_metrics_of_weights_that_are_saved_again_are_kept(tmp_path, asynchro
     assert ckpt.best() is None
 
 
-def test_a_reader_never_takes_a_replaced_checkpoint_for_a_damaged_one(tmp_path):
-    """While another process saves the same step over and over."""
+def test_a_reader_never_takes_a_replaced_or_deleted_checkpoint_for_a_damaged_one(tmp_path):
+    """While another process saves each step twice, and keeps only the last."""
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT / "tests/checkpoint")!r})
 import test_same_step as t
-ckpt = t.ll.checkpoint_io({str(tmp_path)!r})
+ckpt = t.ll.checkpoint_io({str(tmp_path)!r}, keep_last=1)
 for value in range(10**9):
-    ckpt.save(t.state_of(value))
+    ckpt.save(t.state_of(value, step=value // 2))
 """
     writer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:

@@ -287,45 +287,6 @@ def test_weights_alone_are_taken_without_a_word(tmp_path):
     assert warned(lambda: ckpt.restore(started(adamw(lr=0.5)), weights_only=True)) == []
 
 
-class Loader:
-    """A loader as checkpoint_io sees it: a description, and the position of a state in its batches."""
-
-    def __init__(self, batch_size):
-        self.batch_size = batch_size
-        self.description = {"batch_size": batch_size, "order": "shuffled()"}
-        self.calls = 0
-
-    def resume(self, state):
-        self.calls += 1
-        samples = state.batch * state.batch_samples
-        if samples % self.batch_size:
-            raise ValueError("no batch begins there")
-        return state.replace(batch=samples // self.batch_size, epoch_length=24 // self.batch_size)
-
-
-def test_a_described_loader_finds_the_batch_that_continues(tmp_path):
-    position = {"step": 8, "epoch": 1, "batch": 2, "samples": 32, "batch_samples": 4}
-    loader = Loader(4)
-    ll.checkpoint_io(tmp_path, describe={"loader": loader}).save(started(epoch_length=6).replace(**position))
-    same = ll.checkpoint_io(tmp_path, describe={"loader": loader}).restore(started(epoch_length=6))
-    assert (same.batch, same.epoch_length, loader.calls) == (2, 6, 0)  # nothing has changed, so it is not asked
-
-    ckpt = ll.checkpoint_io(tmp_path, describe={"loader": Loader(2)})
-    restored = []
-    assert warned(lambda: restored.append(ckpt.restore(started(epoch_length=12)))) == [
-        "loader batch_size was 4, is 2",
-        "epoch_length was 6, is 12",
-    ]
-    (state,) = restored
-    assert (state.step, state.epoch, state.batch, state.epoch_length, state.samples) == (8, 1, 4, 12, 32)
-
-    state = started(epoch_length=8, seed=3)
-    weights = state.params["weight"].detach().clone()
-    with pytest.raises(ValueError, match="no batch begins there"):
-        ll.checkpoint_io(tmp_path, describe={"loader": Loader(3)}).restore(state)
-    assert torch.equal(state.params["weight"], weights)  # nothing was written, and the state is good
-
-
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_a_run_continues_within_an_epoch_with_another_batch_size(tmp_path, batch_size):
     """Each sample of the epoch is seen once, and the run ends where its counts say."""

@@ -12,16 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import launch
+from test_evaluation import Stream, parts
 from torch import nn
 
 import looplib as ll
 from looplib.evaluation import read_predictions
-
-
-def parts():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    return model, ll.init_state(model)
 
 
 def predict_fn(model, x):
@@ -50,14 +45,6 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, x):
-        self.x = x
-
-    def __iter__(self):
-        return iter(self.x)
-
-
 class Sizes(torch.utils.data.Sampler):
     """A batch sampler whose batches have these sizes, which cannot be told from outside."""
 
@@ -84,7 +71,7 @@ CUTS = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_outputs_come_in_the_order_of_the_data(workers):
-    model, state = parts()
+    model, _, state = parts()
     x = torch.arange(33.0).view(11, 3)
     data = torch.utils.data.TensorDataset(x)
     loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order(), num_workers=workers)
@@ -95,7 +82,7 @@ def test_outputs_come_in_the_order_of_the_data(workers):
 
 
 def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path):
-    model, state = parts()
+    model, _, state = parts()
     batches = torch.randn(11, 3).split(4)
     step = ll.make_predict_step(model, predict_fn)
     outputs = list(ll.predict(step, state, batches))
@@ -117,7 +104,7 @@ def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path)
 @settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("kind", CUTS)
 def test_an_interrupted_run_predicts_each_batch_once(kind, sizes, stops, tmp_path_factory):
-    _, state = parts()
+    *_, state = parts()
     if "stream" in kind:
         sizes = [sizes[0]] * len(sizes)
     x, path = torch.arange(float(sum(sizes))), tmp_path_factory.mktemp("predictions") / "out"
@@ -145,7 +132,7 @@ SHORTER, LONGER = [[3, 3, 3], [3, 2]], [[3, 3, 3, 3], [3, 3, 3, 3, 4]]
 @pytest.mark.parametrize("kind", CUTS)
 @pytest.mark.parametrize("begun", [2, 4])
 def test_other_batches_are_refused_before_a_sample_is_skipped(tmp_path, kind, begun):
-    _, state = parts()
+    *_, state = parts()
     x, path = torch.arange(32.0).view(16, 2), tmp_path / "out"
 
     def predict_to(step, sizes):
@@ -182,8 +169,33 @@ def test_another_number_anywhere_in_a_weight_or_a_buffer_is_another_state(tmp_pa
             ll.predict_to(path, step, other, batches)
 
 
+DTYPES = torch.uint16, torch.uint64, torch.complex32, torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+def of_odd_dtypes(_, x):
+    """Outputs of dtypes that torch does not pickle, each from the same bytes, and views."""
+    data = x.view(torch.uint8)
+    outputs = {str(dtype): data.view(dtype) for dtype in DTYPES}
+    whole, number = outputs["torch.complex32"], data.view(torch.uint16)[0, 0]
+    return {**outputs, "conj": whole.conj(), "column": whole[:, 1:], "row": number.expand(len(x), 2)}
+
+
+def bits(outputs):
+    return {
+        name: (out.dtype, out.shape, out.resolve_conj().contiguous().view(torch.uint8).tolist())
+        for name, out in outputs.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_outputs_of_all_dtypes_are_written(tmp_path):
+    x = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+    path = ll.predict_to(tmp_path, of_odd_dtypes, ll.TrainState(), [x])
+    assert bits(read_predictions(path)) == bits(of_odd_dtypes(None, x))
+
+
 def test_a_folder_of_something_else_is_left_alone_and_a_damaged_file_is_named(tmp_path):
-    _, state = parts()
+    *_, state = parts()
     batches = torch.arange(9.0).split(3)
     (tmp_path / "file").write_text("mine")
     for name, file in {"notes": "notes.txt", "other": "predictions.json", "list": "predictions.json"}.items():
@@ -196,6 +208,8 @@ def test_a_folder_of_something_else_is_left_alone_and_a_damaged_file_is_named(tm
             read_predictions(tmp_path / name)
     assert contents(tmp_path / "notes") == {"notes.txt": b"mine"}
 
+    with pytest.raises(KeyboardInterrupt):  # in the first batch: other settings are free
+        ll.predict_to(tmp_path / "out", stopped_after(0, same), state.replace(step=9), torch.arange(9.0).split(9))
     path = ll.predict_to(tmp_path / "out", same, state, batches)
     whole, file = contents(path), path / "batch-00000001.pt"
     for damage in b"", whole[file.name][:-20], b"mine" * 100:
@@ -212,16 +226,6 @@ def test_a_folder_of_something_else_is_left_alone_and_a_damaged_file_is_named(tm
         ll.predict_to(path, same, state.replace(step=1), batches)
 
 
-def test_after_a_failure_in_the_first_batch_other_settings_are_free(tmp_path):
-    _, state = parts()
-    with pytest.raises(KeyboardInterrupt):
-        ll.predict_to(tmp_path, stopped_after(0, same), state, torch.arange(9.0).split(9))
-    with pytest.raises(FileNotFoundError, match="holds no predictions"):
-        read_predictions(tmp_path)
-    ll.predict_to(tmp_path, same, state.replace(step=1), torch.arange(9.0).split(3))
-    assert len(read_predictions(tmp_path)["output"]) == 9
-
-
 SHUFFLED = [
     lambda x: ll.make_loader(x, batch_size=4),
     lambda x: torch.utils.data.DataLoader(x, batch_size=4, shuffle=True),
@@ -230,7 +234,7 @@ SHUFFLED = [
 
 @pytest.mark.parametrize("loader_of", SHUFFLED)
 def test_shuffled_batches_are_refused_and_leave_no_folder(tmp_path, loader_of):
-    _, state = parts()
+    *_, state = parts()
     loader = loader_of(torch.zeros(8, 3))
     for call in (
         lambda: next(ll.predict(same, state, loader)),
@@ -260,7 +264,7 @@ X = torch.zeros(2, 3)
     ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path, outputs, error, words):
-    _, state = parts()
+    *_, state = parts()
     numbers = list(range(len(outputs)))
     with pytest.raises(error, match=words):
         ll.predict_to(tmp_path, lambda state, number: outputs[number], state, numbers)
@@ -322,6 +326,10 @@ def check_generated(path, sizes):
 def generate_on_ranks(folder):
     """Continue what one process began, in shares of a batch and in whole batches, after refusing another cut."""
     with ll.distributed.setup():
+        rows = torch.arange(40.0, dtype=torch.float64).view(10, 4)
+        expected = [bits(of_odd_dtypes(None, part)) for part in rows.split(4)]
+        for batches in ll.make_loader(rows, batch_size=4, order=ll.data.in_order()), list(rows.split(4)):
+            assert [bits(out) for out in ll.predict(of_odd_dtypes, ll.TrainState(), batches)] == expected
         state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
         for kind in ("loader", "DataLoader"):
             with pytest.raises(ValueError, match=f"{kind} holds"):
@@ -360,7 +368,7 @@ def test_prediction_leaves_the_random_stream_where_it_is(tmp_path):
         def __getitem__(self, index):
             return torch.randn(3)
 
-    _, state = parts()
+    *_, state = parts()
     batches = torch.utils.data.DataLoader(Noisy(), batch_size=2)
     torch.manual_seed(3)
     stream, expected = torch.get_rng_state(), torch.cat(list(batches))
@@ -372,43 +380,3 @@ def test_prediction_leaves_the_random_stream_where_it_is(tmp_path):
     assert torch.equal(torch.cat(outputs), expected)
     ll.predict_to(tmp_path / "out", same, state, batches)
     assert torch.equal(torch.get_rng_state(), stream)
-
-
-DTYPES = [
-    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-]
-
-
-def of_all_dtypes(_, x):
-    """Outputs of dtypes that torch does not pickle, each from the same bytes; some are views."""
-    data = x.view(torch.uint8)
-    outputs = {str(dtype): data.view(dtype) for dtype in DTYPES}
-    whole, scalar = outputs["torch.complex32"], data.view(torch.uint16)[0, 0]
-    views = {"conj": whole.conj(), "column": whole[:, 1:], "row": scalar.expand(len(x), 2), "none": whole[:, :0]}
-    return {**outputs, **views}
-
-
-def exact(outputs):
-    return {
-        name: (out.dtype, out.shape, out.resolve_conj().contiguous().view(torch.uint8).tolist())
-        for name, out in outputs.items()
-    }
-
-
-def all_dtypes_on_ranks():
-    x = torch.arange(40.0, dtype=torch.float64).view(10, 4)
-    model = nn.Linear(4, 1)
-    state, step = ll.init_state(model), ll.make_predict_step(model, of_all_dtypes)
-    expected = [exact(of_all_dtypes(model, part)) for part in x.split(4)]
-    with ll.distributed.setup():
-        for batches in ll.make_loader(x, batch_size=4, order=ll.data.in_order()), list(x.split(4)):
-            assert [exact(out) for out in ll.predict(step, state, batches)] == expected
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_outputs_of_all_dtypes_are_written_and_sent_between_ranks(tmp_path):
-    x = torch.arange(16.0, dtype=torch.float64).view(4, 4)
-    path = ll.predict_to(tmp_path, of_all_dtypes, ll.TrainState(), [x])
-    assert exact(read_predictions(path)) == exact(of_all_dtypes(None, x))
-    launch(2, all_dtypes_on_ranks)
