@@ -26,7 +26,7 @@ from looplib._core.checks import check
 from looplib._core.mappings import without
 from looplib._core.modules import _generators
 from looplib._core.random import restored
-from looplib._core.ranks import is_sharded
+from looplib._core.ranks import is_sharded, shards
 from looplib._core.updates import copied
 from looplib.optim._recipe import Recipe
 from looplib.types import Params
@@ -45,6 +45,7 @@ class Probe:
         groups: for each group, the numbers that the class changes there, as before the first step; None for those
             that the first step creates.
         flags: attributes of the optimizer that record that it has started.
+        writes_grads: True if the class writes into the gradients, as schedule-free optimizers do.
     """
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Probe:
     shared: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
+    writes_grads: bool = False
 
 
 def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Probe:
@@ -80,6 +82,8 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
             TypeError,
         )
     found = Probe(groups=_numbers_of_groups(recipe, groups, made.param_groups), flags=changed)
+    given = [(copy.grad, sample_gradient(copy, len(name))) for name, copy in copies.items() if copy.grad is not None]
+    found.writes_grads = any(not trees.same(*shards(pair)) for pair in given)
     for key, value in _for_all(made.state).items():
         _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
         found.shared[key] = shared.get(key)

@@ -42,6 +42,8 @@ def update_of_others(
     run = partial(plan.step, instance)
     if recipe.needs_closure:
         run = partial(run, closure=closure_over(evaluate, recipe.cls, tensors, []))
+    elif plan.probe.writes_grads:
+        grads = copied(grads)
     created: dict[str, dict[str, Any]] = {}
     with restored_grads(tensors.values()), streams_at(mix(seed, step, STREAM), params.values()):
         for name, tensor in tensors.items():

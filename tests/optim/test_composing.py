@@ -1,8 +1,12 @@
 """Several optimizers, layers that come and go, and two looks at the loss, against loops written out."""
 
+import copy
+import functools
+from functools import partial
+
 import pytest
 import torch
-from problem import batches, begin, loss_fn, run
+from problem import adamw, batches, begin, loss_fn, net, raw_adamw, run, sgd, step_of
 from shared import bits, equal, mix
 from torch import nn
 
@@ -10,20 +14,6 @@ import looplib as ll
 
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
-
-
-def net(dtype=torch.float32, dropout=0.0):
-    torch.manual_seed(0)
-    parts = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 2)]
-    return nn.Sequential(*parts).to(dtype)
-
-
-def sgd(lr=0.1, **changes):
-    return ll.optimizer(torch.optim.SGD, lr=lr, momentum=0.9, **changes)
-
-
-def adamw(lr=1e-2, **changes):
-    return ll.optimizer(torch.optim.AdamW, lr=lr, **changes)
 
 
 def by_rank(name, tensor):
@@ -81,7 +71,7 @@ def test_where_one_skips_the_others_go_on_and_where_all_do_the_step_is_skipped(d
         {"matrices": ll.optim.apply_if_finite(sgd(), 9), "rest": ll.optim.apply_if_finite(adamw(), 9)}, by_rank
     )
     model = net()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    step = step_of(model, optimizer, donate, loss_fn)
     state = ll.init_state(model, optimizer)
     for x in batches(3):
         state, _ = step(state, (x, ()))
@@ -99,16 +89,30 @@ def test_where_one_skips_the_others_go_on_and_where_all_do_the_step_is_skipped(d
             assert (bits(now["inner_state"]) == bits(old["inner_state"])) == (key in bad)
 
 
-def test_labels_and_optimizers_that_do_not_fit_are_named():
-    model = net()
-    with pytest.raises(ValueError, match=r"0\.weight has the label 'matrices', and there are optimizers for rest, x"):
-        ll.init_state(model, ll.optim.partition({"rest": adamw(), "x": sgd()}, by_rank))
-    with pytest.raises(ValueError, match=r"no parameter has the label 'x', 'y': leave that optimizer out"):
-        ll.init_state(
-            model, ll.optim.partition({"matrices": sgd(), "x": sgd(), "rest": adamw(), "y": sgd()}, by_rank)
-        )
-    with pytest.raises(TypeError, match=r"'rest' in a partition is an AdamW; give what ll.optimizer returns"):
-        ll.optim.partition({"matrices": sgd(), "rest": torch.optim.AdamW(model.parameters())}, by_rank)
+def split(**members):
+    return ll.optim.partition(members, by_rank)
+
+
+def labelled(**members):
+    return ll.init_state(net(), split(**members))
+
+
+REFUSED = [
+    (ValueError, "0.weight 'matrices', rest, x", lambda: labelled(rest=adamw(), x=sgd())),
+    (ValueError, "'x', 'y'", lambda: labelled(matrices=sgd(), x=sgd(), rest=adamw(), y=sgd())),
+    (TypeError, "'rest' AdamW ll.optimizer", lambda: split(matrices=sgd(), rest=raw_adamw(net()))),
+    *((ValueError, f"sam {outer.__name__}", lambda outer=outer: outer(ll.contrib.sam(ll.make_grad_fn(net(), loss_fn))))
+      for outer in (ll.accumulate, ll.grads.retry_on_oom)),
+    *((ValueError, f"rho {rho}", lambda rho=rho: ll.contrib.sam(ll.make_grad_fn(net(), loss_fn), rho))
+      for rho in (0, -1.0, float("nan"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "words", "call"), REFUSED)
+def test_refusals_name_what_was_found_and_what_to_give(error, words, call):
+    with pytest.raises(error) as raised:
+        call()
+    assert all(word in str(raised.value) for word in words.split())
 
 
 @both_steps
@@ -117,7 +121,7 @@ def test_a_gradient_without_an_optimizer_leaves_the_state_as_it_was(donate):
     optimizer = ll.optim.partition({"matrices": sgd()}, by_rank)
     state = ll.init_state(model, optimizer, trainable=lambda name, tensor: tensor.ndim == 2)
     before = bits(state)
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    step = step_of(model, optimizer, donate)
     with pytest.raises(ValueError, match=r"0\.bias has the label 'rest', and there are optimizers for matrices"):
         step(state, batches(1)[0])
     assert bits(state) == before
@@ -151,14 +155,11 @@ def fool(model, batch):
 def test_a_gan_of_two_steps_has_the_bits_of_the_raw_loop(donate, bound):
     torch.manual_seed(0)
     data = [(torch.randn(8, 4) + 2, torch.randn(8, 3)) for _ in range(20)]
-    start = Gan().state_dict()
-    model, raw = Gan(), Gan()
-    for m in (model, raw):
-        m.load_state_dict(start)
-    arguments = {"lr": 2e-2, "betas": (0.5, 0.9)}
-    one = torch.optim.Adam(raw.discriminator.parameters(), fused=True, **arguments)
-    two = torch.optim.Adam(raw.generator.parameters(), fused=True, **arguments)
-    losses = []
+    model, options = Gan(), {"lr": 2e-2, "betas": (0.5, 0.9)}
+    raw, losses, ours = copy.deepcopy(model), [], []
+    one, two = (
+        torch.optim.Adam(part.parameters(), fused=True, **options) for part in (raw.discriminator, raw.generator)
+    )
     for batch in data:
         for turn, own in ((judge, one), (fool, two)):
             raw.zero_grad()
@@ -167,32 +168,28 @@ def test_a_gan_of_two_steps_has_the_bits_of_the_raw_loop(donate, bound):
             own.step()
             losses.append(loss.item())
 
+    adam = ll.optimizer(torch.optim.Adam, **options)
     optimizer = ll.optim.partition(
-        {
-            "generator": ll.optimizer(torch.optim.Adam, **arguments),
-            "discriminator": ll.optimizer(torch.optim.Adam, **arguments),
-        },
-        lambda name, tensor: name.split(".")[0],
+        {"generator": adam, "discriminator": adam}, lambda name, tensor: name.split(".")[0]
     )
 
-    def step_of(turn, part, **more):
+    def part_step(turn, part, **more):
         grad_fn = ll.make_grad_fn(model, turn, trainable=lambda name, tensor: name.startswith(part))
         return ll.make_train_step(grad_fn, optimizer, donate=donate, **more)
 
-    judge_step, fool_step = step_of(judge, "discriminator"), step_of(fool, "generator", same_batch=True)
+    judge_step, fool_step = part_step(judge, "discriminator"), part_step(fool, "generator", same_batch=True)
     state = begin(model, optimizer, bound, epoch_length=5)
-    at_end, every_four, ended, fired, ours = ll.at_epoch_end(), ll.every_n_epochs(2), [], [], []
+    at_end, every_two, ended, fired = ll.at_epoch_end(), ll.every_n_epochs(2), [], []
     for at, batch in enumerate(data, start=1):
         idle = bits(state.opt_state["inner_states"]["generator"])
-        state, metrics = judge_step(state, batch)
+        state, first = judge_step(state, batch)
         assert bits(state.opt_state["inner_states"]["generator"]) == idle  # without a gradient it is not asked
-        ours.append(ll.compute(metrics)["loss"])
-        state, metrics = fool_step(state, batch)
-        ours.append(ll.compute(metrics)["loss"])
+        state, second = fool_step(state, batch)
+        ours += [ll.compute(metrics)["loss"] for metrics in (first, second)]
         assert (state.step, state.epoch, state.batch) == (2 * at, at // 5, at % 5)
         assert (state.samples, state.batch_samples, state.skipped) == (8 * at, 8, False)
         ended += [at] if at_end(state) else []
-        fired += [at] if every_four(state) else []
+        fired += [at] if every_two(state) else []
     assert ours == losses
     assert equal(state.params, raw.named_parameters())
     assert equal(state.buffers, raw.named_buffers())
@@ -203,7 +200,7 @@ def test_a_gan_of_two_steps_has_the_bits_of_the_raw_loop(donate, bound):
 def test_a_second_update_on_the_same_batch_that_is_skipped_moves_the_record_alone(donate):
     model = net()
     optimizer = ll.optim.apply_if_finite(sgd(), 3)
-    first = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    first = step_of(model, optimizer, donate)
     second = ll.make_train_step(
         ll.make_grad_fn(model, lambda model, x: loss_fn(model, x * torch.inf)),
         optimizer,
@@ -262,7 +259,7 @@ def test_frozen_layers_keep_their_bits_and_thaw_as_with_a_gradient_of_none(make,
 @both_steps
 def test_a_step_at_which_all_is_frozen_counts(donate):
     optimizer, model = ll.optim.freeze(adamw(), lambda name, step: step < 3), net()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    step = step_of(model, optimizer, donate)
     state = ll.init_state(model, optimizer)
     first = ll.copy_state(state)
     for at, x in enumerate(batches(5), start=1):
@@ -274,40 +271,28 @@ def test_a_step_at_which_all_is_frozen_counts(donate):
         assert "loss" in metrics
 
 
-@both_steps
-def test_freeze_around_what_skips_is_skipped(donate):
-    optimizer = ll.optim.freeze(ll.optim.apply_if_finite(adamw(), 3), lambda name, step: name[0] == "0")
-    state = run(net(), optimizer, [batches(1)[0], torch.full((8, 6), torch.inf)], donate)
-    assert (state.step, state.batch, state.skipped) == (1, 2, True)
-    assert state.opt_state["inner_state"]["total_notfinite"] == 1
-
-
 # sam
 
 
-def sharp_pass(model, x, rho, adaptive, seed=None):
+def sharp_pass(model, x, rho, adaptive, seed):
     """Gradients in `.grad` at the worst point nearby, by the two passes of the paper; buffers of the first."""
-    draw = (lambda: None) if seed is None else (lambda: torch.manual_seed(seed))
-    model.zero_grad()
-    draw()
-    loss = loss_fn(model, x)
-    loss.backward()
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
+
+    def backward():
+        model.zero_grad()
+        torch.manual_seed(seed)
+        loss = loss_fn(model, x)
+        loss.backward()
+        return loss.item()
+
+    loss, before = backward(), copy.deepcopy(model.state_dict())
     with torch.no_grad():
-        weights = {p: p.clone() for p in model.parameters()}
         units = {p: p.abs() if adaptive else torch.ones_like(p) for p in model.parameters()}
-        norm = torch.stack([(units[p] * p.grad).square().sum() for p in model.parameters()]).sum().sqrt()
-        for p in model.parameters():
-            p.add_(units[p].square() * p.grad, alpha=rho / norm.item())
-    model.zero_grad()
-    draw()
-    loss_fn(model, x).backward()
-    with torch.no_grad():
-        for p, weight in weights.items():
-            p.copy_(weight)
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
-    return loss.item()
+        norm = torch.stack([(unit * p.grad).square().sum() for p, unit in units.items()]).sum().sqrt()
+        for p, unit in units.items():
+            p.add_(unit.square() * p.grad, alpha=rho / norm.item())
+    backward()
+    model.load_state_dict(before)
+    return loss
 
 
 @both_states
@@ -315,12 +300,9 @@ def sharp_pass(model, x, rho, adaptive, seed=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("rho", "adaptive"), [(0.05, False), (0.5, True)])
 def test_sam_equals_the_two_passes_by_hand(rho, adaptive, dtype, donate, bound):
-    model, own = net(dtype, dropout=0.3), net(dtype, dropout=0.3)
+    model, own, optimizer = net(dtype, dropout=0.3), net(dtype, dropout=0.3), sgd()
     raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = sgd()
-    step = ll.make_train_step(
-        ll.contrib.sam(ll.make_grad_fn(own, loss_fn), rho, adaptive=adaptive), optimizer, donate=donate
-    )
+    step = step_of(own, optimizer, donate, wrap=lambda grad_fn: ll.contrib.sam(grad_fn, rho, adaptive=adaptive))
     state = begin(own, optimizer, bound)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-11}
     for at, x in enumerate(batches(12, dtype)):
@@ -335,70 +317,45 @@ def test_sam_equals_the_two_passes_by_hand(rho, adaptive, dtype, donate, bound):
     assert not torch.allclose(plain.params["0.weight"], state.params["0.weight"], **close)
 
 
-@both_steps
-def test_both_passes_draw_the_same_mask_and_buffers_are_the_firsts(donate):
+def test_sam_is_pure_draws_one_mask_in_both_passes_and_has_the_buffers_of_the_first():
     model, masks = net(dropout=0.5), []
     model[3].register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    state = ll.init_state(model, sgd())
-    x = batches(1)[0]
-    plain = grad_fn(state, x)
-    out = ll.contrib.sam(grad_fn)(ll.copy_state(state), x, ll.types.GradRequest(donate=donate))
-    first, one, two = masks
-    assert torch.equal(one, two)
-    assert torch.equal(first, one)
-    assert 0 < one.float().mean() < 1
-    assert bits(out.buffers) == bits(plain.buffers)
-    assert ll.compute(out.metrics) == ll.compute(plain.metrics)
-    assert not equal(out.grads, plain.grads)
-
-
-def test_sam_is_pure_and_leaves_the_module():
-    model = net(dropout=0.5)
+    grad_fn, x = ll.make_grad_fn(model, loss_fn), batches(1)[0]
     state = ll.copy_state(ll.init_state(model, sgd()))
     before, module = bits(state), bits(dict(model.state_dict()))
-    grad_fn = ll.contrib.sam(ll.make_grad_fn(model, loss_fn))
-    one, two = grad_fn(state, batches(1)[0]), grad_fn(state, batches(1)[0])
-    assert bits((one.grads, one.buffers)) == bits((two.grads, two.buffers))
+    plain, *outs = (fn(state, x) for fn in (grad_fn, ll.contrib.sam(grad_fn), ll.contrib.sam(grad_fn)))
+    assert 0 < masks[0].float().mean() < 1
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    assert bits(outs[0].grads) == bits(outs[1].grads) != bits(plain.grads)
+    assert all(bits(out.buffers) == bits(plain.buffers) for out in outs)
+    assert ll.compute(outs[0].metrics) == ll.compute(plain.metrics)
     assert (bits(state), bits(dict(model.state_dict()))) == (before, module)
     assert all(p.grad is None for p in model.parameters())
 
 
 @both_steps
-def test_sam_goes_around_accumulate_and_inside_clipping(donate):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+def test_sam_goes_around_accumulate_and_inside_clipping_and_a_loss_scale(donate):
+    def end(wrap, optimizer=sgd):
+        model = net(torch.float64, nn.LayerNorm)
+        return run(model, optimizer(), batches(6, torch.float64), donate, wrap=wrap).params
 
-    ends = [
-        run(model(), sgd(), batches(6, torch.float64), donate, wrap=wrap)
-        for wrap in (
-            lambda grad_fn: ll.clip_by_global_norm(ll.contrib.sam(ll.accumulate(grad_fn, 3)), 0.1),
-            lambda grad_fn: ll.clip_by_global_norm(ll.contrib.sam(grad_fn), 0.1),
-            lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1),
+    def clipped(*wraps):
+        return lambda grad_fn: ll.clip_by_global_norm(
+            functools.reduce(lambda fn, wrap: wrap(fn), wraps, grad_fn), 0.1
         )
-    ]
-    torch.testing.assert_close(ends[0].params, ends[1].params, rtol=1e-12, atol=1e-13)
-    assert not torch.allclose(ends[1].params["0.weight"], ends[2].params["0.weight"], rtol=1e-6)
-    # Under a loss scale the direction, and so the gradient, is the same: powers of two are exact.
-    scaled = ll.optim.dynamic_loss_scale(sgd())
-    state = run(
-        model(), scaled, batches(6, torch.float64), donate, wrap=lambda g: ll.grads.scale_loss(ll.contrib.sam(g))
+
+    pieces, whole, plain = (
+        end(clipped(partial(ll.accumulate, microbatches=4), ll.contrib.sam)),
+        end(clipped(ll.contrib.sam)),
+        end(clipped()),
     )
-    plain = run(model(), sgd(), batches(6, torch.float64), donate, wrap=ll.contrib.sam)
-    torch.testing.assert_close(state.params, plain.params, rtol=1e-9, atol=1e-12)
-
-
-def test_sam_is_refused_within_accumulate_and_for_no_distance():
-    grad_fn = ll.make_grad_fn(net(), loss_fn)
-    for outer in (ll.accumulate, ll.grads.retry_on_oom):
-        with pytest.raises(
-            ValueError, match=rf"sam within {outer.__name__} would act on each microbatch alone: put it around"
-        ):
-            outer(ll.contrib.sam(grad_fn))
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=rf"rho is {wrong}; give a distance above 0"):
-            ll.contrib.sam(grad_fn, wrong)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(whole["0.weight"], plain["0.weight"], rtol=1e-6)
+    # Under a loss scale the direction, and so the gradient, is the same: powers of two are exact.
+    scaled = end(
+        lambda grad_fn: ll.grads.scale_loss(ll.contrib.sam(grad_fn)), lambda: ll.optim.dynamic_loss_scale(sgd())
+    )
+    torch.testing.assert_close(scaled, end(ll.contrib.sam), rtol=1e-9, atol=1e-12)
 
 
 def test_sam_refuses_a_module_in_ddp(tmp_path):

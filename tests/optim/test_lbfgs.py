@@ -1,10 +1,10 @@
 """Optimizers whose step evaluates the loss, against their own raw loops."""
 
-import copy
-
 import pytest
 import torch
+from problem import begin, run, step_of
 from ranks import launch
+from shared import bits, equal
 from torch import nn
 
 import looplib as ll
@@ -49,20 +49,15 @@ def raw_loop(cls, batches, microbatches=1, dtype=torch.float64, **options):
 
 
 def looped(cls, batches, donate, wrap=lambda grad_fn: grad_fn, bound=True, dtype=torch.float64, **options):
-    model = net(dtype)
-    optimizer = ll.optimizer(cls, **options)
-    step = ll.make_train_step(wrap(ll.make_grad_fn(model, loss_fn)), optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-    state = state if bound else ll.copy_state(state)
+    model, optimizer = net(dtype), ll.optimizer(cls, **options)
+    step = step_of(model, optimizer, donate, loss_fn, wrap)
+    state = begin(model, optimizer, bound)
     structure = torch.utils._pytree.tree_structure(state.opt_state)
-    for number, batch in enumerate(batches):
-        kept = None if donate else ll.copy_state(state)
+    for batch in batches:
+        before = None if donate else bits((state.params, state.opt_state))
         new, _ = step(state, batch)
-        if not donate:
-            leaves = [torch.utils._pytree.tree_leaves((s.params, s.opt_state)) for s in (kept, state)]
-            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*leaves, strict=True))
+        assert donate or bits((state.params, state.opt_state)) == before
         state = new
-        assert state.step == number + 1
     assert torch.utils._pytree.tree_structure(state.opt_state) == structure
     return state, model
 
@@ -82,8 +77,7 @@ def test_lbfgs_has_the_bits_of_a_raw_loop(name, dtype, donate):
     model, raw = raw_loop(torch.optim.LBFGS, data(dtype), dtype=dtype, **OPTIONS[name])
     for bound in (True, False):
         state, own = looped(torch.optim.LBFGS, data(dtype), donate, bound=bound, dtype=dtype, **OPTIONS[name])
-        for key, tensor in model.named_parameters():
-            assert torch.equal(state.params[key], tensor), key
+        assert equal(state.params, model.named_parameters())
         theirs = raw.state[next(iter(model.parameters()))]
         kept = state.opt_state["state"]["0.weight"]
         assert (kept["func_evals"], kept["n_iter"]) == (theirs["func_evals"], theirs["n_iter"])
@@ -99,8 +93,7 @@ def test_lbfgs_over_microbatches(line_search_fn, donate):
     options = {"lr": 0.2, "line_search_fn": line_search_fn, "max_iter": 5}
     model, _ = raw_loop(torch.optim.LBFGS, data()[:3], 4, **options)
     state, _ = looped(torch.optim.LBFGS, data()[:3], donate, lambda grad_fn: ll.accumulate(grad_fn, 4), **options)
-    for key, tensor in model.named_parameters():
-        torch.testing.assert_close(state.params[key], tensor, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), rtol=1e-9, atol=1e-11)
 
 
 @both
@@ -114,14 +107,8 @@ def test_a_schedule_and_a_wrapper(donate):
             return super().step(closure)
 
     model, _ = raw_loop(Scheduled, data(), lr=0.1)
-    own = net()
     optimizer = ll.ema(ll.optim.apply_if_finite(ll.optimizer(torch.optim.LBFGS, lr=lambda step: 0.1 / (1 + step)), 3))
-    step = ll.make_train_step(ll.make_grad_fn(own, loss_fn), optimizer, donate=donate)
-    state = ll.init_state(own, optimizer)
-    for batch in data():
-        state, _ = step(state, batch)
-    for key, tensor in model.named_parameters():
-        assert torch.equal(state.params[key], tensor)
+    assert equal(run(net(), optimizer, data(), donate, loss_fn=loss_fn).params, model.named_parameters())
 
 
 @both
@@ -134,34 +121,26 @@ def test_an_error_within_an_update_leaves_a_pure_state_and_spends_a_donated_one(
             raise RuntimeError("no memory left")
         return loss_fn(model, batch)
 
-    model = net()
-    optimizer = ll.optimizer(torch.optim.LBFGS, lr=0.1)
-    step = ll.make_train_step(ll.make_grad_fn(model, failing), optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-    before = copy.deepcopy((state.params, state.opt_state))
+    model, optimizer = net(), ll.optimizer(torch.optim.LBFGS, lr=0.1)
+    step, state = step_of(model, optimizer, donate, failing), ll.init_state(model, optimizer)
+    before = bits((state.params, state.opt_state))
     with pytest.raises(RuntimeError, match="no memory left"):
         step(state, data()[0])
     if donate:  # the loss was evaluated at parameters that had moved already
-        with pytest.raises(ll.DonatedStateError, match="was writing over its tensors when it failed"):
+        with pytest.raises(ll.DonatedStateError):
             _ = state.params
-        return
-    leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (before, (state.params, state.opt_state))]
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*leaves, strict=True))
+    else:
+        assert bits((state.params, state.opt_state)) == before
 
 
 def test_a_checkpoint_continues(tmp_path):
-    batches, optimizer = data(), ll.optimizer(torch.optim.LBFGS, lr=0.1, history_size=4)
-    model = net()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
-    state = ll.init_state(model, optimizer)
-    for batch in batches[:3]:
-        state, _ = step(state, batch)
-    ll.checkpoint_io(tmp_path).save(state)
+    optimizer = ll.optimizer(torch.optim.LBFGS, lr=0.1, history_size=4)
+    step = step_of(net(), optimizer, loss_fn=loss_fn)
+    ll.checkpoint_io(tmp_path).save(run(net(), optimizer, data()[:3], loss_fn=loss_fn))
     restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), optimizer))
-    for batch in batches[3:]:
-        state, _ = step(state, batch)
+    for batch in data()[3:]:
         restored, _ = step(restored, batch)
-    assert all(torch.equal(restored.params[key], tensor) for key, tensor in state.params.items())
+    assert bits(restored) == bits(run(net(), optimizer, data(), loss_fn=loss_fn))
 
 
 class Halving(torch.optim.Optimizer):
@@ -194,8 +173,7 @@ class Halving(torch.optim.Optimizer):
 def test_a_third_partys_class_that_needs_a_closure(donate):
     model, _ = raw_loop(Halving, data(), lr=4.0)
     state, _ = looped(Halving, data(), donate, lr=4.0)
-    for key, tensor in model.named_parameters():
-        assert torch.equal(state.params[key], tensor)
+    assert equal(state.params, model.named_parameters())
 
 
 def test_refusals():

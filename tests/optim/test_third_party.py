@@ -1,0 +1,366 @@
+"""Third parties' classes in train steps: keys of their own in groups, objects, closures, draws, few bits; what is refused."""
+
+from collections import deque
+from functools import partial
+
+import pytest
+import torch
+from problem import batches, is_vector, loss_fn, net, raw_loop, run, step_of
+from shared import bits, equal
+from stand_ins import STAND_INS, PerParameter
+from torch import nn
+
+import looplib as ll
+
+donated = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+
+
+def is_matrix(name, tensor):
+    return tensor.ndim == 2
+
+
+def by_kind(model):
+    """Matrices, and the others."""
+    return [[p for p in model.parameters() if (p.ndim == 2) is matrix] for matrix in (True, False)]
+
+
+def smooth():
+    return net(norm=nn.LayerNorm)
+
+
+class Projector:
+    """As GaLore's: an object of the class's own, with a tensor, a count and a name."""
+
+    def __init__(self, rank, kind):
+        self.rank, self.kind, self.basis, self.made = rank, kind, None, 0
+
+    def project(self, grad, refresh):
+        if self.basis is None or refresh:
+            basis = torch.linalg.svd(grad, full_matrices=False).Vh[: self.rank]
+            if self.basis is None:
+                self.basis = basis
+            else:
+                self.basis.copy_(basis)  # in place: so one state must not see the basis of another
+            self.made += 1
+        return grad @ self.basis.T
+
+
+class LowRank(PerParameter):
+    """As GaLore and APOLLO: keys of a group that the class does not take, and numbers from its constructor."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                self.state[p]["number"] = number + 1
+
+    def update(self, group, p):
+        state, grad = self.state[p], p.grad
+        state["step"] = state.get("step", 0) + 1
+        if "rank" in group:
+            if "projector" not in state:
+                state["projector"] = Projector(group["rank"], group["kind"])
+            low = state["projector"].project(grad, state["step"] % group["every"] == 0)
+            grad = low @ state["projector"].basis * group["scale"] / state["number"]
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(grad.sign() * grad.abs().sqrt() * group["lr"])
+
+
+GROUP = {"rank": 2, "every": 3, "scale": 0.5, "kind": "right", "weight_decay": 0.1}
+
+
+def low_rank(**changes):
+    return ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, **changes})])
+
+
+@donated
+def test_a_class_reads_keys_of_its_own_from_a_group_and_keeps_objects(donate, tmp_path):
+    """From the start, from a state that was kept, and from the disk by an optimizer that has made no state yet."""
+    raw, model = smooth(), smooth()
+    matrices, vectors = by_kind(raw)
+    theirs = LowRank([{"params": matrices, **GROUP}, {"params": vectors}], lr=1e-2)
+    raw_loop(raw, theirs, batches(10))
+    step, state = step_of(model, low_rank(), donate), ll.copy_state(ll.init_state(model, low_rank()))
+    # What is given and stays is none of the class's own numbers.
+    assert state.opt_state.keys() == {"state", "started"}
+    for batch in batches(4):
+        state, _ = step(state, batch)
+    kept = ll.copy_state(state)
+    ll.checkpoint_io(tmp_path).save(state)
+    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(smooth(), low_rank()))
+    for now, own_step in ((state, step), (kept, step), (restored, step_of(smooth(), low_rank(), donate))):
+        for batch in batches(10)[4:]:
+            now, _ = own_step(now, batch)
+        assert equal(now.params, raw.named_parameters())
+        projector = now.opt_state["state"]["0.weight"]["projector"]
+        assert bits(projector) == bits(vars(theirs.state[raw[0].weight]["projector"]))
+
+
+def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
+    values = 0.5, lambda step: 0.5, ll.optim.injected(0.5), lambda step: 0.5 * (step + 1)
+    number, schedule, injected, growing = (
+        run(smooth(), low_rank(scale=value), batches(5)).params for value in values
+    )
+    assert equal(schedule, number)
+    assert equal(injected, number)
+    assert not equal(growing, number)
+
+
+class Keyed(PerParameter):
+    """Needs a key in each group, as the Muon of pytorch_optimizer does."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            if "use_muon" not in group:
+                raise ValueError("`use_muon` must be set.")
+
+    def update(self, group, p):
+        moment = self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+        p.sub_(group["lr"] * (moment / moment.norm() if group["use_muon"] else moment.sign()))
+
+
+@donated
+@pytest.mark.parametrize("lr", [1e-2, lambda step: 1e-2], ids=["number", "schedule"])
+def test_every_group_of_a_class_may_need_a_key(lr, donate):
+    raw = smooth()
+    matrices, vectors = by_kind(raw)
+    groups = [{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}]
+    raw_loop(raw, Keyed(groups, lr=1e-2), batches(5))
+    groups = [(is_matrix, {"use_muon": True, "lr": lr}), (is_vector, {"use_muon": False, "lr": lr})]
+    state = run(smooth(), ll.optimizer(Keyed, lr=1.0, groups=groups), batches(5), donate)
+    assert equal(state.params, raw.named_parameters())
+    with pytest.raises(ValueError, match=r"`use_muon` must be set") as raised:
+        ll.init_state(smooth(), ll.optimizer(Keyed, lr=1e-2, groups=groups[:1]))
+    assert all(name in raised.value.__notes__[0] for name in ("0.bias", "use_muon"))
+
+
+class PolyakStep(torch.optim.Optimizer):
+    """Needs a closure, although `step` has a default for it, as AliG of pytorch_optimizer does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("a closure is needed")
+        loss = closure()
+        every = [p for group in self.param_groups for p in group["params"]]
+        size = min(self.param_groups[0]["lr"], loss.item() / sum(p.grad.square().sum().item() for p in every))
+        with torch.no_grad():
+            for p in every:
+                p.sub_(p.grad, alpha=size)
+
+
+@donated
+def test_a_class_may_need_a_closure_that_its_signature_leaves_out(donate):
+    raw = smooth()
+    theirs = PolyakStep(raw.parameters(), lr=0.1)
+
+    def closure(batch):
+        theirs.zero_grad()
+        loss = loss_fn(raw, batch)
+        loss.backward()
+        return loss
+
+    for batch in batches(5):
+        theirs.step(partial(closure, batch))
+    assert equal(run(smooth(), ll.optimizer(PolyakStep, lr=0.1), batches(5), donate).params, raw.named_parameters())
+
+
+class Half:
+    def __init__(self, grad):
+        self.seen, self.factor = [torch.zeros_like(grad)], 0.5
+
+
+class Twice(Half):
+    def __init__(self, grad):
+        super().__init__(grad)
+        self.factor = 2.0
+
+
+class ByKind(PerParameter):
+    """Objects of two classes under one key, and for the last layer's bias none."""
+
+    def update(self, group, p):
+        state = self.state[p]
+        if "kind" not in state:
+            state["kind"] = None if p.shape == (2,) else (Half if p.ndim == 2 else Twice)(p.grad)
+        if state["kind"] is not None:
+            state["kind"].seen[0].add_(p.grad)
+            p.sub_(state["kind"].seen[0] * state["kind"].factor * group["lr"])
+
+
+@donated
+def test_each_parameter_has_the_objects_of_its_own_kind(donate):
+    raw = smooth()
+    raw_loop(raw, ByKind(raw.parameters()), batches(4))
+    state = run(smooth(), ll.optimizer(ByKind, lr=1e-2), batches(4), donate)
+    assert equal(state.params, raw.named_parameters())
+
+
+def test_a_donated_state_of_a_class_that_makes_new_tensors_is_spent():
+    cls = next(cls for cls in STAND_INS if "_new_" in cls.__name__)
+    optimizer, model = ll.optimizer(cls, lr=1e-2), net()
+    step = step_of(model, optimizer, donate=True)
+    state, _ = step(ll.init_state(model, optimizer), batches(1)[0])
+    share = ll.TrainState(opt_state=state.opt_state)
+    step(state, batches(1)[0])
+    with pytest.raises(ll.DonatedStateError):
+        _ = share.opt_state
+
+
+class Noisy(PerParameter):
+    """As SGLD: noise in each update."""
+
+    def update(self, group, p):
+        p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
+
+
+@donated
+def test_an_update_draws_by_seed_and_step(donate):
+    def trained(seed, steps=4, state=None):
+        optimizer, model = ll.optimizer(Noisy, lr=0.1), net()
+        step, state = step_of(model, optimizer, donate), state or ll.init_state(model, optimizer, seed=seed)
+        stream, states = torch.get_rng_state(), [ll.copy_state(state)]
+        for batch in batches(4)[-steps:]:
+            state, _ = step(state, batch)
+            states.append(ll.copy_state(state))
+        assert torch.equal(torch.get_rng_state(), stream)
+        return states
+
+    states = trained(5)
+    torch.rand(3)
+    assert equal(trained(5)[-1].params, states[-1].params)  # whatever was drawn before
+    assert equal(trained(0, 2, ll.copy_state(states[2]))[-1].params, states[-1].params)  # resumed
+    assert not equal(trained(6)[-1].params, states[-1].params)
+    moved = [states[k + 1].params["0.weight"] - states[k].params["0.weight"] for k in range(3)]
+    assert not torch.allclose(moved[0], moved[1], atol=1e-3)
+
+
+# State out of reach
+
+
+class Queue(PerParameter):
+    """As AdaShift: the last gradients in a deque."""
+
+    def update(self, group, p):
+        self.state[p].setdefault("last", deque(maxlen=3)).append(p.grad.clone())
+        p.sub_(self.state[p]["last"][0], alpha=group["lr"])
+
+
+class Drawing(Noisy):
+    def step(self, closure=None):
+        import random
+
+        random.random()
+        super().step()
+
+
+class Counting(Noisy):
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.history = []
+
+    def step(self, closure=None):
+        self.history.append(1)
+        super().step()
+
+
+class OnItsClass(PerParameter):
+    count = 0
+
+    def update(self, group, p):
+        OnItsClass.count += 1
+        p.sub_(p.grad / OnItsClass.count)
+
+
+class Captured(torch.optim.Optimizer):
+    """Its own list of parameters, which a pure update's are not in."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        self.own = self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.own:
+            p.sub_(p.grad)
+
+
+class Growing(PerParameter):
+    """Keeps more after its second update than after its first."""
+
+    def update(self, group, p):
+        state = self.state[p]
+        state["late" if state else "first"] = torch.zeros(())
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+class Masked:
+    """A wrapper, as Magma of pytorch_optimizer is."""
+
+    def __init__(self, optimizer, mask_prob=0.5, **kwargs):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (Queue, "last deque"),
+        (Drawing, "Python NumPy"),
+        (Counting, "'history'"),
+        (OnItsClass, "raw loop"),
+        (Captured, "raw loop"),
+        (Growing, "more after one"),
+        (Masked, "optimizer params"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name_at_the_start(cls, names):
+    with pytest.raises(TypeError) as raised:
+        ll.optimizer(cls, lr=1e-2).init(dict(net().named_parameters()))
+    assert all(name in str(raised.value) for name in (cls.__name__, *names.split()))
+
+
+# torchao's classes, whose moments are tensor subclasses of few bits
+
+
+LRS = {"number": 1e-2, "schedule": lambda step: 1e-2 / (1 + step), "injected": ll.optim.injected(1e-2)}
+
+
+@pytest.mark.parametrize("lr", LRS)
+@donated
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_torchaos_optimizers_train_save_and_resume_with_the_bits_of_a_raw_loop(name, donate, lr, tmp_path):
+    import torchao.optim
+
+    def wide():
+        torch.manual_seed(0)  # of 4,096 numbers on, moments have few bits
+        return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+
+    def train(step, state, data):
+        for x in data:
+            state, _ = step(state, x)
+        return state
+
+    cls = getattr(torchao.optim, name)
+    data = torch.randn(6, 8, 64, generator=torch.Generator().manual_seed(1)).unbind()
+    raw, optimizer = wide(), ll.optimizer(cls, lr=LRS[lr])
+    theirs = cls(raw.parameters(), lr=1e-2)
+
+    def schedule(number):
+        if lr == "schedule":
+            theirs.param_groups[0]["lr"].fill_(LRS[lr](number))
+
+    with torch.compiler.set_stance("force_eager"):  # their step calls torch.compile, here without machine code
+        raw_loop(raw, theirs, data, schedule)
+        step, another = (step_of(wide(), optimizer, donate) for _ in range(2))
+        state = train(step, ll.init_state(wide(), optimizer), data[:3])
+        ll.checkpoint_io(tmp_path).save(state)
+        kept = ll.copy_state(state)
+        assert state.opt_state["state"]["0.weight"]["exp_avg"]["codes"].dtype.itemsize == 1
+        restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(wide(), ll.optimizer(cls, lr=LRS[lr])))
+        for own_step, own_state in ((step, state), (step, kept), (another, restored)):
+            assert equal(train(own_step, own_state, data[3:]).params, raw.named_parameters())
