@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+import schedulefree
 import torch
 from problem import adamw, batches, is_vector, net, raw_loop, run, sgd, step_of
 from shared import bits, equal
@@ -52,16 +53,18 @@ def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
 
 
 def test_update_is_pure_and_takes_gradients_of_a_part():
-    optimizer, params = adamw(), dict(net().named_parameters())
-    given = {"0.weight": torch.ones(5, 6)}, optimizer.init(params), params, 0
-    before = bits(given)
-    one, two = optimizer.update(*given), optimizer.update(*given)
-    assert bits(given) == before
-    assert bits(one) == bits(two)
-    assert one[2] is True
-    assert one[0]["4.bias"] is params["4.bias"]
-    assert not torch.equal(one[0]["0.weight"], params["0.weight"])
-    assert list(one[0]) == list(params)
+    writes_grads = ll.optimizer(schedulefree.AdamWScheduleFree, lr=1e-2, foreach=False)
+    for optimizer in (adamw(), writes_grads):
+        params = dict(net().named_parameters())
+        given = {"0.weight": torch.full((5, 6), 2.0)}, optimizer.init(params), params, 0
+        before = bits(given)
+        one, two = optimizer.update(*given), optimizer.update(*given)
+        assert bits(given) == before
+        assert bits(one) == bits(two)
+        assert one[2] is True
+        assert one[0]["4.bias"] is params["4.bias"]
+        assert not torch.equal(one[0]["0.weight"], params["0.weight"])
+        assert list(one[0]) == list(params)
 
 
 class Kernels(TorchDispatchMode):
