@@ -96,7 +96,7 @@ class Plan:
 def _sample(
     recipe: Recipe, params: Params, members: Sequence[Sequence[str]], states: Mapping[str, Any]
 ) -> tuple[Probe, dict[str, Any]]:
-    """What a class keeps, and under which keys for the first parameter of each group."""
+    """Probe of a third party's class, and the keys of the state of the first parameter of each group."""
     first = [names[0] for names in members if names]
     if recipe.is_torch_optim:
         found, kept = Probe(), first_state(recipe, pick(params, first))["state"]

@@ -318,7 +318,7 @@ def test_compiled_a_parameter_begins_at_its_own_first_update():
 @donated
 @pytest.mark.parametrize("cls", [optim.Adafactor, optim.AdamW, STAND_INS[0]])
 def test_one_optimizer_trains_models_with_the_same_names_and_other_shapes(cls, donate):
-    """What a class keeps and the group that a predicate chooses may depend on the shape."""
+    """The keys of a state and the group that a predicate chooses may depend on the shape."""
     kernel = {"fused": True} if cls is optim.AdamW else {}
     optimizer = ll.optimizer(cls, lr=1e-2, groups=[(lambda name, tensor: tensor.ndim == 2, {"lr": 0.1})])
     for shape in [(4, 3), (3,), (2, 2, 3), (), (4, 3)]:
