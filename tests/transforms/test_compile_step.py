@@ -2,8 +2,6 @@
 
 import gc
 import inspect
-import signal
-import time
 import warnings
 from functools import partial
 
@@ -11,28 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transform_cases import batches, normalized, plain, seeded
+from transform_cases import classify as loss_fn
 
 import looplib as ll
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
-
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
-def data(count=4, size=6):
-    generator = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(size, 4, generator=generator).double(), torch.randint(0, 3, (size,), generator=generator))
-        for _ in range(count)
-    ]
 
 
 def train_step(model, optimizer=None, **options):
@@ -49,14 +31,9 @@ def close(one, other):
         torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-12)
 
 
-def plain_net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_steps_that_do_not_train_are_compiled_too(backend):
-    model = net()
+    model = seeded(normalized)
     state = ll.init_state(model)
     state.buffers["1.running_mean"].fill_(0.5)
     before = ll.copy_state(state)
@@ -73,12 +50,12 @@ def test_steps_that_do_not_train_are_compiled_too(backend):
     eval_step, predict_step = ll.make_eval_step(model, metric_fn), ll.make_predict_step(model, predict_fn)
     compiled_eval = ll.compile_step(eval_step, backend=backend)
     compiled_predict = ll.compile_step(predict_step, backend=backend)
-    sets = [*data(3), *data(1, size=2)]
+    sets = [*batches(3), *batches(1, size=2)]
     assert ll.evaluate(compiled_eval, state, sets) == pytest.approx(ll.evaluate(eval_step, state, sets), rel=1e-12)
     for batch in sets:
         found, expected = compiled_predict(state, batch), predict_step(state, batch)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-        raw = net().eval()
+        raw = seeded(normalized).eval()
         raw[1].running_mean.fill_(0.5)
         torch.testing.assert_close(found["classes"][0], raw(batch[0]).softmax(1).detach(), rtol=1e-12, atol=1e-15)
     assert compiled_eval.compiler.compilations == compiled_predict.compiler.compilations == 2  # one for each shape
@@ -88,7 +65,7 @@ def test_steps_that_do_not_train_are_compiled_too(backend):
 
 
 def test_a_stack_is_compiled_in_either_order():
-    model, optimizer = plain_net(), ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-2, 1e-3]))
+    model, optimizer = seeded(plain), ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-2, 1e-3]))
     step = train_step(model, optimizer, donate=True)
     outcomes = []
     for mapped in (
@@ -96,8 +73,8 @@ def test_a_stack_is_compiled_in_either_order():
         ll.compile_step(ll.vmap_step(step)),
         ll.vmap_step(ll.compile_step(step)),
     ):
-        stack = ll.transforms.stack_states([ll.init_state(plain_net(), optimizer, seed=seed) for seed in range(2)])
-        for batch in data():
+        stack = ll.transforms.stack_states([ll.init_state(seeded(plain), optimizer, seed=seed) for seed in range(2)])
+        for batch in batches(4):
             stack, metrics = mapped(stack, batch)
         outcomes.append((stack, metrics))
     first = outcomes[0][0]
@@ -108,50 +85,51 @@ def test_a_stack_is_compiled_in_either_order():
     evals = [ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})]
     mapped = ll.vmap_step(evals[0])
     again = ll.compile_step(mapped, **{"mode": "default"})
-    one, two = (ll.transforms.compute_members(each(first, data()[0])) for each in (mapped, again))
+    one, two = (ll.transforms.compute_members(each(first, batches(1)[0])) for each in (mapped, again))
     assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-12)
 
 
-def test_what_is_no_step_or_compiled_already_is_refused():
-    model = plain_net()
-    step = train_step(model)
-    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
-    stacked, smooth = ll.vmap_step(step), ll.transforms.differentiable(step)
-    compiled = ll.compile_step(step, **QUICK)
-    refused = [
-        (
-            lambda: ll.compile_step(lambda state, batch: step(state, batch)),
-            "compile_step got a function that is no step",
-        ),
-        (lambda: ll.compile_step(compiled), "compiled already: give the one that ll.make_train_step returned"),
-        (lambda: ll.compile_step(ll.compile_step(stacked)), "compiled already"),
-        (lambda: ll.compile_step(smooth), "compile the outer train step"),
-        (lambda: ll.vmap_step(stacked), "vmap_step got a step of a stack"),
-        (lambda: ll.vmap_step(smooth), "vmap_step got a differentiable step"),
-        (lambda: ll.transforms.differentiable(stacked), "differentiable got a step of a stack"),
-        (lambda: ll.transforms.differentiable(eval_step), "differentiable got a step of kind 'eval'"),
-        (lambda: ll.testing.assert_compiles(stacked, None, None), "assert_compiles got a step of graphs"),
-        (lambda: ll.testing.assert_compiles(eval_step, None, None), "assert_compiles got an eval step"),
-    ]
-    for call, words in refused:
-        with pytest.raises(TypeError, match=words):
-            call()
-
-
-@pytest.mark.parametrize("compile", [True, False, {"mode": "default"}])
-def test_compile_as_an_argument_is_refused_with_what_to_write(compile):
-    model = plain_net()
+def refused_calls():
+    """name -> (call, what the message names)"""
+    model = seeded(plain)
     grad_fn = ll.make_grad_fn(model, loss_fn)
-    with pytest.raises(
-        TypeError, match=r"takes no compile=.*ll.compile_step\(ll.make_train_step\(grad_fn, optimizer\)"
-    ):
-        ll.make_train_step(grad_fn, adamw(), compile=compile)
-    with pytest.raises(TypeError, match=r"make_train_step.* unexpected keyword argument 'donated'"):
-        ll.make_train_step(grad_fn, adamw(), donated=True)
+    step, eval_step = (
+        train_step(model),
+        ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)}),
+    )
+    compiled, stacked, smooth = ll.compile_step(step, **QUICK), ll.vmap_step(step), ll.transforms.differentiable(step)
+    known, instead = "compiled already", "ll.compile_step(ll.make_train_step(grad_fn, optimizer)"
+    return {
+        "a function": (lambda: ll.compile_step(lambda state, batch: step(state, batch)), ["compile_step", "no step"]),
+        "compiled": (lambda: ll.compile_step(compiled), [known, "ll.make_train_step"]),
+        "a compiled stack": (lambda: ll.compile_step(ll.compile_step(stacked)), [known]),
+        "smooth": (lambda: ll.compile_step(smooth), ["compile the outer train step"]),
+        "a stack of stacks": (lambda: ll.vmap_step(stacked), ["vmap_step", "a stack"]),
+        "a stack of smooth": (lambda: ll.vmap_step(smooth), ["vmap_step", "differentiable"]),
+        "a smooth stack": (lambda: ll.transforms.differentiable(stacked), ["differentiable", "a stack"]),
+        "a smooth eval step": (lambda: ll.transforms.differentiable(eval_step), ["differentiable", "'eval'"]),
+        "asserted stack": (lambda: ll.testing.assert_compiles(stacked, None, None), ["assert_compiles", "graphs"]),
+        "asserted eval": (lambda: ll.testing.assert_compiles(eval_step, None, None), ["assert_compiles", "eval"]),
+        "compile=True": (lambda: ll.make_train_step(grad_fn, adamw(), compile=True), ["compile=", instead]),
+        "compile=False": (lambda: ll.make_train_step(grad_fn, adamw(), compile=False), ["compile=", instead]),
+        "donated=": (lambda: ll.make_train_step(grad_fn, adamw(), donated=True), ["make_train_step", "'donated'"]),
+        "fullgraph": (lambda: ll.compile_step(step, fullgraph=True), ["'fullgraph'"]),
+        "mode": (lambda: ll.compile_step(step, mode="fast"), ["'fast'", "one of default, reduce-overhead"]),
+        "backend": (lambda: ll.compile_step(step, backend="inductr"), ["'inductr'", "aot_eager"]),
+        "Inductor's": (lambda: ll.compile_step(step, backend="eager", mode="default"), ["Inductor's", "'eager'"]),
+        "option": (lambda: ll.compile_step(step, options={"fallback_randon": True}), ["fallback_randon"]),
+    }
+
+
+def test_what_is_refused_when_a_step_is_made():
+    for name, (call, words) in refused_calls().items():
+        with pytest.raises(TypeError) as error:
+            call()
+        assert all(word in str(error.value) for word in words), name
 
 
 def test_a_warning_shows_the_line_that_called_the_step():
-    model = plain_net()
+    model = seeded(plain)
     model.factor = 1.0
     grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch) * model.factor)
     step = ll.make_train_step(grad_fn, adamw())
@@ -159,93 +137,15 @@ def test_a_warning_shows_the_line_that_called_the_step():
     for wrapped in (ll.compile_step(step, **QUICK), ll.vmap_step(step)):
         state = single if stack is None else stack
         model.factor = 1.0
-        wrapped(state, data()[0])
+        wrapped(state, batches(1)[0])
         model.factor = 2.0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            wrapped(state, data()[0])
+            wrapped(state, batches(1)[0])
             line = inspect.currentframe().f_lineno - 1
         assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
         assert "changed since the step was compiled" in str(caught[0].message)
         stack = ll.transforms.stack_states([single])
-
-
-def test_the_garbage_of_a_loop_takes_no_guard_from_a_compiled_update():
-    """A loop's guard of signals is removed when the loop ends, but never within a step that runs its collection."""
-    model, asked = plain_net(), []
-
-    def lr(step):
-        if asked:
-            gc.collect()
-        return 1e-2
-
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
-    step = ll.compile_step(train_step(model, optimizer, donate=True), **QUICK)
-    rows = torch.utils.data.TensorDataset(*data(1)[0])
-    loader = ll.make_loader(rows, batch_size=2)
-    state, _ = step(ll.init_state(model, optimizer), data()[0])
-    expected, _ = step(ll.copy_state(state), data()[1])
-    (questions,) = step.compiler.table.values()
-    machine = next(iter(questions[None].answers.values()))
-    run = machine.run
-
-    def struck(values):
-        signal.raise_signal(signal.SIGINT)
-        return run(values)
-
-    def make_garbage():
-        cycle = [loader(state)]
-        next(cycle[0])
-        cycle.append(cycle)
-
-    def loop():
-        nonlocal state
-        state, _ = step(state, data()[1])
-        time.sleep(60)
-
-    gc.disable()
-    try:
-        make_garbage()
-        asked.append(True)
-        machine.run = struck
-        with pytest.raises(KeyboardInterrupt):
-            loop()
-    finally:
-        gc.enable()
-    assert state.step == 2  # the interrupt waited for the update and the assignment
-    close(state.params, expected.params)
-
-
-def test_the_garbage_of_a_loop_takes_no_guard_from_an_eager_update():
-    model, struck = plain_net(), []
-
-    def lr(step):  # asked for within the update
-        if step:
-            struck.append(signal.raise_signal(signal.SIGINT))
-        return 1e-2
-
-    def loss(model, batch):
-        gc.collect()
-        return model(batch[0]).square().mean()
-
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
-    step = ll.make_train_step(ll.make_grad_fn(model, loss), optimizer, donate=True)
-    loader = ll.make_loader(torch.utils.data.TensorDataset(*data(1)[0]), batch_size=2)
-    state, _ = step(ll.init_state(model, optimizer), data()[0])
-
-    def loop():
-        nonlocal state
-        cycle = [loader(state)]
-        next(cycle[0])
-        cycle.append(cycle)
-        del cycle
-        state, _ = step(state, data()[1])
-        time.sleep(60)
-
-    with pytest.raises(KeyboardInterrupt):
-        loop()
-    assert (state.step, len(struck)) == (2, 1)
-    assert state.params["0.weight"].isfinite().all()
 
 
 class Counting(nn.Linear):
@@ -326,7 +226,7 @@ def test_the_collector_of_cycles_runs_again_after_a_step_is_compiled():
         seen.append(gc.isenabled())
         return loss_fn(model, batch)
 
-    model = plain_net()
+    model = seeded(plain)
     step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss), adamw()), **QUICK)
-    step(ll.init_state(model, adamw()), data()[0])
+    step(ll.init_state(model, adamw()), batches(1)[0])
     assert (seen, gc.isenabled()) == ([False], True)
