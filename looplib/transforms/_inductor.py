@@ -275,11 +275,11 @@ def _module(name: str, argtypes: Sequence[str] = ()) -> str:
 
 def functions_of(last: Any, count: int) -> list[Any]:
     """The functions in the file of `one_file`, of which the last is loaded."""
-    functions = []
+    path, functions = last.__self__.__file__, []
     for number in range(count - 1):
         name = f"kernel_{number}"
-        loader = ExtensionFileLoader(name, last.__self__.__file__)
-        module = module_from_spec(ModuleSpec(name, loader))
+        loader = ExtensionFileLoader(name, path)
+        module = module_from_spec(ModuleSpec(name, loader, origin=path))
         loader.exec_module(module)
         functions.append(getattr(module, name))
     return [*functions, last]

@@ -26,9 +26,7 @@ def adamw():
 
 
 def close(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -230,3 +228,31 @@ def test_the_collector_of_cycles_runs_again_after_a_step_is_compiled():
     step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss), adamw()), **QUICK)
     step(ll.init_state(model, adamw()), batches(1)[0])
     assert (seen, gc.isenabled()) == ([False], True)
+
+
+@pytest.mark.parametrize("transform", [partial(ll.compile_step, **QUICK), lambda step: step], ids=["graph", "eager"])
+def test_a_line_search_tries_steps_from_one_state_and_keeps_the_best(transform):
+    raw, rates = seeded(plain), [0.01, 3.0, 0.3]
+    model, optimizer = seeded(plain), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    step, state = transform(train_step(model, optimizer)), ll.init_state(model, optimizer)
+    measure = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    chosen = []
+    for batch in batches(4):
+        best = None
+        for rate in rates:
+            values = [{"lr": torch.tensor(rate, dtype=torch.float64)}]
+            tried, _ = step(state.replace(opt_state={**state.opt_state, "hyperparameters": values}), batch)
+            loss = ll.compute(measure(tried, batch))["loss"]
+            best = min(best or (loss, rate, tried), (loss, rate, tried), key=lambda found: found[0])
+        _, rate, state = best
+        chosen.append(rate)
+
+        loss_fn(raw, batch).backward()
+        with torch.no_grad():
+            trials = [{name: p - rate * p.grad for name, p in raw.named_parameters()} for rate in rates]
+            losses = [loss_fn(partial(torch.func.functional_call, raw, trial), batch) for trial in trials]
+        assert rates[losses.index(min(losses))] == rate
+        raw.load_state_dict(trials[losses.index(min(losses))])
+        raw.zero_grad()
+    assert len({*chosen}) > 1
+    close(state.params, {name: p.detach() for name, p in raw.named_parameters()})

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,7 +45,6 @@ def files(monkeypatch):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 1])
 def test_kernels_in_one_file_keep_their_own_code(monkeypatch, threads):
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
@@ -66,9 +66,10 @@ def test_a_file_includes_each_header_once_and_outside_of_namespaces():
     assert "#include" not in code.partition("namespace")[2]
 
 
-def trained(options):
+def trained():
     """The losses of a small network's compiled steps, and its last tensors."""
     torch.manual_seed(0)
+    options = {"fx_graph_cache": False}  # which would hide the second compilation
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3), nn.Softmax(-1))
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
@@ -77,33 +78,21 @@ def trained(options):
     for _ in range(3):
         state, metrics = train_step(state, torch.randn(8, 5))
         losses.append(metrics["loss"].compute())
-    return losses, tree_leaves((state.params, state.opt_state))
+    return [*losses, *tree_leaves((state.params, state.opt_state))]
 
 
 @pytest.mark.slow
-def test_a_step_of_few_files_has_the_bits_of_one_file_per_kernel(monkeypatch):
-    options = {"fx_graph_cache": False}  # which would hide the second compilation
+def test_a_step_of_few_files_or_of_one_that_fails_has_the_bits_of_one_file_per_kernel(monkeypatch):
     compiled = files(monkeypatch)
-    losses, tensors = trained(options)
-    few = len(compiled)
-    monkeypatch.setattr(_inductor, "compiled_together", contextlib.nullcontext)
-    losses_apart, tensors_apart = trained(options)
-    assert len(compiled) - few > few >= 1
-    assert losses == losses_apart
-    assert all(torch.equal(one, other) for one, other in zip(tensors, tensors_apart, strict=True))
-
-
-@pytest.mark.slow
-def test_kernels_that_do_not_compile_together_are_compiled_apart(monkeypatch):
-    options = {"fx_graph_cache": False}
+    together, few = trained(), len(compiled)
     monkeypatch.setattr(_inductor, "one_file", lambda kernels: "this is no C++")
-    compiled = files(monkeypatch)
-    losses, tensors = trained(options)
-    assert compiled.count("this is no C++") >= 1
+    failed, failures = trained(), compiled.count("this is no C++")
     monkeypatch.setattr(_inductor, "compiled_together", contextlib.nullcontext)
-    losses_apart, tensors_apart = trained(options)
-    assert losses == losses_apart
-    assert all(torch.equal(one, other) for one, other in zip(tensors, tensors_apart, strict=True))
+    compiled.clear()
+    apart = trained()
+    assert len(compiled) > few >= failures >= 1
+    for found in (together, failed):
+        assert all(map(torch.equal, found, apart))
 
 
 def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(monkeypatch):
@@ -113,8 +102,8 @@ def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(mo
         compiler = AsyncCompile()
         assert isinstance(compiler.cpp_pybinding(*kernel(1.5)), Kernel)
         assert compiler.cpp_pybinding(["float*"], "#define SIZE 3\n" + kernel(1.5).source) == "as usual"
-        found = in_a_thread(lambda: compiler.cpp_pybinding(*kernel(1.5)))
-        assert found == "as usual"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(compiler.cpp_pybinding, *kernel(1.5)).result() == "as usual"
     assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
 
 
@@ -132,14 +121,6 @@ def test_two_threads_that_compile_at_once_leave_inductor_as_it_was():
         assert not second_is_in.wait(0.1)
     thread.join()
     assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
-
-
-def in_a_thread(function):
-    """Call a function in a thread of its own and return its result."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
 
 
 # The check of vector instructions
