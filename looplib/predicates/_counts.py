@@ -39,13 +39,6 @@ class _Every(Predicate):
         at = point if _fraction(float(point)) != point else float(point) if point % 1 else int(point)
         return self.between(at, at)
 
-    def _check_ints(self) -> None:
-        for name, lowest in (("n", 1), ("offset", 0), ("first", 0), ("last", 0)):
-            value = getattr(self, name)
-            if not is_count(value, lowest) and (name, value) != ("last", math.inf):
-                raise ValueError(f"{self!r}: {name} must be an int of at least {lowest}, got {value!r}.")
-        self._check_order(self.n, self.offset, self.first, self.last)
-
     def _check_order(self, n: Number, offset: Number, first: Number, last: Number) -> None:
         if offset >= n:
             raise ValueError(f"{self!r}: offset must be below n; to begin later, use between(first).")
@@ -63,7 +56,7 @@ def _crossed(now: int, taken: int, n: int, offset: int, first: float, last: floa
     """True if one of the points offset + k n in the window lies in (now - taken, now]."""
     if (now - offset) % n >= taken:  # a loop asks at every step, and the answer is nearly always no
         return False
-    top = now if now <= last else last  # min() would take longer than the rest
+    top = min(now, last)
     point = top - (top - offset) % n
     return now - taken < point >= first and point > 0
 
@@ -100,7 +93,11 @@ class _EveryCount(_Every):
     last: float = field(default=math.inf, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._check_ints()
+        for name, lowest in (("n", 1), ("offset", 0), ("first", 0), ("last", 0)):
+            value = getattr(self, name)
+            if not is_count(value, lowest) and (name, value) != ("last", math.inf):
+                raise ValueError(f"{self!r}: {name} must be an int of at least {lowest}, got {value!r}.")
+        self._check_order(self.n, self.offset, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

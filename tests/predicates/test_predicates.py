@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 import pickle
@@ -42,19 +43,17 @@ def answers(predicate, batches, epoch_length, resumes=()):
     return found
 
 
-class Counter:
-    """A predicate as it should not be: it remembers the next point and counts from there."""
+class Points:
+    """A predicate as it should not be: it remembers the next point at which it fires, and goes on from there."""
 
-    def __init__(self, n, offset=0, window=(0, math.inf)):
-        self.n = n
-        self.next = offset or n
-        self.window = window
+    def __init__(self, points):
+        self.points = iter(points)
+        self.next = next(self.points, math.inf)
 
     def __call__(self, now):
         fired = False
         while self.next <= now:
-            fired |= self.window[0] <= self.next <= self.window[1]
-            self.next += self.n
+            fired, self.next = True, next(self.points, math.inf)
         return fired
 
 
@@ -70,55 +69,70 @@ def counted(unit, asked, batches, epoch_length):
     return found
 
 
-def first_only(found):
-    return [fired and not any(found[:index]) for index, fired in enumerate(found)]
-
-
 some_batches = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([False, False, False, True])), max_size=60)
 epoch_lengths = st.integers(1, 12)
 some_resumes = st.sets(st.integers(0, 60))
+parts_of_epochs = st.builds(Fraction, st.integers(1, 30), st.integers(1, 30))
+
+UNITS = {
+    "steps": (ll.every_n_steps, ll.after_steps),
+    "samples": (ll.predicates.every_n_samples, ll.predicates.after_samples),
+    "epochs": (ll.every_n_epochs, ll.after_epochs),
+}
+
+
+def plain(number):
+    """As users write it."""
+    return int(number) if number % 1 == 0 else float(number)
+
+
+def within(points, first, last=math.inf):
+    return itertools.takewhile(lambda point: point <= last, itertools.dropwhile(lambda point: point < first, points))
 
 
 @st.composite
-def windows(draw, numbers):
-    """None, or (first, last) in order, or (first, infinity)."""
-    ends = sorted(draw(st.lists(numbers, max_size=2)))
-    return None if not ends else (ends[0], math.inf) if len(ends) == 1 else tuple(ends)
+def counting(draw):
+    """A unit, a predicate that counts in it, and a function that makes what it should answer to each count."""
+    kind, unit = draw(st.sampled_from(["every", "every", "after", "at"])), draw(st.sampled_from(list(UNITS)))
+    every, after = UNITS[unit]
+    numbers = parts_of_epochs if unit == "epochs" and draw(st.booleans()) else st.integers(1, 40)
+    n = draw(numbers)
+    if kind == "after":
+        return unit, after(plain(n)), lambda: lambda now: now >= n
+    window = sorted(draw(st.lists(numbers, max_size=2)))
+    if kind == "every":
+        offset = draw(numbers) % n
+        predicate, points = every(plain(n), offset=plain(offset)), functools.partial(itertools.count, offset or n, n)
+    elif unit == "steps":
+        steps = draw(st.sets(st.integers(1, 40), min_size=1))
+        return unit, ll.at_step(*steps), lambda: Points(sorted(steps))
+    else:
+        unit, predicate, points, window = "epochs", ll.at_epoch_end(), functools.partial(itertools.count, 1), [1, 3]
+    if not window:
+        return unit, predicate, lambda: Points(points())
+    return unit, predicate.between(*map(plain, window)), lambda: Points(within(points(), *window))
 
 
-@pytest.mark.parametrize(
-    ("unit", "every"),
-    [("steps", ll.every_n_steps), ("samples", ll.predicates.every_n_samples), ("epochs", ll.every_n_epochs)],
-)
-@quick
-@given(st.data(), some_batches, epoch_lengths, some_resumes)
-def test_every_n_fires_where_a_counter_does_however_often_resumed(unit, every, data, batches, epoch_length, resumes):
-    n = data.draw(st.integers(1, 20))
-    offset = data.draw(st.integers(0, n - 1))
-    window = data.draw(windows(st.integers(0, 80)))
-    predicate = every(n, offset=offset) if window is None else every(n, offset=offset).between(*window)
-    expected = counted(unit, Counter(n, offset, window or (0, math.inf)), batches, epoch_length)
+TENTHS = "epochs", ll.every_n_epochs(0.1).between(0.1, 0.3), lambda: Points([Fraction(n, 10) for n in (1, 2, 3)])
+
+
+@settings(quick, max_examples=500)
+@given(counting(), some_batches, epoch_lengths, some_resumes)
+@example(TENTHS, [(1, False)] * 30, 30, ())
+def test_a_predicate_fires_where_a_counter_does_however_often_resumed(made, batches, epoch_length, resumes):
+    unit, predicate, asked = made
+    expected = counted(unit, asked(), batches, epoch_length)
     assert answers(predicate, batches, epoch_length) == expected
     assert answers(predicate, batches, epoch_length, resumes) == expected
-    assert answers(predicate.once(), batches, epoch_length, resumes) == first_only(expected)
-
-
-parts_of_epochs = st.builds(Fraction, st.integers(1, 30), st.integers(1, 30))
+    first_only = [fired and not any(expected[:index]) for index, fired in enumerate(expected)]
+    assert answers(predicate.once(), batches, epoch_length, resumes) == first_only
 
 
 @quick
-@given(
-    some_batches, epoch_lengths, some_resumes, parts_of_epochs, st.none() | parts_of_epochs, windows(parts_of_epochs)
-)
-@example([(1, False)] * 30, 30, (), Fraction(1, 10), None, (Fraction(1, 10), Fraction(3, 10)))
-def test_fractions_of_epochs_are_exact(batches, epoch_length, resumes, n, offset, window):
-    offset = offset % n if offset else Fraction(0)
-    predicate = ll.every_n_epochs(float(n), offset=float(offset))
-    if window:
-        predicate = predicate.between(*map(float, window))
-    expected = counted("epochs", Counter(n, offset, window or (0, math.inf)), batches, epoch_length)
-    assert answers(predicate, batches, epoch_length, resumes) == expected
-    assert answers(predicate.once(), batches, epoch_length, resumes) == first_only(expected)
+@given(st.integers(1, 60), epoch_lengths, parts_of_epochs)
+def test_a_fraction_of_epochs_has_as_many_steps_as_transformers_trainer(batches, epoch_length, n):
+    found = answers(ll.after_epochs(float(n)), [(1, False)] * batches, epoch_length)
+    assert found.count(False) == min(batches, math.ceil(n * epoch_length) - 1)
 
 
 def test_once_keeps_a_point_that_no_short_fraction_names():
@@ -126,54 +140,6 @@ def test_once_keeps_a_point_that_no_short_fraction_names():
     once = ll.every_n_epochs(n, offset=offset).between(n).once()
     assert once == ll.every_n_epochs(n, offset=offset).between(n + offset, n + offset)
     assert answers(once, [(1, False)] * 30, 10) == [True] + [False] * 29
-
-
-@pytest.mark.parametrize(
-    ("unit", "after"),
-    [("steps", ll.after_steps), ("samples", ll.predicates.after_samples), ("epochs", ll.after_epochs)],
-)
-@quick
-@given(some_batches, epoch_lengths, some_resumes, st.integers(0, 40))
-def test_after_is_true_from_there_on(unit, after, batches, epoch_length, resumes, n):
-    expected = counted(unit, lambda now: now >= n, batches, epoch_length)
-    assert answers(after(n), batches, epoch_length, resumes) == expected
-    assert after(n)(TrainState()) == (n == 0)
-    if n:
-        assert answers(after(n).once(), batches, epoch_length, resumes) == first_only(expected)
-
-
-@quick
-@given(some_batches, epoch_lengths, some_resumes, parts_of_epochs)
-def test_after_a_fraction_of_epochs_is_true_from_there_on(batches, epoch_length, resumes, n):
-    expected = counted("epochs", lambda now: now >= n, batches, epoch_length)
-    after = ll.after_epochs(float(n))
-    assert answers(after, batches, epoch_length, resumes) == expected
-    assert answers(ll.after_epochs(n), batches, epoch_length, resumes) == expected
-    assert answers(after.once(), batches, epoch_length, resumes) == first_only(expected)
-    # The number of steps of transformers' Trainer.
-    assert expected.count(False) == min(len(batches), math.ceil(n * epoch_length) - 1)
-
-
-@quick
-@given(some_batches, epoch_lengths, some_resumes, st.sets(st.integers(1, 40), min_size=1))
-def test_at_step_fires_once_for_each(batches, epoch_length, resumes, steps):
-    updates = 0
-    expected = []
-    for _, skipped in batches:
-        updates += not skipped
-        expected.append(not skipped and updates in steps)
-    assert answers(ll.at_step(*steps), batches, epoch_length, resumes) == expected
-    assert answers(ll.at_step(*steps).once(), batches, epoch_length, resumes) == first_only(expected)
-
-
-@quick
-@given(some_batches, epoch_lengths, some_resumes)
-def test_at_epoch_end_fires_with_the_last_batch_even_if_skipped(batches, epoch_length, resumes):
-    expected = [(index + 1) % epoch_length == 0 for index in range(len(batches))]
-    assert answers(ll.at_epoch_end(), batches, epoch_length, resumes) == expected
-    assert answers(ll.at_epoch_end().once(), batches, epoch_length, resumes) == first_only(expected)
-    in_window = [fires and 2 * epoch_length <= index + 1 <= 3 * epoch_length for index, fires in enumerate(expected)]
-    assert answers(ll.at_epoch_end().between(2, 3), batches, epoch_length, resumes) == in_window
 
 
 @quick
@@ -199,21 +165,16 @@ def test_a_fraction_of_a_streams_epoch_is_refused():
 
 
 def test_nothing_fires_before_the_first_update():
-    fresh, skipped = (
-        TrainState(epoch_length=4),
-        TrainState(epoch_length=4, batch=1, samples=2, batch_samples=2, batch_steps=0),
-    )
-    fractions = ll.every_n_epochs(0.5)
-    for predicate in (
-        ll.every_n_steps(1),
-        ll.predicates.every_n_samples(1),
-        ll.every_n_epochs(1),
-        fractions,
-        ll.at_epoch_end(),
-    ):
+    fresh = TrainState(epoch_length=4)
+    skipped = fresh.replace(batch=1, samples=2, batch_samples=2, batch_steps=0)
+    by_steps = [ll.every_n_steps(1), ll.at_step(1), ll.after_steps(1)]
+    fractions, samples = ll.every_n_epochs(0.5), ll.predicates.every_n_samples(1)
+    for predicate in (*by_steps, fractions, samples, ll.every_n_epochs(1), ll.at_epoch_end()):
         assert predicate(fresh) is False
-    for predicate in (ll.every_n_steps(1), ll.at_step(1), ll.after_steps(1)):
+    for predicate in by_steps:
         assert predicate(skipped) is False
+    for _, after in UNITS.values():
+        assert after(0)(fresh)
 
 
 # Algebra
@@ -381,39 +342,25 @@ EVERY_KIND = [
 ]
 
 
-@pytest.mark.parametrize("predicate", EVERY_KIND, ids=repr)
-@pytest.mark.parametrize("found", [5, None, (TrainState(), {}), {"loss": 1.0}, torch.tensor(5), SimpleNamespace(n=5)])
-def test_what_is_no_state_is_named(predicate, found):
-    with pytest.raises(TypeError, match=r"state is .*; give a TrainState, as ll\.init_state returns: .*\(state\)"):
-        predicate(found)
-
-
 @pytest.mark.parametrize("predicate", [*EVERY_KIND, ll.predicates.every_seconds(60)], ids=repr)
-def test_a_predicate_has_no_truth_value(predicate):
+def test_what_a_predicate_cannot_do_is_refused_by_name(predicate):
+    for found in (5, None, (TrainState(), {}), {"loss": 1.0}, torch.tensor(5), SimpleNamespace(n=5)):
+        if not isinstance(predicate, ll.predicates.every_seconds):
+            with pytest.raises(TypeError, match=r"state is .*TrainState.*ll\.init_state.*\(state\)"):
+                predicate(found)
     for use in (bool, lambda p: p and True, lambda p: True and p and True, lambda p: p or True, lambda p: not p):
-        with pytest.raises(TypeError, match=r"call it with the state, `if predicate\(state\):`.* & \| ~, not with"):
+        with pytest.raises(TypeError, match=r"`if predicate\(state\):`.* & \| ~"):
             use(predicate)
-
-
-@pytest.mark.parametrize("other", [True, None, len, lambda state: True])
-def test_only_predicates_combine(other):
-    for sign, combine in (("&", lambda p: p & other), (r"\|", lambda p: p | other)):
-        with pytest.raises(
-            TypeError, match=rf"at_step\(5\) {sign} .*both sides must be predicates.*ll.predicates.predicate"
-        ):
-            combine(ll.at_step(5))
-
-
-@pytest.mark.parametrize("predicate", [*EVERY_KIND[6:], ll.predicates.every_seconds(60)], ids=repr)
-def test_a_window_needs_a_unit(predicate):
-    with pytest.raises(TypeError, match=r"between\(8, 25\): a window of .* has no unit.*after_steps\(first\)"):
-        predicate.between(8, 25)
-
-
-@pytest.mark.parametrize("predicate", [*EVERY_KIND[9:], ll.predicates.every_seconds(60)], ids=repr)
-def test_once_needs_a_first_firing_that_is_known(predicate):
-    with pytest.raises(TypeError, match=r"once\(\): the first firing of .* Keep a flag in state.extra"):
-        predicate.once()
+    for other in (True, None, len, lambda state: True):
+        for combine in (lambda p, other: p & other, lambda p, other: p | other):
+            with pytest.raises(TypeError, match=r"predicates.*ll\.predicates\.predicate"):
+                combine(predicate, other)
+    if predicate in EVERY_KIND[6:] or predicate not in EVERY_KIND:
+        with pytest.raises(TypeError, match=r"between\(8, 25\).*after_steps\(first\)"):
+            predicate.between(8, 25)
+    if predicate in EVERY_KIND[9:] or predicate not in EVERY_KIND:
+        with pytest.raises(TypeError, match=r"once\(\).*state\.extra"):
+            predicate.once()
 
 
 # Clocks

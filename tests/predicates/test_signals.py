@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,22 +36,6 @@ def handlers_come_back():
     assert handlers() == before  # so no predicate listens any more
 
 
-@pytest.fixture
-def heard():
-    """Signals that reach a Python handler of SIGUSR1 installed earlier."""
-    numbers = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: numbers.append(number))
-    yield numbers
-    signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr("time.monotonic", lambda: now.seconds)
-    return now
-
-
 def python(code, *args):
     command = [sys.executable, "-u", "-c", textwrap.dedent(code), *map(str, args)]
     pipe = subprocess.PIPE
@@ -68,19 +52,17 @@ def read_until(process, text):
 # The predicate
 
 
-def test_it_is_true_from_the_signal_on_and_does_nothing_else(heard):
+def test_it_is_true_from_the_signal_on_and_does_nothing_else():
     with after_signal(signal.SIGUSR1, signal.SIGTERM) as stop_now:
-        both = ll.after_steps(5) & stop_now
-        assert [stop_now(STATE), (ll.after_steps(5) | stop_now)(STATE), (~stop_now)(STATE)] == [False, False, True]
+        either, both = ll.after_steps(5) | stop_now, ll.after_steps(5) & stop_now
+        assert [stop_now(STATE), either(STATE), (~stop_now)(STATE)] == [False, False, True]
         signal.raise_signal(signal.SIGUSR1)
-        assert [stop_now(STATE), (ll.after_steps(5) | stop_now)(STATE), (~stop_now)(STATE)] == [True, True, False]
+        assert [stop_now(STATE), either(STATE), (~stop_now)(STATE)] == [True, True, False]
         assert [both(STATE), both(STATE.replace(step=5))] == [False, True]
-        assert stop_now(STATE)
-    assert heard == []
     assert stop_now(STATE)  # closing does not forget
 
 
-@pytest.mark.parametrize("end", ["close", "with", "garbage", "cycle", "error"])
+@pytest.mark.parametrize("end", ["close", "garbage", "error"])
 @pytest.mark.parametrize("previous", [signal.SIG_DFL, signal.SIG_IGN, print], ids=str)
 def test_the_handler_of_before_comes_back(end, previous):
     before = signal.signal(signal.SIGUSR2, previous)
@@ -89,12 +71,7 @@ def test_the_handler_of_before_comes_back(end, previous):
     if end == "close":
         stop_now.close()
         stop_now.close()
-    elif end == "with":
-        with stop_now:
-            pass
     elif end == "garbage":
-        del stop_now
-    elif end == "cycle":
         done = SimpleNamespace(predicate=ll.after_steps(5) | stop_now)
         done.itself = done
         del done, stop_now
@@ -149,39 +126,15 @@ def test_any_number_of_them_in_any_order_are_told_and_the_rest_is_passed_on(step
     assert signal.signal(signal.SIGUSR1, before) is previous
 
 
-def test_one_signal_sent_twice_is_one_and_a_later_one_raises_what_it_did_before(clock):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with after_signal(signal.SIGINT) as stop_now:
-        signal.raise_signal(signal.SIGINT)
-        clock.seconds += 4.5
-        signal.raise_signal(signal.SIGINT)
-        assert stop_now(STATE)
-        clock.seconds += 0.5
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-
-
 # Threads and processes
 
 
-def in_a_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()), name="helper")
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 def test_it_is_made_in_the_main_thread_and_asked_in_any():
-    def make():
-        with pytest.raises(ValueError, match="was called in the thread helper, and Python lets only the main thread"):
-            after_signal(signal.SIGUSR1)
-
-    in_a_thread(make)
-    with after_signal(signal.SIGUSR1) as stop_now:
+    with after_signal(signal.SIGUSR1) as stop_now, ThreadPoolExecutor(1, thread_name_prefix="helper") as helper:
+        with pytest.raises(ValueError, match=r"after_signal .* helper.* main thread"):
+            helper.submit(after_signal, signal.SIGUSR1).result()
         signal.raise_signal(signal.SIGUSR1)
-        assert in_a_thread(lambda: stop_now(STATE))
+        assert helper.submit(stop_now, STATE).result()
 
 
 def test_forked_processes_end_as_they_did_before():
@@ -287,8 +240,6 @@ def test_loops_and_donated_steps_pass_signals_on(parts, monkeypatch, made, close
         if stop_now is not None and stop_now(state):
             if closed == "in its body":
                 stop_now.close()
-                handler, guard = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGINT)
-                assert handler == previous or type(handler) is type(guard)
             break
     assert steps == state.step == 4
     del batch
@@ -308,7 +259,8 @@ def test_ctrl_c_can_be_one_more_wish_to_stop(parts, capfd):
             if stop_now(state):
                 break
     del batch
-    assert state.step in (3, 4)  # the loop's interrupts are taken at its next batch
+    assert state.step == 3
+    assert capfd.readouterr().err == ""  # nothing waits for the next batch
     gc.collect()
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
