@@ -1,6 +1,8 @@
 """Collective work: agreement between ranks, and errors of one rank raised on all."""
 
 import pytest
+import torch
+from ranks import launch
 
 import looplib as ll
 from looplib._core.collective import named, together
@@ -43,3 +45,36 @@ def test_one_process_agrees_with_itself():
         with pytest.raises(OSError, match="full") as seen:
             way(fail)
         assert seen.value is error
+
+
+def two_ranks():
+    with ll.distributed.setup(timeout=60):
+        ranks = together()
+
+        def fail(error, rank):
+            if ranks.rank == rank:
+                raise error
+            return ranks.rank
+
+        assert ranks.on_rank0(lambda: (ranks.rank, 5)) == (0, 5)
+        assert ranks.all_or_raise(lambda: fail(None, 2)) == ranks.rank
+        for way, rank in ((ranks.on_rank0, 0), (ranks.all_or_raise, 0), (ranks.all_or_raise, 1)):
+            with pytest.raises(ValueError, match=f"^rank {rank}: bad$") as seen:
+                way(lambda rank=rank: fail(ValueError("bad"), rank))
+            assert isinstance(seen.value.__cause__, ValueError) is (ranks.rank == rank)
+            with pytest.raises(KeyboardInterrupt if ranks.rank == rank else RuntimeError):
+                way(lambda rank=rank: fail(KeyboardInterrupt(), rank))
+        values = [
+            torch.tensor([ranks.rank], dtype=dtype) for dtype in (torch.uint16, torch.float8_e4m3fn, torch.int8)
+        ]
+        gathered = [[one.float().item() for one in sent] for sent in ranks.another().gather(values)]
+        assert gathered == [[0.0] * 3, [1.0] * 3]
+        ranks.check_alike({"a": 1, "b": 2}, "title: ")
+        with pytest.raises(ValueError, match=r"^title: b is 0 on rank 0, 1 on rank 1$"):
+            ranks.check_alike({"a": 1, "b": ranks.rank}, "title: ")
+        assert ranks.barrier(ranks.rank == 1)
+        assert not ranks.barrier()
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    launch(2, two_ranks)

@@ -17,55 +17,66 @@ from torch.nn.parallel import DistributedDataParallel
 import looplib as ll
 
 
-def parts(model):
+def parts(norm=False):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), *[torch.nn.BatchNorm1d(2)] * norm)
+    model = DistributedDataParallel(model)
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=True
+    )
     eval_step = ll.make_eval_step(model, lambda model, x: {"loss": model(x).square().mean()})
     predict_step = ll.make_predict_step(model, lambda model, x: model(x))
     return step, eval_step, predict_step, ll.init_state(model, optimizer)
 
 
-def fails(call):
-    """The warning and the error of a call for which no other rank comes."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        with pytest.raises(RuntimeError) as error:
-            call()
-    return [str(one.message) for one in said if one.category is RuntimeWarning], str(error.value), said
-
-
-def one_rank_alone(name, folder):
-    rank, batches = int(torch.distributed.get_rank()), list(torch.ones(8, 2).split(2))
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
-    step, eval_step, predict_step, state = parts(model)
-    ckpt = ll.checkpoint_io(folder)
-    calls = {
+def calls(folder, steps=0):
+    """Calls that wait for all ranks, by the name of the function in messages, after some steps."""
+    step, eval_step, predict_step, state = parts()
+    for _ in range(steps):
+        state, _ = step(state, torch.ones(2, 2))
+    ckpt, batches = ll.checkpoint_io(folder), list(torch.ones(8, 2).split(2))
+    stop, late = ll.after_signal(signal.SIGUSR1), ll.predicates.every_seconds(100)
+    return {
         "evaluate": lambda: ll.evaluate(eval_step, state, batches),
         "predict": lambda: list(ll.predict(predict_step, state, batches)),
         "CheckpointIO.save": lambda: ckpt.save(state),
         "CheckpointIO.restore": lambda: ckpt.restore(state),
         "reduce": lambda: ll.distributed.reduce({"loss": ll.Mean(1.0, 1)}),
         "barrier": ll.distributed.barrier,
-        "after_seconds": lambda: ll.predicates.after_seconds(100)(state),
-        "after_signal": lambda: ll.after_signal(signal.SIGUSR1)(state),
+        "every_seconds": lambda: late(state),
+        "after_signal": lambda: stop(state),
+        "a predicate": lambda: (late | stop)(state),
         "train_step": lambda: step(state, batches[0]),
     }
-    if rank == 0:
-        said, error, warned = fails(calls[name])
-        words = rf"rank 0 has waited [\d.]+ s in {re.escape(name)}, called at {re.escape(__file__)}:\d+\. Rank 1 has not come"
-        assert len(said) == 1, said
-        assert re.search(words, said[0]), said
-        assert re.search(words, error), error
-        assert {one.filename for one in warned if str(one.message) == said[0]} == {__file__}
-    else:
-        time.sleep(3)
 
 
-def waiting(name, folder):
+def fails(call):
+    """The one warning of a call for which no other rank comes, and its error."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        error = raised(call, RuntimeError)
+    (warned,) = [one for one in said if one.category is RuntimeWarning]
+    assert warned.filename == __file__
+    return str(warned.message), error
+
+
+def raised(call, kind):
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def one_rank_alone(name, folder):
     ll.distributed.watch(seconds=0.3)
     with ll.distributed.setup(timeout=2):
-        one_rank_alone(name, folder)
+        call = calls(folder)[name]
+        if ll.distributed.rank() == 0:
+            words = rf"rank 0 has waited [\d.]+ s in {re.escape(name)}, called at {re.escape(__file__)}:\d+\. Rank 1 has not"
+            for text in fails(call):
+                assert re.search(words, text), text
+        else:
+            time.sleep(3)
         torch.distributed.destroy_process_group()  # broken by now
         raise SystemExit
 
@@ -73,55 +84,43 @@ def waiting(name, folder):
 NAMES = ["evaluate", "CheckpointIO.save", "train_step", "reduce", "predict", "CheckpointIO.restore", "barrier"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "after_seconds", "after_signal"])
+@pytest.mark.parametrize("name", [*NAMES, "every_seconds", "after_signal"])
 def test_a_call_to_which_one_rank_does_not_come_is_named_with_its_line_and_that_rank(tmp_path, name):
-    launch(2, waiting, name, str(tmp_path))
+    launch(2, one_rank_alone, name, str(tmp_path))
 
 
-def in_different_calls(other, asked):
+def in_different_calls(folder, other, asked):
     ll.distributed.watch(seconds=0.3)
     with ll.distributed.setup(timeout=2):
-        rank, batch = ll.distributed.rank(), torch.ones(2, 2)
-        step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
-        state, _ = step(state, batch)
-        stop, late = ll.after_signal(signal.SIGUSR1), ll.predicates.every_seconds(100)
-        calls = {
-            "train_step": lambda: step(state, batch),
-            "evaluate": lambda: ll.evaluate(eval_step, state, [batch]),
-            "after_signal": lambda: stop(state),
-            "every_seconds": lambda: late(state),
-        }
+        rank, made, names = ll.distributed.rank(), calls(folder, steps=1), ["train_step", other]
         if asked:  # as a loop does, which then makes another number of steps on one of the ranks
-            calls[other]()
-        names = ["train_step", other]
-        said, error, _ = fails(calls[names[rank]])
+            made[other]()
         words = (
             rf"in {names[rank]}, called at .*Rank {1 - rank} has not come, and waits in {names[1 - rank]}, called at"
         )
-        assert re.search(words, said[0]), said
-        assert re.search(words, error), error
+        for text in fails(made[names[rank]]):
+            assert re.search(words, text), text
         time.sleep(2)  # the other rank may still ask where this one waits
         torch.distributed.destroy_process_group()
         raise SystemExit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("other", ["after_signal", "every_seconds", "evaluate"])
-def test_when_torchs_timeout_ends_the_wait_the_errors_of_all_ranks_name_the_missing_one(other, asked):
-    launch(2, in_different_calls, other, asked)
+def test_when_torchs_timeout_ends_the_wait_the_errors_of_all_ranks_name_the_missing_one(tmp_path, other, asked):
+    launch(2, in_different_calls, str(tmp_path), other, asked)
 
 
 def a_peer_that_ends():
     ll.distributed.watch(seconds=0.3)
     with ll.distributed.setup(timeout=60):
-        step, _, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
+        step, _, _, state = parts()
         state, _ = step(state, torch.ones(2, 2))
         if ll.distributed.rank() == 1:
             time.sleep(1)
             os._exit(0)
-        said, error, _ = fails(lambda: step(state, torch.ones(2, 2)))
-        assert "is_rank_zero" in said[0], said  # nobody knows yet that the process is going to end
+        said, error = fails(lambda: step(state, torch.ones(2, 2)))
+        assert "is_rank_zero" in said, said  # nobody knows yet that the process is going to end
         assert "is_rank_zero" not in error, error
         assert re.search(
             r"in train_step, called at .*Rank 1 has not come.* If a rank has ended, its own output says why", error
@@ -136,7 +135,7 @@ def test_the_error_about_a_peer_that_has_ended_points_to_its_output():
 def wrong_shape_while_late():
     with ll.distributed.setup(timeout=60):
         rank = ll.distributed.rank()
-        step, _, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
+        step, _, _, state = parts()
         for _ in range(2):  # in the second one, DDP rebuilds its buckets and waits
             state, _ = step(state, torch.ones(2, 2))
         time.sleep(2 * rank)
@@ -150,31 +149,18 @@ def test_an_error_of_the_model_is_not_explained_by_a_rank_that_is_late():
     launch(2, wrong_shape_while_late)
 
 
-def raised(call, kind):
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)
-
-
 def in_different_functions(folder):
     ll.distributed.watch(seconds=60)
     with ll.distributed.setup(timeout=timedelta(minutes=1)):
-        rank = ll.distributed.rank()
-        step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
-        ckpt, stop, late = ll.checkpoint_io(folder), ll.after_signal(signal.SIGUSR1), ll.predicates.every_seconds(100)
-        calls = {
-            "CheckpointIO.save": lambda: ckpt.save(state),
-            "evaluate": lambda: ll.evaluate(eval_step, state, [torch.ones(1, 2)]),
-            "train_step": lambda: step(state, torch.ones(1, 2)),  # the first one
-            "after_signal": lambda: stop(state),
-            "every_seconds": lambda: late(state),
-            "a predicate": lambda: (late | stop)(state),
-        }
-        for pair in itertools.permutations(calls, 2):
-            found = raised(calls[pair[rank]], RuntimeError)
+        rank, made = ll.distributed.rank(), calls(folder)
+        names = ["CheckpointIO.save", "evaluate", "train_step", "after_signal", "every_seconds", "a predicate"]
+        for pair in itertools.permutations(names, 2):
+            found = raised(made[pair[rank]], RuntimeError)
             for place, name in enumerate(pair):
                 assert re.search(rf"rank {place}: {name}, called at {re.escape(__file__)}:\d+", found), found
 
+        step, _, _, state = parts()
+        ckpt = ll.checkpoint_io(folder)
         # The ranks are together again.
         state, _ = step(state, torch.ones(1, 2))
         state = state.replace(step=0)
@@ -201,9 +187,7 @@ def first_rank_alone(folder):
     with warnings.catch_warnings(), ll.distributed.setup(timeout=20):
         warnings.simplefilter("error")  # nothing waits
         rank = ll.distributed.rank()
-        torch.manual_seed(0)
-        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
-        step, eval_step, predict_step, state = parts(model)
+        step, eval_step, predict_step, state = parts(norm=True)
         data = torch.randn(9, 2)
         loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
         ckpt = ll.checkpoint_io(folder, keep_best=1, monitor="eval/loss")
