@@ -167,8 +167,8 @@ def make_train_step(
             Afterwards the old state, and every state that shares an overwritten tensor, raises DonatedStateError. If
             the update itself fails, there is no state after it. A signal (Ctrl-C, SIGTERM; on Windows, these two)
             that arrives during an update is handled some milliseconds after it, when your variable holds the new
-            state. Only one that arrives in the 100 ns between the step's return and the assignment loses the state,
-            unless it is a first Ctrl-C in a loop over a looplib loader, which waits for the next batch.
+            state. A function of your own around the step may be interrupted before it returns the new state, which is
+            lost then, unless it is a first Ctrl-C in a loop over a looplib loader, which waits for the next batch.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first.

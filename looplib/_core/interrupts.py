@@ -5,7 +5,8 @@ bytecodes. A guard in front of the handlers that were installed before chooses t
 
 - A function of looplib that must not be interrupted sets its local variable `_hold_signals` to True. From then until
   it has returned, a signal is sent again some milliseconds later. Python looks for signals at the start of functions,
-  at jumps backward and after calls into C, so not between the return of a step and the assignment of its result.
+  at jumps backward and after calls into C, so not between the return of a step and the assignment of its result. What
+  is left is a function of the user's around the step, and a step that C calls, such as a `functools.partial`.
 - A first Ctrl-C in the body of a loop over a looplib loader is raised at its next batch, so that each batch is stepped,
   logged and saved completely.
 - A signal that a predicate listens to is noted, which raises nothing.
@@ -16,6 +17,7 @@ never on import, and removed at the end of a loop. Signal handlers belong to the
 
 from __future__ import annotations
 
+import _signal
 import os
 import signal
 import sys
@@ -104,7 +106,7 @@ def install() -> None:
     """Put guards in front of the current Python handlers. Does nothing off the main thread."""
     if _in_main_thread():
         for signum in _HELD:
-            if callable(signal.getsignal(signum)):
+            if callable(_signal.getsignal(signum)):
                 _guarded(signum)
 
 

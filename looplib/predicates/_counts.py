@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self
 
 from looplib._core.checks import is_count
 from looplib.predicates._predicate import Number, Predicate
 from looplib.types import TrainState
-
-_Self = TypeVar("_Self", bound="_Every")
 
 
 class _Every(Predicate):
@@ -27,11 +25,11 @@ class _Every(Predicate):
     first: Number
     last: Number
 
-    def between(self: _Self, first: Number, last: Number = math.inf) -> _Self:
+    def between(self, first: Number, last: Number = math.inf) -> Self:
         window = replace(self, first=first, last=last)  # type: ignore[type-var]
         return replace(window, first=max(first, self.first), last=min(last, self.last))  # type: ignore[type-var]
 
-    def once(self: _Self) -> _Self:
+    def once(self) -> Self:
         n, offset, first = map(_fraction, (self.n, self.offset, self.first))
         point = offset + n * max(-((offset - first) // n), 0 if offset else 1)
         if point > self.last:  # it never fires
