@@ -44,7 +44,7 @@ def answers(predicate, batches, epoch_length, resumes=()):
 
 
 class Points:
-    """A predicate as it should not be: it remembers the next point at which it fires, and goes on from there."""
+    """A predicate as it should not be: it remembers the next point and counts from there."""
 
     def __init__(self, points):
         self.points = iter(points)
@@ -110,7 +110,8 @@ def counting(draw):
         unit, predicate, points, window = "epochs", ll.at_epoch_end(), functools.partial(itertools.count, 1), [1, 3]
     if not window:
         return unit, predicate, lambda: Points(points())
-    return unit, predicate.between(*map(plain, window)), lambda: Points(within(points(), *window))
+    first, *last = map(plain, window)
+    return unit, predicate.between(first).between(0, *last), lambda: Points(within(points(), *window))
 
 
 TENTHS = "epochs", ll.every_n_epochs(0.1).between(0.1, 0.3), lambda: Points([Fraction(n, 10) for n in (1, 2, 3)])
