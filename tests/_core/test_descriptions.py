@@ -1,4 +1,4 @@
-"""Descriptions of settings in checkpoints."""
+"""Values as code in reprs, and as plain values in checkpoints."""
 
 import json
 import subprocess
@@ -7,8 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from looplib._core.descriptions import described
+from looplib._core.records import shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +46,8 @@ def test_descriptions_are_the_same_in_each_process(tmp_path):
 def test_a_set_is_described_in_an_order_that_does_not_depend_on_the_process():
     assert described({"bias", "norm", "embed"}) == ["bias", "embed", "norm"]
     assert described(frozenset({3, 1})) == [1, 3]
+
+
+def test_what_has_no_short_code_is_shown_by_its_name():
+    values = list(range(20)), torch.zeros(1000), object(), (1,), [torch.nn.Linear(2, 1)]
+    assert [*map(shown, values)] == ["list of 20", "Tensor(...)", "object(...)", "(1,)", "[Linear]"]
