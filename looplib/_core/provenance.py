@@ -126,11 +126,8 @@ def restored_into(
     template: Leased, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
 ) -> Provenance:
     """Provenance of a restored state; `saved` is the manifest's entry."""
-    known, optimizer, loaders = (
-        replace(provenance_of(template), reading=None),
-        saved.get("optimizer"),
-        saved.get("loaders"),
-    )
+    known = replace(provenance_of(template), reading=None)
+    optimizer, loaders = saved.get("optimizer"), saved.get("loaders")
     if known.optimizer is None and isinstance(optimizer, Mapping):
         known = replace(known, optimizer=optimizer)
     if loader_is_compared or not isinstance(loaders, list):

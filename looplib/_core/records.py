@@ -130,7 +130,7 @@ def without_record(function: T) -> T:
 def with_repr(result: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:
     """Return what a factory made, with the call as its repr. Settings at their defaults are left out."""
     call = Call(factory, args, settings)
-    if not isinstance(result, type) and hasattr(type(result), "call"):
+    if hasattr(type(result), "call"):
         object.__setattr__(result, "call", call)  # works for frozen records too
         return result
     record = made(result) or Made(None, factory.__name__)
