@@ -152,7 +152,14 @@ def check_own_file(path: Path) -> None:
 
 
 def count_of(shape: Any, of: str) -> int:
-    """Number of elements of a shape that was read from a file. Raises ValueError for anything that is no shape."""
+    """Number of elements of a shape that was read from a file. Raises ValueError for anything that is no shape.
+
+    >>> count_of([2, 3], "w"), count_of([0, 2**40, 2**40], "w")
+    (6, 0)
+    >>> count_of([2**24, 2**24], "w")
+    Traceback (most recent call last):
+    ValueError: w has shape [16777216, 16777216]
+    """
     # The product of many large numbers, which a damaged file may hold, would take long.
     sound = type(shape) is list and len(shape) <= _MOST_DIMENSIONS and are_counts(shape)
     count = math.prod(shape) if sound else 0

@@ -18,22 +18,11 @@ def test_each_number_counts(dtype):
     for index, other in enumerate(changed):
         other[index] = 1 - int(index % 2)
     assert len({checksum(each).item() for each in [tensor, *changed]}) == 26
-    assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
-
-
-def test_strides_do_not_count_and_places_do():
-    tensor = torch.randn(5, 7)
-    assert checksum(tensor.t().contiguous().t()) == checksum(tensor)
     assert checksum(tensor.roll(1)) != checksum(tensor)
+
+
+def test_the_sign_of_zero_counts():
     assert checksum(torch.zeros(3)) != checksum(-torch.zeros(3))
-
-
-def test_tensors_of_several_chunks():
-    tensor = torch.zeros(200_000)
-    for place in (1, 140_000, 199_999):
-        other = tensor.clone()
-        other[place] = 1e-45
-        assert checksum(other) != checksum(tensor)
 
 
 def by_hand(content):
