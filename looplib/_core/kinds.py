@@ -59,9 +59,9 @@ def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
 
 def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
-    kinds = [_classes[cls] for cls in type(value).__mro__ if cls in _classes]
-    if kinds:
-        return kinds[0]
+    for cls in type(value).__mro__:
+        if cls in _classes:
+            return _classes[cls]
     if (record := made(value)) is not None and record.kind is not None:
         return record.kind
     first, second, *_ = [*positional(value), "", ""]
