@@ -140,18 +140,18 @@ def _here() -> within | None:
 
 def current() -> Trace | None:
     """The current trace, or None."""
-    here = _here() if entered else None
+    here = _here()
     return None if here is None else here.trace
 
 
 def tracing() -> bool:
     """True while a step is being traced instead of run."""
-    return current() is not None if entered else False
+    return current() is not None
 
 
 def differentiated() -> bool:
     """True while a step is being traced to be differentiated itself."""
-    here = _here() if entered else None
+    here = _here()
     return here is not None and here.differentiable
 
 
@@ -163,7 +163,7 @@ def takes_kernel(parameters: int) -> bool:
 
 def draws_for(microbatch: int) -> None:
     """Set the microbatch for which a trace draws random numbers from now on."""
-    if entered and (trace := current()) is not None:
+    if (trace := current()) is not None:
         trace.stream = microbatch
 
 
