@@ -37,11 +37,6 @@ class BackgroundWriter:
         self._pending = self._pool.submit(_run, work, self._ranks[1])
         finish_first(self._pending)
 
-    @property
-    def pending(self) -> Future[None] | None:
-        """The last task, unless it has been waited for."""
-        return self._pending
-
     def wait(self) -> None:
         """Wait for the current task and raise its error."""
         if self._pending is not None:

@@ -3,7 +3,10 @@
 import argparse
 import copy
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -167,6 +170,36 @@ def test_a_state_brings_its_settings_to_any_checkpoint_io(tmp_path, path):
     state = PATHS[path](started())
     saved = manifest_of(ll.checkpoint_io(tmp_path).save(state))
     assert saved["made_with"] == {"optimizer": {"class": "torch.optim.adamw.AdamW", "lr": 0.1}}
+
+
+OTHER_PROCESS = """
+import sys, torch, looplib as ll
+loader = ll.make_loader(range(9), batch_size=3, order=ll.data.weighted(torch.arange(9.0)))
+optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.1 * step, groups=[(lambda name, p: p.ndim < 2, {"lr": 1})])
+state = ll.init_state(torch.nn.Linear(2, 1), optimizer)
+next(loader(state))
+ll.checkpoint_io(sys.argv[1], describe={"names": {"a", "b", "c"}, "clip": len}).save(state)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_settings_of_another_process_equal_those_of_this_one(tmp_path):
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS, str(tmp_path / seed)], check=True, env=environment
+        )
+    one, other = (manifest_of(tmp_path / seed / "step-00000000")["made_with"] for seed in ("1", "2"))
+    assert one == other
+    assert one.keys() == {"optimizer", "loaders", "names", "clip"}
+
+
+def test_injected_hyperparameters_survive_a_checkpoint(tmp_path):
+    optimizer = adamw(lr=ll.optim.injected(0.1))
+    changed = ll.optim.set_hyperparameters(started(optimizer), lr=0.02)
+    ll.checkpoint_io(tmp_path).save(changed)
+    restored = ll.checkpoint_io(tmp_path).restore(started(optimizer))
+    assert ll.optim.hyperparameters(optimizer, restored)["lr"] == pytest.approx(0.02)
 
 
 def test_a_state_made_from_its_fields_knows_no_settings(tmp_path):
