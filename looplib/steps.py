@@ -254,10 +254,11 @@ def _train_step(
             }
             torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
             new_params, new_opt_state, more = updated(optimizer, grads, owned_state, dict(owned), step, info)
-            new_params = _finished(owned, new_params, donate)
+            for name, tensor in new_tensors(new_params, owned, grads).items():
+                owned[name].copy_(tensor)  # of a functional update; a module may hold the one that the step owns
             # A new dict may hold new tensors, which carry no lease yet: the next step takes one over all of them again.
             kept_lease = lease if new_opt_state is owned_state else None
-            new = advanced(state, new_params, new_buffers, new_opt_state, samples, True, same_batch, kept_lease)
+            new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, kept_lease)
             if lease is not None:
                 lease.step = new.step
             return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
@@ -289,20 +290,6 @@ def _copied(
     """Copies of what a pure step writes. Parameters that the forward pass writes are copies already."""
     own = copied_params(grads.keys() - forward_params.keys(), params)
     return {**own, **forward_params}, copied(opt_state), None
-
-
-def _finished(owned: Params, new: Params, donate: bool) -> Params:
-    """The updated parameters, for an update that may have returned tensors of its own.
-
-    A donated step copies those into the ones that it owns, which a module may hold.
-    """
-    for name, tensor in new_tensors(new, owned).items():
-        into = owned[name]
-        if donate:
-            into.copy_(tensor)
-        else:
-            owned[name] = tensor.detach().requires_grad_(into.requires_grad)
-    return owned
 
 
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:

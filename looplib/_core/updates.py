@@ -132,7 +132,7 @@ def updated(
     )
 
 
-def new_tensors(new: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def new_tensors(new: Any, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that an update has returned in place of its parameters. Raises if they do not fit these."""
     if not isinstance(new, Mapping):
         raise TypeError(f"an optimizer's update_ returned {_kind(new)} as its parameters; it returns name -> tensor")
@@ -141,6 +141,11 @@ def new_tensors(new: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         param = params.get(name)
         if param is None:
             raise ValueError(f"the optimizer's update_ returned {name!r}, and was given no parameter of that name")
+        if name not in grads:
+            raise ValueError(
+                f"the optimizer's update_ returned a new tensor as {name}, which has no gradient in this step: it changes "
+                "the parameters that grads names, and returns the others as they are"
+            )
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"the optimizer's update_ returned a {type(tensor).__name__} as {name}; it returns tensors"
@@ -165,7 +170,7 @@ def update_where(
         return params, opt_state, {}
     copies = copied_params(grads, params), copied(opt_state)
     new_params, new_state, metrics = updated(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
-    new_tensors(new_params, params)  # raises if they do not fit
+    new_tensors(new_params, params, grads)  # raises if they do not fit
     flag = any_of(flags)
     return where(flag, new_params, params), where(flag, new_state, opt_state), metrics
 
@@ -184,7 +189,7 @@ def update_by_hand(
         return params, opt_state, False
     own = copied_params(grads, params), copied(opt_state)
     new, opt_state, _ = updated(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
-    new_tensors(new, params)  # raises if they do not fit
+    new_tensors(new, params, grads)  # raises if they do not fit
     return {**params, **new}, opt_state, True
 
 

@@ -480,3 +480,15 @@ def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwh
     assert all(torch.equal(run.state.params[name], tensor) for name, tensor in alone.params.items())
     if fails:
         assert run.state.buffers["1.num_batches_tracked"] == 1
+
+
+def test_a_new_tensor_for_a_parameter_without_a_gradient_is_refused_in_every_kind_of_step():
+    def update_(grads, opt_state, params, step):
+        return {name: (tensor * 0.9).detach().requires_grad_() for name, tensor in params.items()}, opt_state
+
+    run = Run(Optimizer(lambda params: {}, update_), model=Experts())
+    for donate in (False, True):
+        step = ll.make_train_step(run.grad_fn, run.optimizer, donate=donate)
+        for each in (step, EAGER(step)):
+            with pytest.raises(ValueError, match=r"experts.1.weight, which has no gradient in this step"):
+                each(ll.copy_state(run.state), ROWS)
