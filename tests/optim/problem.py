@@ -1,5 +1,6 @@
 """A small problem for tests of optimizers: a model, batches, a loss, and runs of a raw loop and of a train step."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -62,3 +63,10 @@ def raw_loop(model, optimizer, data, after=lambda step: None, loss_fn=loss_fn):
         loss_fn(model, batch).backward()
         optimizer.step()
         after(step)
+
+
+def assert_refused(error, words, call):
+    """The call raises this error, whose message has these words: what was found, and what to give."""
+    with pytest.raises(error) as raised:
+        call()
+    assert all(word in str(raised.value) for word in words.split()), (words, raised.value)

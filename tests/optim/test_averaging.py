@@ -5,7 +5,7 @@ import copy
 import pytest
 import schedulefree
 import torch
-from problem import adamw, batches, begin, loss_fn, net, raw_adamw, raw_loop, run, step_of
+from problem import adamw, assert_refused, batches, begin, loss_fn, net, raw_adamw, raw_loop, run, step_of
 from shared import bits, equal
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -297,11 +297,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "words", "call"), REFUSED)
-def test_refusals_name_what_was_found_and_what_to_give(error, words, call):
-    with pytest.raises(error) as raised:
-        call()
-    assert all(word in str(raised.value) for word in words.split())
+def test_refusals_name_what_was_found_and_what_to_give():
+    for case in REFUSED:
+        assert_refused(*case)
 
 
 # Schedule-free

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem import QUICK, is_vector, loss_fn, sgd, step_of
+from problem import QUICK, assert_refused, is_vector, loss_fn, sgd, step_of
 from shared import bits, equal, make_train_step
 from torch import nn
 
@@ -223,11 +223,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("error", "words", "call"), REFUSED)
-def test_refusals_name_what_was_found_and_what_to_give(error, words, call):
-    with pytest.raises(error) as raised:
-        call()
-    assert all(word in str(raised.value) for word in words.split())
+def test_refusals_name_what_was_found_and_what_to_give():
+    for case in REFUSED:
+        assert_refused(*case)
 
 
 # hyperparameters
