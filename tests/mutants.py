@@ -6,8 +6,7 @@
 
 Each mutant is one change of a comparison, a condition, a call whose result is not used, an operator, a number or the order
 of two arguments. They are drawn with a fixed seed, in proportion to the size of the files, and run in copies of the
-repository, two at a time. A mutant that no test notices is printed as a diff: write a test, or say in `EQUIVALENT` why it
-changes nothing.
+repository, two at a time. A mutant that no test notices is printed as a diff: write a test, unless it changes nothing.
 """
 
 import argparse
