@@ -21,10 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 from looplib._core.checks import check_own_file
 from looplib._core.collective import RankGroup
 from looplib._core.mappings import pick
-from looplib.checkpoint._format import DATA, FORMAT, MANIFEST
-from looplib.checkpoint._read import read_manifest, same_weights
+from looplib.checkpoint._format import DATA, FORMAT, MANIFEST, list_of
+from looplib.checkpoint._read import read_manifest, weights_in
 from looplib.checkpoint._shards import boxes_written_here
-from looplib.checkpoint._write import Parts, sync, write_manifest, write_tensors
+from looplib.checkpoint._write import Parts, sync, write_chunks, write_manifest, write_tensors
 
 _NAME = r"step-(\d+)(?:\.(\d+))?"
 
@@ -58,29 +58,31 @@ def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str
     writing, target, earlier = entry
 
     named = naming_the_checkpoint(target, parts.size())
+    of_first: dict[str, Any] = {}  # needs not be sent
 
     @named
     def write_files() -> dict[str, Any]:
         parts.wait()
         files = {}
         if ranks.first:
-            files[DATA] = write_tensors(writing / DATA, parts.tensors, parts.about)
+            of_first[DATA] = write_tensors(writing / DATA, parts.tensors, parts.about)
         if boxes := boxes_written_here(parts.sharded):
             name = f"tensors-{ranks.rank:05d}.safetensors"
-            files[name] = write_tensors(writing / name, pick(parts.shards, boxes), parts.about, boxes)
-        if files and not ranks.first:
-            sync(*(writing / name for name in files))
+            of_shards = write_tensors(writing / name, pick(parts.shards, boxes), parts.about, boxes)
+            # Not sent to the first rank: with many ranks, their lists would be most of the manifest.
+            files[name] = of_shards | {"chunks": write_chunks(writing / list_of(name), of_shards["chunks"])}
+            sync(writing / name, writing / list_of(name))
         return files
 
     @named
     def finish() -> None:
-        files = {name: about for written in of_ranks for name, about in written.items()}
+        files = of_first | {name: about for written in of_ranks for name, about in written.items()}
         content = {"tensors": parts.about, "ties": parts.ties, "values": parts.values}
         manifest = {"format": FORMAT, **about, "files": files, **content}
         if earlier and not manifest["metrics"]:
-            manifest["metrics"] = _metrics_of(earlier[-1], manifest)
+            manifest["metrics"] = _metrics_of(earlier[-1], writing, manifest)
         write_manifest(writing, manifest)
-        sync(*(writing / name for name in (*of_ranks[0], MANIFEST)), writing)
+        sync(writing / DATA, writing / MANIFEST, writing)
         writing.rename(target)
         sync(target.parent)
         for path in earlier:
@@ -96,11 +98,11 @@ def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str
         raise
 
 
-def _metrics_of(path: Path, later: Mapping[str, Any]) -> dict[str, Any]:
+def _metrics_of(path: Path, writing: Path, later: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of an earlier save if it has the weights of the later one of this manifest, which has none of its own."""
     with contextlib.suppress(ValueError, LookupError):  # a damaged one has no metrics to carry over
         earlier, _ = read_manifest(path)
-        if same_weights(earlier, later):
+        if weights_in(path, earlier) == weights_in(writing, later):
             return dict(earlier["metrics"])
     return {}
 

@@ -5,8 +5,9 @@ file, so that other programs can read them. Of tensors that are sharded over ran
 safetensors file of its own.
 
 The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values; and for each data file its
-size, the size and checksum of its header, and the checksum of each chunk in the order in which they lie behind it, for
-chunks of sharded tensors with the part of the tensor that they are. A restore reads no header.
+size, the size and checksum of its header, and the checksum of each chunk in the order in which they lie behind it. For
+the file of a rank's chunks there is the checksum of a list beside it, in which each chunk has the part of the tensor that
+it is as well. A restore reads no header.
 
 `_write` writes these files and `_read` reads them.
 """
@@ -142,6 +143,11 @@ def decoded(entry: Mapping[str, Any]) -> Any:
     if kind == "value" and type(value) in _JSON:
         return value
     return _CODES[kind][1](value)
+
+
+def list_of(name: str) -> str:
+    """Name of the list of the chunks in a rank's file."""
+    return name.removesuffix(".safetensors") + ".json"
 
 
 def envelope(checksum: int) -> bytes:

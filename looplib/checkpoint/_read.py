@@ -37,6 +37,7 @@ from looplib.checkpoint._format import (
     decoded,
     envelope,
     errors_as_damage,
+    list_of,
     words,
 )
 
@@ -127,17 +128,25 @@ class _Chunk(NamedTuple):
     crc32: int
 
 
-def same_weights(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if the manifests of two checkpoints have the same parameters and buffers, by their checksums."""
-    return _weights(one) == _weights(other)
+def chunks_in(directory: Path, name: str, about: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The chunks of a file: those in the manifest, or those in the list beside the file, whose checksum is there."""
+    if not isinstance(about["chunks"], int):
+        return about["chunks"]  # type: ignore[no-any-return]
+    path = directory / list_of(name)
+    check(_size(path) <= LARGEST, f"{path} is larger than any save writes it", DamagedCheckpointError)
+    with _found(path):
+        text = path.read_bytes()
+    unchanged = zlib.crc32(text) == about["chunks"]
+    check(unchanged, f"{path} has been changed since it was written: its checksum is wrong", DamagedCheckpointError)
+    return orjson.loads(text)  # type: ignore[no-any-return]
 
 
-def _weights(manifest: Mapping[str, Any]) -> dict[str, bytes]:
+def weights_in(directory: Path, manifest: Mapping[str, Any]) -> dict[str, bytes]:
     """Dtype, shape and checksums of the chunks of each parameter and buffer, by path."""
     tensors, ties = manifest["tensors"], manifest["ties"]
     chunks = defaultdict(list)
-    for about in manifest["files"].values():
-        for path, chunk in about["chunks"].items():
+    for name, about in manifest["files"].items():
+        for path, chunk in chunks_in(directory, name, about).items():
             chunks[path].append(chunk)
     roots = {path: ties.get(path, path) for path in (*tensors, *ties) if path.startswith(WEIGHTS)}
     return {path: orjson.dumps([tensors[root], sorted(chunks[root])]) for path, root in roots.items()}
@@ -169,15 +178,15 @@ class Reader:
                 check(root in self.tensors, f"{path} is tied to {root}, which is not there")
             self._files: dict[str, Mapping[str, Any]] = manifest["files"]
             for name, about in self._files.items():
-                self._list_chunks(_file_name(name), about)
+                self._list_chunks(_file_name(name), about, chunks_in(directory, name, about))
             for path, entry in self.tensors.items():
                 sizes = [math.prod(chunk.box[1]) for chunk in self._chunks[path]]
                 check(sum(sizes) == count_of(entry["shape"], path), f"the files have not all chunks of {path}")
 
-    def _list_chunks(self, name: str, about: Mapping[str, Any]) -> None:
+    def _list_chunks(self, name: str, about: Mapping[str, Any], chunks: Mapping[str, Any]) -> None:
         """The chunks of a file, which lie one after another behind its header."""
         end = about["start"]
-        for path, (crc32, *box) in about["chunks"].items():
+        for path, (crc32, *box) in chunks.items():
             shape, dtype = self.tensors[path]["shape"], _dtype(path, self.tensors[path]["dtype"])
             offsets, sizes = box or whole(shape)
             count = count_of([*sizes], path)

@@ -210,6 +210,13 @@ def write_tensors(
     return {"bytes": size, "start": len(header), "crc32": zlib.crc32(header), "chunks": chunks}
 
 
+def write_chunks(path: Path, chunks: Mapping[str, Any]) -> int:
+    """Write the chunks of a rank's file beside it, and return the checksum. It is not synced yet."""
+    text = orjson.dumps(chunks)
+    path.write_bytes(text)
+    return zlib.crc32(text)
+
+
 def _checksums(tensors: Iterable[Tensor]) -> list[int]:
     return [zlib.crc32(bytes_of(tensor)) for tensor in tensors]
 

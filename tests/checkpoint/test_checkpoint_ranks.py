@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+import zlib
 from pathlib import Path
 
 import pytest
@@ -465,14 +467,13 @@ def restored(folder):
 
 
 def test_forged_chunks_are_damage(copy):
-    good = (copy / "step-00000003" / MANIFEST).read_bytes()
+    entry = copy / "step-00000003"
+    listed = entry / OWN.replace(".safetensors", ".json")
+    good = json.loads(listed.read_bytes())
     boxes = [[5, 0], [2, 3]], [[-1, 0], [2, 3]], [[0], [6]], [[0, 0], [2**40, 2**40]], [[0, 0], [3, 3]], [3, 4], []
     for box in boxes:
-        (copy / "step-00000003" / MANIFEST).write_bytes(good)
-        forged(
-            copy / "step-00000003",
-            lambda manifest, box=box: manifest["files"][OWN]["chunks"].update({PLACE: [0, *box]}),
-        )
+        listed.write_text(json.dumps({**good, PLACE: [0, *box]}))
+        forged(entry, lambda manifest: manifest["files"][OWN].update(chunks=zlib.crc32(listed.read_bytes())))
         with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=MANIFEST):
             restored(copy)
 
@@ -530,7 +531,7 @@ def test_a_hostile_pickle_among_shards_does_not_run(copy, name):
 
 def test_safetensors_reads_the_shards(copy):
     found = ll.checkpoint_io(copy).restore(state_of(net(5)))
-    files = sorted((copy / "step-00000003").glob("tensors-*"))
+    files = sorted((copy / "step-00000003").glob("tensors-*.safetensors"))
     rows = [safetensors.torch.load_file(file).get(PLACE) for file in files]
     assert len(files) == 3  # of five rows the fourth rank has none, nor of any other
     assert torch.equal(torch.cat([row for row in rows if row is not None]), found.params["0.weight"])
