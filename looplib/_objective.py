@@ -290,7 +290,7 @@ def mean_over_ranks(out: Gradients, total: RunningSum, params: Mapping[str, Tens
 
 
 def _normalizer(total: RunningSum) -> Tensor | float:
-    """What the summed losses were divided by: 1 if no gradient function has divided them."""
+    """The divisor of the summed losses: 1 if no gradient function has divided them."""
     return 1.0 if total.normalizer is None else total.normalizer
 
 

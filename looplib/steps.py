@@ -7,7 +7,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -23,7 +23,16 @@ from looplib._core.buffers import NOTHING, Kept, Writes
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
 from looplib._core.kinds import check_function_of_model
-from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in
+from looplib._core.lease import (
+    Lease,
+    check_unwritten,
+    follows,
+    give_up,
+    lease_of,
+    may_be_written,
+    memory_of,
+    tensors_in,
+)
 from looplib._core.mappings import pick
 from looplib._core.misuse import Watch
 from looplib._core.random import mix
@@ -218,9 +227,9 @@ def _train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
-        step, kept = state.step, NOTHING
+        step, undo = state.step, NOTHING
         if donate:
-            kept = Kept(params, buffers, writes)
+            undo = Kept(params, buffers, writes)
         else:
             watch.see(state, batch)
         grad_mode = torch.is_grad_enabled()
@@ -232,18 +241,20 @@ def _train_step(
                 grads, metrics, new_buffers, samples, *_ = out
                 forward_params, new_buffers = forward_writes(new_buffers, params)
                 if donate:
-                    writes.learn(kept)
+                    writes.learn(undo)
                 decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
                 applied = decision is True or read(decision)
             finally:
-                _hold_signals = True  # until the caller has the result
+                # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
+                _hold_signals = True
+            check_unwritten(state)
             if applied is not True and not any_of(applied):
-                trees_of(state)  # whose memory a step within the loss may have been given
-                kept.restore()
+                undo.restore()
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
-            _interrupts.install()  # here: the end of an earlier loop, which may be collected at any time, removes it
+            # Again: when an earlier loop is collected, which may be during the passes, it takes the guards of signals away.
+            _interrupts.install()
             owned, owned_state, lease = own(state, params, next_opt_state, grads, forward_params, writes)
             info = {
                 "applied": applied,
@@ -256,14 +267,12 @@ def _train_step(
             new_params, new_opt_state, more = updated(optimizer, grads, owned_state, dict(owned), step, info)
             for name, tensor in new_tensors(new_params, owned, grads).items():
                 owned[name].copy_(tensor)  # of a functional update; a module may hold the one that the step owns
-            # A new dict may hold new tensors, which carry no lease yet: the next step takes one over all of them again.
-            kept_lease = lease if new_opt_state is owned_state else None
-            new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, kept_lease)
+            new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
             return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
         except BaseException:
-            kept.restore_after_failure(state)
+            undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
             raise
         finally:
             torch_private.set_grad_enabled(grad_mode)
@@ -432,13 +441,15 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
     return core
 
 
-def _apart(out: Any) -> Any:
-    """The outputs, with copies of parameters among them, over which a donated step may write."""
-    if not any(map(may_be_written, tensors_in(out))):
+def _apart(out: Any, of_state: Iterable[Tensor]) -> Any:
+    """The outputs, with copies of those over which a donated step may write: the state's, or another run's."""
+    if not [*tensors_in(out)]:
         return out
+    known = {*map(memory_of, of_state)} - {None}
 
     def own(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and may_be_written(leaf) else leaf
+        shares = isinstance(leaf, Tensor) and (memory_of(leaf) in known or may_be_written(leaf))
+        return leaf.clone() if shares else leaf
 
     return torch_private.pytree.tree_map(own, out)
 
@@ -456,7 +467,7 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
             before = host.unwritten.begin(params)
             out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
             host.unwritten.check(params, before)
-            return out if tracing() else _apart(out)
+            return out if tracing() else _apart(out, (*params.values(), *buffers.values()))
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:

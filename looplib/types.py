@@ -263,7 +263,8 @@ class Gradients(NamedTuple):
         buffers: name -> tensor after the forward pass, of the buffers, and of the parameters that the forward pass
             itself writes, such as those of `nn.Embedding(max_norm=...)`.
         samples: number of samples in the batch.
-        weight: what is left to divide the summed loss by; None if `grads` are already those of the mean loss.
+        weight: of this batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean loss. The
+            gradient of a step's mean loss is the sum of `grads` times `request.sum.normalizer` over the sum of weights.
         scale: the `GradRequest.scale` by which the loss was multiplied, else None.
     """
 
@@ -277,7 +278,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GradRequest:
-    """What a `GradFn` is asked for: the gradient of the mean loss, or that of one microbatch of a step.
+    """Request to a `GradFn`: the gradient of the mean loss, or that of one microbatch of a step.
 
     A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(request, ...)`.
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
-from looplib._core.engines import RunningSum
+from looplib.types import RunningSum
 
 
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-4, 1e4), max_norm=st.floats(1e-3, 1e3))

@@ -610,8 +610,9 @@ class Scaled(nn.Module):
         return self.scale * x
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("donate", [True, False])
-def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensors(donate):
+def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensors(donate, copied):
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
 
     def init(params, **info):
@@ -632,9 +633,9 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
     eval_step = ll.make_eval_step(model, metrics_of)
     predict_step = ll.make_predict_step(model, lambda model, x: [model.scale[:], model.scale.detach()])
-    # After the first step, the run is known to own its memory.
-    (state, _), kept = step(ll.init_state(model, optimizer), x), []
-    for count in range(2, 5):
+    state, kept = ll.init_state(model, optimizer), []
+    state = ll.copy_state(state) if copied else state
+    for count in range(1, 5):
         scale, of_state = state.params["scale"].item(), (eval_step(state, x), predict_step(state, x))
         state, metrics = step(state, x)
         kept.append((scale, count, metrics, *of_state))

@@ -31,7 +31,7 @@ from looplib._core.trees import padding_batch
 
 
 class RunningSum:
-    """What the microbatches of one step share, while their gradients of summed losses become the gradient of a mean.
+    """Running sum of gradients: the microbatches of one step share it, until their sum becomes the gradient of a mean.
 
     Attributes:
         samples: samples in all microbatches, if known: what scalar losses are divided by at once.

@@ -87,9 +87,13 @@ _set_time, _set_lease, _set_provenance = (
 )  # of a record that does not let its attributes be assigned
 
 
-def follows(record: Leased, before: Leased, lease: Lease | None) -> None:
-    """A record continues the run of another one, under this lease if that still covers what the run writes."""
-    _set_lease(record, lease)
+def follows(record: Any, before: Any, lease: Lease | None) -> None:
+    """A record continues the run of another one, under this lease if that can cover all that the run writes.
+
+    An update, or a decision against one, may have put new tensors into the optimizer's state, such as a count.
+    """
+    covered = lease is not None and _covers(lease, record._opt_state, before._opt_state)
+    _set_lease(record, lease if covered else None)
     _set_provenance(record, before._provenance)
 
 
@@ -120,6 +124,12 @@ def _storage(tensor: Tensor) -> Any:
         return tensor.untyped_storage()
     except RuntimeError:  # sparse tensors, and those of torch.func's transforms, have no storage to write in place
         return None
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """Address of the memory of a tensor; None without any."""
+    storage = _storage(tensor)
+    return None if storage is None else storage.data_ptr() or None
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -159,7 +169,7 @@ def may_be_written(tensor: Tensor) -> bool:
 
 
 def give_up(state: Any, params: Set[str], buffers: Collection[str] = ()) -> tuple[Lease, int]:
-    """Spend a state, whose step writes these parameters and buffers, and the optimizer's state.
+    """Spend a state, whose step writes these parameters and buffers, and the optimizer's state. See `check_unwritten`.
 
     Returns the lease of the run, and when it was written before. Raises ValueError, with nothing spent, if `extra` holds
     memory that the step would write.
@@ -180,12 +190,39 @@ def give_up(state: Any, params: Set[str], buffers: Collection[str] = ()) -> tupl
         _check_shared("opt_state", state.opt_state, of_model, "params[name].detach().clone()")
         lease = lease_over("a train step with donate=True", tensors_in(trees), known_params, known_buffers)
         _set_lease(state, lease)
-    if state._at != clock.time:  # something was written since the step began, by another thread or within the loss
-        for tree in ("params", "buffers", "opt_state"):
-            getattr(state, tree)  # raises if it was this tree
     before = lease.written
     lease.write()
     return lease, before
+
+
+def check_unwritten(state: Any) -> None:
+    """Raise DonatedStateError if a state has been written since its step began, by another thread or within the loss."""
+    if state._at != clock.time:
+        for tree in ("params", "buffers", "opt_state"):
+            getattr(state, tree)  # raises if it was this tree
+
+
+def _covers(lease: Lease, tree: Any, before: Any) -> bool:
+    """Let a lease cover the tensors of a tree that are not in the one before it, which it covers already.
+
+    Returns False if one of them shares memory with others, so that the next step must take a new lease.
+    """
+    for tensor in _new_tensors(tree, before):
+        storage = _storage(tensor)
+        if storage is not None:
+            if getattr(storage, "looplib_lease", None) is not None:
+                return False
+            storage.looplib_lease = lease
+    return True
+
+
+def _new_tensors(tree: Any, before: Any) -> Iterator[Tensor]:
+    if isinstance(tree, dict) and isinstance(before, dict):
+        for key, value in tree.items():
+            if value is not before.get(key):
+                yield from _new_tensors(value, before.get(key))
+    elif tree is not before:
+        yield from tensors_in(tree)
 
 
 def spend(state: Any) -> None:

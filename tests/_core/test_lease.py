@@ -446,6 +446,36 @@ def test_a_spent_state_stays_spent_if_an_update_puts_new_tensors_into_its_dict()
     assert run.state.opt_state["count"] == 2
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_tensor_that_a_decision_makes_is_given_up_once_an_update_writes_it(skips):
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
+    inner = counting(sgd, None)
+
+    def decide(grads, opt_state, metrics, step, **info):
+        flag, state = inner.decide(grads, opt_state, metrics, step=step, **info)
+        batch = int(opt_state["batch"]) + 1
+        new = {"count": torch.zeros(())} if batch == 3 else {}  # now and then, as a window that is cleared
+        return flag and not (skips and batch == 3), {**state, "batch": batch, **new}
+
+    def update_(grads, opt_state, params, step, **info):
+        params, opt_state["inner_state"] = sgd.update_(grads, opt_state["inner_state"], params, step, **info)
+        opt_state["count"] += 1
+        return params, opt_state
+
+    def init(params, **extra):
+        return {**inner.init(params, **extra), "batch": 0}
+
+    run = Run(Optimizer(init, update_, decide))
+    for batch in range(1, 7):
+        sharing = TrainState(extra={"count": run.state.opt_state["count"]})
+        value = sharing.extra["count"].item()
+        run.train()
+        if skips and batch == 3:
+            assert sharing.extra["count"].item() == value
+        else:
+            assert spent(sharing, "extra")
+
+
 def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_overwritten():
     def update_(grads, opt_state, params, step, **info):
         new = {name: params[name] - 0.1 * grad for name, grad in grads.items()}
@@ -461,9 +491,11 @@ def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_over
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwhile(fails):
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwhile(fails, skips):
     run = Run()
     taken = []
+    refusing = Optimizer(run.optimizer.init, run.optimizer.update_, lambda grads, opt_state, metrics: (False, opt_state))
 
     def greedy(model, x):
         if not taken:
@@ -472,7 +504,8 @@ def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwh
             raise KeyError("the loss function's own")
         return squares(model, x)
 
-    step = ll.make_train_step(ll.make_grad_fn(run.model, greedy), run.optimizer, donate=True)
+    grad_fn = ll.make_grad_fn(run.model, greedy)
+    step = ll.make_train_step(grad_fn, refusing if skips else run.optimizer, donate=True)
     start = run.state
     with pytest.raises(KeyError if fails else ll.DonatedStateError):
         step(start, ROWS)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import looplib as ll
-from looplib._core.engines import RunningSum
+from looplib.types import RunningSum
 
 
 class Transformer(nn.Module):

@@ -10,7 +10,7 @@ from shared import equal
 from torch import nn
 
 import looplib as ll
-from looplib._core.engines import RunningSum
+from looplib.types import RunningSum
 
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
