@@ -136,6 +136,7 @@ def test_a_batch_with_a_graph_is_refused_by_name(donate):
     step(state, (real, noise))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("run", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("before", [False, True])
 def test_gradients_of_another_network_are_left_alone(run, before):

@@ -62,6 +62,19 @@ def test_parts_add_up_to_the_whole():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    one = ll.make_grad_fn(model, lambda model, x: model(x).mean(0))(ll.init_state(model), x)
+    state = ll.init_state(model)
+    plain = state.replace(params={name: tensor.detach().clone() for name, tensor in state.params.items()})
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    other = grad_fn(plain, x)
+    assert all(torch.equal(grad, other.grads[name]) for name, grad in one.grads.items())
+    computed = state.replace(params={**state.params, "weight": state.params["weight"] * 2})
+    with pytest.raises(ValueError, match=r"parameter weight of the state was computed from others.*MulBackward0"):
+        grad_fn(computed, x)
+
+
 class Headed(nn.Module):
     def __init__(self, *within):
         super().__init__()

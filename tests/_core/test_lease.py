@@ -495,7 +495,9 @@ def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_over
 def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwhile(fails, skips):
     run = Run()
     taken = []
-    refusing = Optimizer(run.optimizer.init, run.optimizer.update_, lambda grads, opt_state, metrics: (False, opt_state))
+    refusing = Optimizer(
+        run.optimizer.init, run.optimizer.update_, lambda grads, opt_state, metrics: (False, opt_state)
+    )
 
     def greedy(model, x):
         if not taken:
