@@ -59,7 +59,6 @@ from looplib.types import (
     EvalStep,
     GradFn,
     GradRequest,
-    Grads,
     Metric,
     Optimizer,
     Params,
@@ -186,8 +185,6 @@ def make_train_step(
         DonatedStateError: the state was already donated to a step.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
     """
-    if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
-        raise TypeError(f"grad_fn is {named(grad_fn)}; give ll.make_grad_fn(model, loss_fn)")
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
@@ -205,9 +202,9 @@ def make_train_step(
 #   gradients, decide
 #            all that can be refused or skipped is, while only buffers have changed, of which there are copies. The host reads
 #            the flags of all wrappers at once.
+#   check    once more, since the loss may have run a step of another run over the same memory.
 #   own      a pure step copies what the update writes. A donated one gives up the state: it is spent from here on, before
-#            the first write, so an update that fails halfway cannot leave a state that looks valid. The trees are checked
-#            once more, since the loss may have run a step of another run over the same memory.
+#            the first write, so an update that fails halfway cannot leave a state that looks valid.
 #   update   writes in place, or returns new tensors.
 #   advance  the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
 #            a reader is told that there is no state after it.
@@ -218,7 +215,6 @@ def make_train_step(
 def _train_step(
     grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, program: Callable[[], Mapping[str, Any]]
 ) -> TrainStep:
-    own = _given_up if donate else _copied
     request = GradRequest(donate=donate)
     compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
     writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
@@ -255,7 +251,13 @@ def _train_step(
                 ), metrics
             # Again: when an earlier loop is collected, which may be during the passes, it takes the guards of signals away.
             _interrupts.install()
-            owned, owned_state, lease = own(state, params, next_opt_state, grads, forward_params, writes)
+            if donate:
+                names = grads.keys() | writes.params if writes.params else grads.keys()
+                lease, _ = give_up(state, names, writes.buffers or ())  # the state is spent from here on
+                owned = params
+            else:  # what the forward pass has written are copies already
+                owned = {**copied_params(grads.keys() - forward_params.keys(), params), **forward_params}
+                next_opt_state, lease = copied(next_opt_state), None
             info = {
                 "applied": applied,
                 "metrics": metrics,
@@ -264,7 +266,7 @@ def _train_step(
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
             torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
-            new_params, new_opt_state, more = updated(optimizer, grads, owned_state, dict(owned), step, info)
+            new_params, new_opt_state, more = updated(optimizer, grads, next_opt_state, dict(owned), step, info)
             for name, tensor in new_tensors(new_params, owned, grads).items():
                 owned[name].copy_(tensor)  # of a functional update; a module may hold the one that the step owns
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
@@ -279,26 +281,6 @@ def _train_step(
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step
-
-
-Owned = tuple[Params, Any, Lease | None]
-
-
-def _given_up(
-    state: TrainState, params: Params, opt_state: Any, grads: Grads, forward_params: Params, writes: Writes
-) -> Owned:
-    """The state's own tensors, for a donated step to write. The state is spent from here on."""
-    names = grads.keys() | writes.params if writes.params else grads.keys()
-    lease, _ = give_up(state, names, writes.buffers or ())
-    return params, opt_state, lease
-
-
-def _copied(
-    state: TrainState, params: Params, opt_state: Any, grads: Grads, forward_params: Params, writes: Writes
-) -> Owned:
-    """Copies of what a pure step writes. Parameters that the forward pass writes are copies already."""
-    own = copied_params(grads.keys() - forward_params.keys(), params)
-    return {**own, **forward_params}, copied(opt_state), None
 
 
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
