@@ -190,7 +190,8 @@ def on_host(function: Callable[..., R], *values: Any) -> R:
     Use it in your own gradient functions and optimizers that depend on a number of the state. A compiled step is a
     graph without such numbers, so this declares what to compute before each run of the graph. Floats and tensors in
     the result are inputs of the graph. Everything else (bool, int, str, None, and the structure of tuples, lists and
-    dicts) selects the graph, and each new value compiles one.
+    dicts) selects the graph, and each new value compiles one. In a stack of members, `state.seed` is the tuple of all
+    members' seeds.
 
     Args:
         function: function of plain numbers and CPU tensors.
