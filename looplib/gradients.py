@@ -254,9 +254,9 @@ class _Leaves:
     def grads(self) -> dict[str, Tensor]:
         """Gradients by name, each placed over the ranks as its parameter is."""
         return {
-            name: placed_like(leaf, leaf.grad)
+            name: grad if type(grad) is Tensor else placed_like(leaf, grad)
             for name, leaf in pairs(self.names, self.inputs)
-            if leaf.grad is not None
+            if (grad := leaf.grad) is not None
         }
 
     def end(self) -> None:

@@ -104,9 +104,10 @@ class Listener:
 
 def install() -> None:
     """Put guards in front of the current Python handlers. Does nothing off the main thread."""
-    if _in_main_thread():
+    if threading.current_thread() is threading.main_thread():  # each step asks, so without a call for each signal
         for signum in _HELD:
-            if callable(_signal.getsignal(signum)):
+            handler = _signal.getsignal(signum)
+            if callable(handler) and type(handler) is not Guard:
                 _guarded(signum)
 
 
@@ -200,9 +201,10 @@ def _leave(loop: object, iterator: Iterator[T]) -> None:
         if hasattr(iterator, "close"):
             iterator.close()
     finally:
+        _hold_signals = True  # since Python ignores what a handler raises while it closes the generator of a loop
         _bodies.pop(loop, None)
         # The garbage collector, which may end a loop at any moment, takes no guard from an update.
-        if not _bodies and _in_main_thread() and not held(sys._getframe()):
+        if not _bodies and _in_main_thread() and not held(sys._getframe(1)):
             if _stopping:  # the loop was left by a break or an error while an interrupt was waiting
                 _stopping = False
                 _send_later(signal.SIGINT)

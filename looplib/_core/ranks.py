@@ -307,11 +307,7 @@ def _shard(tensor: Any) -> Tensor:
 
 def placed_like(like: Tensor, tensor: Tensor) -> Tensor:
     """A DTensor with the placements of another. Gradients of sequence parallel norms, for example, come as partial sums."""
-    if (
-        type(tensor) is Tensor
-        or not (is_sharded(tensor) and is_sharded(like))
-        or tensor.placements == like.placements
-    ):
+    if not (is_sharded(tensor) and is_sharded(like)) or tensor.placements == like.placements:
         return tensor
     placed: Tensor = tensor.redistribute(like.device_mesh, like.placements)
     return placed
