@@ -7,6 +7,7 @@ used.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -267,11 +268,21 @@ def _train_step(
             }
             torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
             new_params, new_opt_state, more = updated(optimizer, grads, next_opt_state, dict(owned), step, info)
-            for name, tensor in new_tensors(new_params, owned, grads).items():
-                owned[name].copy_(tensor)  # of a functional update; a module may hold the one that the step owns
+            replaced = new_tensors(new_params, owned, grads)  # by a functional update
+            if (
+                donate and replaced
+            ):  # the module holds the tensors that the step owns, and the new state may keep them
+                given = [owned[name] for name in replaced]
+                new_opt_state = _apart(new_opt_state, given)
+                for tensor, value in zip(given, replaced.values(), strict=True):
+                    tensor.copy_(value)
+            else:
+                for name, tensor in replaced.items():
+                    owned[name] = tensor.detach().requires_grad_(owned[name].requires_grad)
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
+                _interrupts.returns_to(sys._getframe(1))
             return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
         except BaseException:
             undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
@@ -423,17 +434,17 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
     return core
 
 
-def _apart(out: Any, of_state: Iterable[Tensor]) -> Any:
-    """The outputs, with copies of those over which a donated step may write: the state's, or another run's."""
-    if not [*tensors_in(out)]:
-        return out
-    known = {*map(memory_of, of_state)} - {None}
+def _apart(tree: Any, of: Iterable[Tensor], or_if: Callable[[Tensor], bool] = lambda tensor: False) -> Any:
+    """The tree, with copies of tensors that share memory with these, over which a donated step writes."""
+    if not [*tensors_in(tree)]:
+        return tree
+    known = {*map(memory_of, of)} - {None}
 
     def own(leaf: Any) -> Any:
-        shares = isinstance(leaf, Tensor) and (memory_of(leaf) in known or may_be_written(leaf))
+        shares = isinstance(leaf, Tensor) and (memory_of(leaf) in known or or_if(leaf))
         return leaf.clone() if shares else leaf
 
-    return torch_private.pytree.tree_map(own, out)
+    return torch_private.pytree.tree_map(own, tree)
 
 
 def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:
@@ -449,7 +460,7 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
             before = host.unwritten.begin(params)
             out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
             host.unwritten.check(params, before)
-            return out if tracing() else _apart(out, (*params.values(), *buffers.values()))
+            return out if tracing() else _apart(out, (*params.values(), *buffers.values()), may_be_written)
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:

@@ -126,8 +126,21 @@ def _remove_guard(signum: int) -> None:
         signal.signal(signum, guard.previous)
 
 
+_returned: list[tuple[int, CodeType, int]] = []  # the place of the last call whose result must get a name
+
+
+def returns_to(frame: FrameType) -> None:
+    """Hold signals back until this frame has gone on from where it is, with the result of its call.
+
+    A step is an object with a repr, which C calls, and after a call into C Python looks for signals before it assigns.
+    """
+    _returned[:] = [(id(frame), frame.f_code, frame.f_lasti)]
+
+
 def held(frame: FrameType | None) -> bool:
-    """True if a function that is running, called from this frame or around it, holds signals back."""
+    """True if a function that is running, called from this frame or around it, holds signals back, or has just returned."""
+    if frame is not None and (id(frame), frame.f_code, frame.f_lasti) in _returned:
+        return True
     return any("_hold_signals" in f.f_code.co_varnames and "_hold_signals" in f.f_locals for f in _stack(frame))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -117,6 +118,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
             new = advanced(state, new_params, new_buffers, opt_state, samples, applied, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
+                _interrupts.returns_to(sys._getframe(1))
             compiler.remember(ready, new)
         finally:
             if lease is not None and compiler.intact:

@@ -476,10 +476,26 @@ def test_a_tensor_that_a_decision_makes_is_given_up_once_an_update_writes_it(ski
             assert spent(sharing, "extra")
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_functional_update_may_keep_the_parameters_of_before(donate):
+    def update_(grads, opt_state, params, step, **info):
+        new = {name: (params[name] - 0.1 * grad).detach() for name, grad in grads.items()}
+        return {**params, **new}, {"last": {name: params[name].detach() for name in grads}}
+
+    run = Run(Optimizer(lambda params, **extra: {"last": {}}, update_))
+    step = run.step if donate else ll.make_train_step(run.grad_fn, run.optimizer)
+    for _ in range(3):
+        values = bits(ll.copy_state(run.state).params)
+        run.state, _ = step(run.state, ROWS)
+        assert bits(run.state.opt_state["last"]) == values
+
+
 def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_overwritten():
     def update_(grads, opt_state, params, step, **info):
-        new = {name: params[name] - 0.1 * grad for name, grad in grads.items()}
-        return {**params, **new}, {"last": {name: params[name].detach() for name in grads}}
+        with torch.no_grad():
+            for name, grad in grads.items():
+                params[name].sub_(grad, alpha=0.1)
+        return params, {"last": {name: params[name].detach() for name in grads}}
 
     run = Run(Optimizer(lambda params, **extra: {"last": {}}, update_))
     state = run.train()

@@ -261,7 +261,8 @@ def test_models(name):
 @pytest.mark.parametrize(("name", "dtype"), [("LSTM", torch.bfloat16), *((name, torch.float32) for name in MODELS)])
 def test_models_of_less_precision(name, dtype):
     make, loss_fn, data = MODELS[name]
-    optimizer, tolerance = ll.optimizer(optim.SGD, lr=0.1), 1e-4 if dtype is torch.float32 else 0.05
+    # Batch norm over few values makes float32's rounding a hundred times as large.
+    optimizer, tolerance = ll.optimizer(optim.SGD, lr=0.1), 1e-3 if dtype is torch.float32 else 0.05
     step = ll.make_train_step(ll.make_grad_fn(seeded(make, 0, dtype), loss_fn), optimizer)
     states = [ll.init_state(seeded(make, number, dtype), optimizer, seed=number) for number in range(2)]
     stack, mapped = stack_states(states), ll.vmap_step(step)
