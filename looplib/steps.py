@@ -201,8 +201,9 @@ def make_train_step(
 #   keep     a donated step's forward pass writes into the state's own buffers, so they are copied first. If the step is
 #            skipped or fails before its update, they are put back, and the state is as it was.
 #   gradients, decide
-#            all that can be refused or skipped is, while only buffers have changed, of which there are copies. The host reads
-#            the flags of all wrappers at once.
+#            whatever the gradients or the optimizer can refuse or skip is decided here: only the forward pass has written so
+#            far, and of that there are copies. The host reads the flags of all wrappers at once. (Giving up refuses as well,
+#            before it spends.)
 #   check    once more, since the loss may have run a step of another run over the same memory.
 #   own      a pure step copies what the update writes. A donated one gives up the state: it is spent from here on, before
 #            the first write, so an update that fails halfway cannot leave a state that looks valid.
@@ -224,10 +225,11 @@ def _train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
-        step, undo = state.step, NOTHING
+        step = state.step
         if donate:
             undo = Kept(params, buffers, writes)
         else:
+            undo = NOTHING
             watch.see(state, batch)
         grad_mode = torch.is_grad_enabled()
         try:
@@ -240,17 +242,17 @@ def _train_step(
                 if donate:
                     writes.learn(undo)
                 decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
-                applied = decision is True or read(decision)
+                applied = read(decision)
             finally:
                 # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
                 _hold_signals = True
             check_unwritten(state)
-            if applied is not True and not any_of(applied):
+            if not any_of(applied):
                 undo.restore()
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
-            # Again: when an earlier loop is collected, which may be during the passes, it takes the guards of signals away.
+            # The passes have installed the guards of signals, and an earlier loop that is collected meanwhile removes them.
             _interrupts.install()
             if donate:
                 names = grads.keys() | writes.params if writes.params else grads.keys()

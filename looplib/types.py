@@ -112,9 +112,9 @@ class TrainState(lease.Leased):
         if unknown := changes.keys() - set(FIELDS):
             raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
         new = TrainState(*(changes[name] if name in changes else getattr(self, name) for name in FIELDS))
-        # With other tensors, the next donated step has to find out again what it writes.
-        same = changes.keys().isdisjoint(TREES)
-        lease.follows(new, self, self._lease if same else None)
+        # With other tensors, the next donated step has to find out again what it writes, and what `extra` shares with it.
+        others = TREES if lease.lies_on(self._lease, changes.get("extra")) else TREES[:-1]
+        lease.follows(new, self, self._lease if changes.keys().isdisjoint(others) else None)
         return new
 
     def __repr__(self) -> str:

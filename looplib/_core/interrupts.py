@@ -130,7 +130,7 @@ _returned: list[tuple[int, CodeType, int]] = []  # the place of the last call wh
 
 
 def returns_to(frame: FrameType) -> None:
-    """Hold signals back until this frame has gone on from where it is, with the result of its call.
+    """Hold signals back until this frame continues from where it is, with the result of its call.
 
     A step is an object with a repr, which C calls, and after a call into C Python looks for signals before it assigns.
     """

@@ -118,6 +118,11 @@ def lease_on(tensor: Tensor) -> Lease | None:
     return None if storage is None else getattr(storage, "looplib_lease", None)
 
 
+def lies_on(lease: Lease | None, tree: Any) -> bool:
+    """True if a tensor of a tree has memory that this lease covers."""
+    return lease is not None and any(lease_on(tensor) is lease for tensor in tensors_in(tree))
+
+
 def _storage(tensor: Tensor) -> Any:
     tensor = getattr(tensor, "_local_tensor", tensor)  # which holds a DTensor's memory
     try:

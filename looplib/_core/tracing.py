@@ -190,15 +190,28 @@ def on_host(function: Callable[..., R], *values: Any) -> R:
     Use it in your own gradient functions and optimizers that depend on a number of the state. A compiled step is a
     graph without such numbers, so this declares what to compute before each run of the graph. Floats and tensors in
     the result are inputs of the graph. Everything else (bool, int, str, None, and the structure of tuples, lists and
-    dicts) selects the graph, and each new value compiles one. In a stack of members, `state.seed` is the tuple of all
-    members' seeds.
+    dicts) selects the graph, and each new value compiles one.
 
     Args:
         function: function of plain numbers and CPU tensors.
         values: numbers of the state (`state.step`), or tensors of its `opt_state` as passed to the step.
+
+    Raises:
+        UntraceableError: within `vmap_step`, if a value is `state.seed`: there is one for each member, and one answer.
     """
-    trace = current()
-    return function(*values) if trace is None else trace.ask(function, values)
+    if (trace := current()) is None:
+        return function(*values)
+
+    def of_one(*values: Any) -> R:
+        if any(isinstance(value, tuple) for value in values):
+            raise UntraceableError(
+                "on_host was given state.seed within vmap_step, which is a tuple of the members' seeds, and its answer is "
+                "for all of them, so that they would draw the same numbers: take the step of each member by itself"
+            )
+        return function(*values)
+
+    answer: R = trace.ask(of_one, values)
+    return answer
 
 
 def afterwards(function: Callable[..., None], *values: Any) -> None:

@@ -73,7 +73,7 @@ def read(decision: Any) -> Any:
     if decision is True:
         return True
     flags = flags_of(decision)
-    tensors = [flag for flag in map(checked, leaves_of(flags)) if isinstance(flag, Tensor)]
+    tensors = [flag for flag in leaves_of(flags) if isinstance(flag, Tensor)]
     if len(tensors) == 1:
         values = [bool(tensors[0])]
     else:
@@ -99,21 +99,22 @@ def _with_values(flags: Any, values: Iterator[bool]) -> Any:
     return next(values) if isinstance(flags, Tensor) else flags
 
 
-def checked(flag: Any) -> bool | Tensor:
-    """A flag, after checking its type."""
-    if isinstance(flag, bool):
-        return flag
-    if isinstance(flag, Tensor) and flag.dtype is torch.bool and flag.dim() == 0:
-        return flag
+def check_flag(flag: Any) -> None:
+    """Raise unless this is a flag: a bool, or a 0-dim bool tensor."""
+    if isinstance(flag, bool) or (isinstance(flag, Tensor) and flag.dtype is torch.bool and flag.dim() == 0):
+        return
     kind = f"a {flag.dtype} tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
     raise TypeError(f"decide returned {kind} as its flag: give True, False, or a 0-dim bool tensor")
 
 
 def decided(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: Any, step: int) -> tuple[Any, Any]:
-    """Decision of an optimizer and its state, after checking that there are two values."""
+    """Decision of an optimizer and its state, after checking that there are two values, and that the first is a flag."""
     out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
     if type(out) is not tuple or len(out) != 2:
         raise TypeError(f"an optimizer's decide returned {_kind(out)}; it returns two values, (flag, opt_state)")
+    if out[0] is not True:
+        for flag in leaves_of(flags_of(out[0])):
+            check_flag(flag)
     return out
 
 
@@ -195,12 +196,9 @@ def update_by_hand(
 
 def announced(decision: Any) -> Any:
     """The flags of a decision in a graph, whose checks are made after it has run."""
-    flags = flags_of(decision)
-    for flag in leaves_of(flags):
-        checked(flag)
     for check, arguments in decision.checks if isinstance(decision, Decision) else ():
         afterwards(check, *arguments)
-    return flags
+    return flags_of(decision)
 
 
 # Copies

@@ -19,7 +19,7 @@ from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
 from looplib._core.tracing import entered, on_host, tracing
-from looplib._core.updates import updated
+from looplib._core.updates import decided, updated
 from looplib.optim._first_state import first_state
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import check_fused, kernel_name
@@ -189,7 +189,7 @@ def wrap(
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
             raise wrong_state(opt_state, name_of(description, name), expected)
         seen, of = (grads, params) if within is None else within(grads, params, opt_state)
-        flag, inner = optimizer.decide(seen, opt_state["inner_state"], metrics, params=of, step=step)
+        flag, inner = decided(optimizer, seen, opt_state["inner_state"], metrics, of, step)
         if inner is not opt_state["inner_state"]:
             opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)

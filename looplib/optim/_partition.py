@@ -13,7 +13,7 @@ from looplib._core.checks import check, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib._core.tracing import on_host
-from looplib._core.updates import Decision, any_of, flags_of, leaves_of, update_where, updated
+from looplib._core.updates import Decision, any_of, decided, flags_of, leaves_of, update_where, updated
 from looplib.optim._optimizer import Updated, update_within, wrap
 from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrong_state import name_of, wrong_state
@@ -73,7 +73,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 raise wrong_state(opt_state, name_of(description, "partition"), own)
         checks: list[Any] = []
         for key, (mine, subset) in parts(grads, params).items():
-            decision, states[key] = optimizers[key].decide(mine, states[key], metrics, params=subset, step=step)
+            decision, states[key] = decided(optimizers[key], mine, states[key], metrics, subset, step)
             flags[key] = flags_of(decision)
             checks += decision.checks if isinstance(decision, Decision) else ()
         if any(states[key] is not before[key] for key in states):

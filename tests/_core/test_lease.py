@@ -333,9 +333,14 @@ def test_an_update_that_returns_another_shape_fails_by_name_and_spends_the_state
     assert spent(run.state, message="when it failed")
 
 
-def test_a_functional_update_is_copied_into_the_tensors_of_the_module():
+@pytest.mark.every_case
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_functional_update_is_copied_into_the_tensors_of_the_module(assigned):
     def update_(grads, opt_state, params, step):
         new = {name: (params[name] - 0.1 * grad).detach().requires_grad_() for name, grad in grads.items()}
+        if assigned:
+            params.update(new)
+            return params, opt_state
         return {**params, **new}, opt_state
 
     run, reference = Run(Optimizer(lambda params: {}, update_)), Run(ll.optimizer(torch.optim.SGD, lr=0.1))
@@ -403,6 +408,18 @@ def test_a_donated_step_refuses_to_write_what_extra_keeps(transform, keep, start
     run.state = sharing.replace(extra=keep(ll.copy_state(run.state)))  # as the message says
     values = bits(keep(before))
     assert bits(run.train(2).extra) == values
+
+
+def test_what_replaces_extra_between_steps_is_looked_at():
+    run = Run()
+    run.train()
+    for tensor in (torch.ones(2), run.state.params["0.weight"].clone()):
+        run.state = run.state.replace(extra=tensor)
+        before = run.train(2)
+        assert before.extra is tensor
+    run.state = run.state.replace(extra=run.state.params["0.weight"].detach())
+    with pytest.raises(ValueError, match="extra shares memory with"):
+        run.train()
 
 
 def test_extra_may_share_what_no_step_writes():

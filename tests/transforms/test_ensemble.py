@@ -273,6 +273,19 @@ def test_models_of_less_precision(name, dtype):
         close((one.params, one.buffers), (state.params, state.buffers), tolerance)
 
 
+def test_one_answer_of_the_host_for_the_seeds_of_all_members_is_refused():
+    def noisy(state, batch, request):
+        noise = ll.transforms.on_host(lambda seed, step: 0.1, state.seed, state.step)
+        out = grad_fn(state, batch, request)
+        return out._replace(grads={name: grad + noise for name, grad in out.grads.items()})
+
+    model, optimizer = nn.Linear(4, 2), ll.optimizer(optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    stack = stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(2)])
+    with pytest.raises(ll.transforms.UntraceableError, match=r"state.seed within vmap_step"):
+        ll.vmap_step(ll.make_train_step(noisy, optimizer))(stack, torch.ones(3, 4))
+
+
 # Random numbers
 
 DRAWS = {
