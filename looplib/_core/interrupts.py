@@ -104,11 +104,15 @@ class Listener:
 
 def install() -> None:
     """Put guards in front of the current Python handlers. Does nothing off the main thread."""
-    if threading.current_thread() is threading.main_thread():  # each step asks, so without a call for each signal
+    # Each step asks twice, so it compares with what was there last time.
+    if [*map(_signal.getsignal, _HELD)] != _handlers and _in_main_thread():
         for signum in _HELD:
-            handler = _signal.getsignal(signum)
-            if callable(handler) and type(handler) is not Guard:
+            if callable(_signal.getsignal(signum)):
                 _guarded(signum)
+        _handlers[:] = map(_signal.getsignal, _HELD)
+
+
+_handlers: list[Any] = []  # when `install` last looked
 
 
 def _guarded(signum: int) -> Guard:
