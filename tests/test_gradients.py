@@ -75,6 +75,15 @@ def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
         grad_fn(computed, x)
 
 
+def test_the_callers_grad_mode_is_kept():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            assert grad_fn(ll.init_state(model), x).grads.keys() == {"weight", "bias"}
+            assert torch.is_grad_enabled() == enabled
+
+
 class Headed(nn.Module):
     def __init__(self, *within):
         super().__init__()
