@@ -113,8 +113,9 @@ class TrainState(lease.Leased):
             raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
         new = TrainState(*(changes[name] if name in changes else getattr(self, name) for name in FIELDS))
         # With other tensors, the next donated step has to find out again what it writes, and what `extra` shares with it.
-        others = TREES if lease.lies_on(self._lease, changes.get("extra")) else TREES[:-1]
-        lease.follows(new, self, self._lease if changes.keys().isdisjoint(others) else None)
+        written = changes.keys() & {"params", "buffers", "opt_state"}
+        same = not written and not lease.lies_on(self._lease, changes.get("extra"))
+        lease.follows(new, self, self._lease if same else None)
         return new
 
     def __repr__(self) -> str:

@@ -4,9 +4,10 @@ A signal whose Python handler raises (Ctrl-C, a timeout, a SIGTERM turned into S
 bytecodes. A guard in front of the handlers that were installed before chooses the moment:
 
 - A function of looplib that must not be interrupted sets its local variable `_hold_signals` to True. From then until
-  it has returned, a signal is sent again some milliseconds later. Python looks for signals at the start of functions,
-  at jumps backward and after calls into C, so not between the return of a step and the assignment of its result. What
-  is left is a function of the user's around the step, and a step that C calls, such as a `functools.partial`.
+  it has returned, a signal is sent again some milliseconds later.
+- Python looks for signals after calls into C, and C calls a step, which is an object with a repr. So a donated step
+  notes the place that it returns to (`returns_to`), and signals wait there too, until its result has a name. In a
+  function of the user's around the step, they may still come before that function has returned.
 - A first Ctrl-C in the body of a loop over a looplib loader is raised at its next batch, so that each batch is stepped,
   logged and saved completely.
 - A signal that a predicate listens to is noted, which raises nothing.

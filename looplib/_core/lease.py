@@ -66,7 +66,7 @@ class Leased:
     Attributes:
         _at: time at which it was last known to be valid.
         _lease: the lease that covers everything that a step of this run writes, if that is known.
-        _provenance: what the run was made with (see `_core.made_with`), passed on from state to state.
+        _provenance: what the run was made with (see `_core.provenance`), passed on from state to state.
     """
 
     __slots__ = ("__weakref__", "_at", "_lease", "_provenance")
