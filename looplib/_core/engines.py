@@ -34,9 +34,9 @@ class RunningSum:
     """Running sum of gradients: the microbatches of one step share it, until their sum becomes the gradient of a mean.
 
     Attributes:
-        samples: samples in all microbatches, if known: what scalar losses are divided by at once.
-        normalizer: what every microbatch divides its summed loss by, so that half-precision gradients stay as small as
-            those of a mean. None until the first one has chosen it: `samples`, or its own weight (at least 1).
+        samples: samples in all microbatches, if known. Scalar losses are divided by this number at once.
+        normalizer: divisor of each microbatch's summed loss, which keeps half-precision gradients as small as those of a
+            mean. None until the first microbatch has chosen it: `samples`, or its own weight (at least 1).
         ranks: number of ranks over which an engine averages.
         grads: gradients so far, for a function or an engine that adds to them in place; else None.
         written: those that an engine has added up, with the number of writes to each, so that a wrapper that changes
@@ -136,7 +136,7 @@ class SyncPasses(Passes):
         return None if self.counted is None else self.counted.read()[0] / self.ranks, total
 
     def samples(self, count: int) -> int:
-        """Number of samples of all ranks, with the first microbatch; 0 with the others."""
+        """Number of samples of all ranks at the first call, which must come after `agree`; 0 at later ones."""
         counted, self.counted = self.counted, None
         return 0 if counted is None else round(counted.read()[0])
 

@@ -58,7 +58,7 @@ def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str
     writing, target, earlier = entry
 
     named = naming_the_checkpoint(target, parts.size())
-    of_first: dict[str, Any] = {}  # needs not be sent
+    of_first: dict[str, Any] = {}  # what the first rank writes of unsharded tensors, which it has no need to send
 
     @named
     def write_files() -> dict[str, Any]:
