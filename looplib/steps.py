@@ -20,7 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.advice import explain_arguments
-from looplib._core.buffers import NOTHING, Kept, Writes
+from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
 from looplib._core.kinds import check_function_of_model
@@ -219,7 +219,7 @@ def _train_step(
 ) -> TrainStep:
     request = GradRequest(donate=donate)
     compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
-    writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
+    written = {name for one in chain(grad_fn) for name in one.renormed}  # parameters, by forward passes
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
 
@@ -227,7 +227,7 @@ def _train_step(
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
         step = state.step
         if donate:
-            undo = Kept(params, buffers, writes)
+            undo = Kept(params, buffers, written)
         else:
             undo = NOTHING
             watch.see(state, batch)
@@ -240,7 +240,7 @@ def _train_step(
                 grads, metrics, new_buffers, samples, *_ = out
                 forward_params, new_buffers = forward_writes(new_buffers, params)
                 if donate:
-                    writes.learn(undo)
+                    undo.learn()
                 decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
                 applied = read(decision)
             finally:
@@ -255,8 +255,7 @@ def _train_step(
             # The passes have installed the guards of signals, and an earlier loop that is collected meanwhile removes them.
             _interrupts.install()
             if donate:
-                names = grads.keys() | writes.params if writes.params else grads.keys()
-                lease, _ = give_up(state, names, writes.buffers or ())  # the state is spent from here on
+                lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned = params
             else:  # what the forward pass has written are copies already
                 owned = {**copied_params(grads.keys() - forward_params.keys(), params), **forward_params}

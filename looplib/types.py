@@ -181,7 +181,7 @@ def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
     """Raise DonatedStateError if a tensor of one of these trees was overwritten."""
     now, own = clock.time, lease.given_up(state)
     for name in names:
-        writer = own if name in ("params", "opt_state") else None
+        writer = own if name != "extra" else None
         if (writer := writer or lease.overwritten(state, (getattr(state, f"_{name}"),))) is not None:
             raise DonatedStateError(_spent(state, name, writer))
     if len(names) == len(TREES):

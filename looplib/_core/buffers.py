@@ -15,7 +15,6 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checksums import checksums, has_values
 from looplib._core.lease import overwritten, spend
-from looplib._core.ranks import is_sharded, shards
 from looplib._core.tracing import tracing
 from looplib._core.updates import clones
 
@@ -33,54 +32,32 @@ def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
             tensor.copy_(copy)
 
 
-class Writes:
-    """Names of what the forward passes of a donated step write, learned from its calls.
+class Kept:
+    """Values from before a donated step's forward pass: of all buffers, and of the parameters that it is known to write.
 
-    torch counts writes, but not those of batch norm's kernels or through `.data`. So the first call compares the values of
-    all buffers, and a later one does if torch counts a write to a buffer that was not written before: batch norm counts
-    its batches. Parameters are known from `max_norm=`, or once torch has counted a write.
-
-    Attributes:
-        params, buffers: their names; None for buffers before the first call.
+    `written` has the names of these parameters: those with `max_norm=`, and those to which torch has counted a write in
+    an earlier step. A step adds to it what it finds.
     """
 
-    def __init__(self, params: Iterable[str]) -> None:
-        self.params = set(params)
-        self.buffers: set[str] | None = None
+    __slots__ = ("_copies", "_tensors", "_versions", "_written", "buffers", "params")
 
-    def learn(self, kept: Kept) -> None:
-        if self.buffers is not None and _versions(kept.params, kept.buffers) == kept.versions:
-            return
-        counted = kept.counted()
-        self.params |= counted & kept.params.keys()
-        in_buffers = counted & kept.buffers.keys()
-        if self.buffers is None or not in_buffers <= self.buffers:
-            self.buffers = (self.buffers or set()) | in_buffers | kept.differing()
-
-
-class Kept:
-    """Values from before a forward pass: of all buffers, and of the parameters that it is known to write."""
-
-    __slots__ = ("_copies", "_tensors", "buffers", "params", "versions")
-
-    def __init__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], writes: Writes) -> None:
-        self.params, self.buffers = params, buffers
-        self._tensors = {**buffers, **{name: params[name] for name in writes.params}} if writes.params else buffers
+    def __init__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], written: set[str]) -> None:
+        self.params, self.buffers, self._written = params, buffers, written
+        self._tensors = {**buffers, **{name: params[name] for name in written}} if written else buffers
         self._copies = clones([*self._tensors.values()])
-        self.versions = _versions(params, buffers)
+        self._versions = _versions(params)
 
-    def counted(self) -> set[str]:
-        """Names of parameters and buffers of which torch has counted a write since."""
-        now = _versions(self.params, self.buffers)
-        if now == self.versions:
+    def learn(self) -> None:
+        """Remember the parameters that the forward pass has written, for the steps that follow."""
+        self._written |= self._counted()
+
+    def _counted(self) -> set[str]:
+        """Names of the parameters to which torch has counted a write since."""
+        now = _versions(self.params)
+        if now == self._versions:
             return set()
-        names = zip((*self.params, *self.buffers), self.versions, now, strict=False)
-        return {name for name, old, new in names if old != new}
-
-    def differing(self) -> set[str]:
-        """Names of buffers that do not have the values of before."""
-        copies = zip(self._tensors, self._copies, strict=True)
-        return {name for name, copy in copies if name in self.buffers and not _same(self._tensors[name], copy)}
+        names = zip(self.params, self._versions, now, strict=False)
+        return {name for name, before, after in names if before != after}
 
     def restore(self) -> None:
         """Put the values back. Raise if the forward pass has written a parameter of which there is no copy."""
@@ -107,13 +84,7 @@ class Kept:
             spend(state)
 
     def _lost(self) -> list[str]:
-        return sorted(self.counted() - self._tensors.keys())
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if is_sharded(one):
-        one, other = shards((one, other))
-    return torch.equal(one, other)
+        return sorted(self._counted() - self._tensors.keys())
 
 
 class Unwritten:
@@ -140,12 +111,9 @@ class Unwritten:
             self.compared = True
 
 
-_NOTHING: dict[str, Tensor] = {}
-
-
-def _versions(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] = _NOTHING) -> list[int]:
+def _versions(params: Mapping[str, Tensor]) -> list[int]:
     try:
-        return [*map(torch_private.version, params.values()), *map(torch_private.version, buffers.values())]
+        return [*map(torch_private.version, params.values())]
     except RuntimeError:  # tensors of torch.inference_mode(), whose writes are not counted
         return []
 
@@ -164,4 +132,4 @@ def _refuse(names: list[str]) -> NoReturn:
     )
 
 
-NOTHING = Kept({}, {}, Writes(()))
+NOTHING = Kept({}, {}, set())

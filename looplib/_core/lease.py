@@ -13,7 +13,7 @@ has what the module has.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import Tensor
@@ -32,13 +32,13 @@ class Lease:
         writer: what writes, for messages.
         written: time of its last write, on the clock of the process.
         step: step of the state that the last write led to; None while the write is under way, and if it failed.
-        params, buffers: names of the parameters and buffers that it covers.
+        params: names of the parameters that it covers, beside all buffers and the optimizer's state.
     """
 
-    __slots__ = ("buffers", "params", "step", "writer", "written")
+    __slots__ = ("params", "step", "writer", "written")
 
-    def __init__(self, writer: str, params: Iterable[str] = (), buffers: Iterable[str] = ()) -> None:
-        self.writer, self.params, self.buffers = writer, {*params}, {*buffers}
+    def __init__(self, writer: str, params: Iterable[str] = ()) -> None:
+        self.writer, self.params = writer, {*params}
         self.written = 0
         self.step: int | None = None
 
@@ -90,9 +90,12 @@ _set_time, _set_lease, _set_provenance = (
 def follows(record: Any, before: Any, lease: Lease | None) -> None:
     """A record continues the run of another one, under this lease if that can cover all that the run writes.
 
-    An update, or a decision against one, may have put new tensors into the optimizer's state, such as a count.
+    An update, or a decision against one, may have put new tensors into the optimizer's state, such as a count, and a
+    forward pass may have assigned a new buffer.
     """
-    covered = lease is not None and _covers(lease, record._opt_state, before._opt_state)
+    covered = lease is not None and all(
+        _covers(lease, getattr(record, tree), getattr(before, tree)) for tree in ("_opt_state", "_buffers")
+    )
     _set_lease(record, lease if covered else None)
     _set_provenance(record, before._provenance)
 
@@ -173,27 +176,20 @@ def may_be_written(tensor: Tensor) -> bool:
 # Writing
 
 
-def give_up(state: Any, params: Set[str], buffers: Collection[str] = ()) -> tuple[Lease, int]:
-    """Spend a state, whose step writes these parameters and buffers, and the optimizer's state. See `check_unwritten`.
+def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
+    """Spend a state, whose step writes these parameters, its buffers and the optimizer's state. See `check_unwritten`.
 
     Returns the lease of the run, and when it was written before. Raises ValueError, with nothing spent, if `extra` holds
     memory that the step would write.
     """
     lease: Lease | None = state._lease
-    if lease is None or not (params <= lease.params and lease.buffers.issuperset(buffers)):
-        known_params, known_buffers = ({*params}, {*buffers})
-        if lease is not None:
-            known_params |= lease.params
-            known_buffers |= lease.buffers
-        trees = {
-            "params": pick(state.params, known_params),
-            "buffers": pick(state.buffers, known_buffers),
-            "opt_state": state.opt_state,
-        }
+    if lease is None or not params <= lease.params:
+        names = {*params} if lease is None else params | lease.params
+        of_model = {"params": pick(state.params, names), "buffers": state.buffers}
+        trees = {**of_model, "opt_state": state.opt_state}
         _check_shared("extra", state.extra, trees, "extra={'start': ll.copy_state(state).params}")
-        of_model = {name: trees[name] for name in ("params", "buffers")}
         _check_shared("opt_state", state.opt_state, of_model, "params[name].detach().clone()")
-        lease = lease_over("a train step with donate=True", tensors_in(trees), known_params, known_buffers)
+        lease = lease_over("a train step with donate=True", tensors_in(trees), names)
         _set_lease(state, lease)
     before = lease.written
     lease.write()
@@ -235,11 +231,9 @@ def spend(state: Any) -> None:
     lease_over("a train step with donate=True", tensors_in((state._params, state._buffers))).write()
 
 
-def lease_over(
-    writer: str, tensors: Iterable[Tensor], params: Iterable[str] = (), buffers: Iterable[str] = ()
-) -> Lease:
+def lease_over(writer: str, tensors: Iterable[Tensor], params: Iterable[str] = ()) -> Lease:
     """A new lease over these tensors, of which the first `write` must follow at once."""
-    lease = Lease(writer, params, buffers)
+    lease = Lease(writer, params)
     for tensor in tensors:
         storage = _storage(tensor)
         if storage is not None:

@@ -112,7 +112,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
             _interrupts.install()
             if donate:
                 check_unwritten(state)  # the loss may have run other steps while it was traced
-                lease, spent = give_up(state, *ready.machine.program.written)
+                lease, spent = give_up(state, ready.machine.program.written[0])
             new_params, opt_state, new_buffers, metrics, samples, applied = compiler.run(ready, state)
             applied = bool(applied)
             new = advanced(state, new_params, new_buffers, opt_state, samples, applied, same_batch, lease)

@@ -208,23 +208,26 @@ def test_experts_that_are_reached_late_are_given_up_too():
     assert spent(late)
 
 
-def test_buffers_are_given_up_from_the_step_on_that_writes_them():
-    late = []
-    model = nn.ModuleDict(
-        {"all": nn.Linear(3, 2), "late": nn.BatchNorm1d(2, affine=False), "never": nn.BatchNorm1d(2)}
-    )
-    model["never"].requires_grad_(False)
-    run = Run(model=model, loss_fn=lambda model, x: squares(nn.Sequential(model["all"], *late), x))
-    states = [run.train() for _ in range(2)]
-    assert all(state.buffers for state in states)
-    late.append(model["late"])
-    run.train()
-    constant = TrainState(buffers={"mean": states[0]._buffers["never.running_mean"]})
-    late.clear()
-    run.train(2)
+def test_a_donated_step_gives_up_all_buffers_also_those_that_a_forward_pass_has_assigned():
+    class Assigns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("mask", torch.ones(2))
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            out = self.linear(x) * self.mask
+            self.seen = self.seen + 1 if self.seen[0] < 1 else self.seen.add_(1)
+            return out
+
+    run, states = Run(model=Assigns()), []
+    for _ in range(4):
+        states += [run.state, TrainState(buffers={"mask": run.state.buffers["mask"]})]
+        run.train()
     for state in states:
         assert spent(state, "buffers")
-    assert constant.buffers
+    assert run.state.buffers["seen"].tolist() == [4, 4]
 
 
 def test_moments_that_are_made_late_are_given_up_from_then_on():

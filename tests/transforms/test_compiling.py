@@ -558,10 +558,9 @@ def test_what_a_donated_step_does_not_write_stays_good():
     model.register_buffer("constant", torch.ones(2))
     model[0].requires_grad_(False)
     step, state, _, _ = quick_step(model=model, donate=True)
-    other = ll.TrainState(params={"0.weight": state.params["0.weight"]}, buffers=state.buffers)
+    other = ll.TrainState(params={"0.weight": state.params["0.weight"]})
     state, _ = train(step, state, batches(2))
     assert torch.equal(other.params["0.weight"], model[0].weight)
-    assert torch.equal(other.buffers["constant"], torch.ones(2))
     other = ll.TrainState(params={"1.weight": state.params["1.weight"]})
     step(state, batches(1)[0])
     with pytest.raises(ll.DonatedStateError):
