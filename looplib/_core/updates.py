@@ -57,14 +57,16 @@ def flags_of(decision: Any) -> Any:
     return decision.flag if isinstance(decision, Decision) else decision
 
 
+leaves_of: Callable[[Any], list[Any]] = torch_private.pytree.tree_leaves  # the flags of all parts
+
+
 def any_of(flags: Any) -> Any:
     """True if a flag is set, for all parts together."""
     if not isinstance(flags, dict):
         return flags
-    parts = [any_of(flag) for flag in flags.values()]
-    if True in [flag for flag in parts if isinstance(flag, bool)]:
+    tensors = [flag for flag in leaves_of(flags) if isinstance(flag, Tensor)]
+    if any(flag is True for flag in leaves_of(flags)):
         return True
-    tensors = [flag for flag in parts if isinstance(flag, Tensor)]
     return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any() if tensors else False
 
 
@@ -72,31 +74,17 @@ def read(decision: Any) -> Any:
     """The flags of a decision as bools, for which the host waits here. Raises what the decision says if one is not set."""
     if decision is True:
         return True
-    flags = flags_of(decision)
-    tensors = [flag for flag in leaves_of(flags) if isinstance(flag, Tensor)]
+    flags, structure = torch_private.pytree.tree_flatten(flags_of(decision))
+    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
     if len(tensors) == 1:
-        values = [bool(tensors[0])]
+        values = iter([bool(tensors[0])])
     else:
-        values = torch.stack([flag.to(tensors[0].device) for flag in tensors]).tolist() if tensors else []
-    known = _with_values(flags, iter(values))
-    if isinstance(decision, Decision) and not all(leaves_of(known)):
+        values = iter(torch.stack([flag.to(tensors[0].device) for flag in tensors]).tolist() if tensors else [])
+    known = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
+    if isinstance(decision, Decision) and not all(known):
         for check, arguments in decision.checks:
             check(*arguments)
-    return known
-
-
-def leaves_of(flags: Any) -> Iterator[Any]:
-    if isinstance(flags, dict):
-        for flag in flags.values():
-            yield from leaves_of(flag)
-    else:
-        yield flags
-
-
-def _with_values(flags: Any, values: Iterator[bool]) -> Any:
-    if isinstance(flags, dict):
-        return {label: _with_values(flag, values) for label, flag in flags.items()}
-    return next(values) if isinstance(flags, Tensor) else flags
+    return structure.unflatten(known)
 
 
 def check_flag(flag: Any) -> None:

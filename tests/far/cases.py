@@ -210,6 +210,16 @@ def _(device):
     return train(device, lambda g: ll.grads.clip_by_value(g, 0.01))
 
 
+@case("grads.clip_by_norm")
+def _(device):
+    return train(device, lambda g: ll.grads.clip_by_norm(g, 0.01))
+
+
+@case("grads.map_batch")
+def _(device):
+    return train(device, lambda g: ll.grads.map_batch(g, lambda state, batch: batch))
+
+
 @case("grads.global_norm")
 def _(device):
     return ll.grads.global_norm(started(device)[1].params.values())

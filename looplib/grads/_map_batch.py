@@ -1,0 +1,51 @@
+"""Batches that depend on the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from looplib._core.checks import check
+from looplib._core.records import Made, made, mark, with_repr
+from looplib._wrapping import check_grad_fn
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+
+
+def map_batch(grad_fn: GradFn, function: Callable[[TrainState, Any], Any]) -> GradFn:
+    """Give the loss what it has to know of the state: compute the batch that it gets from the state and the batch.
+
+    >>> import looplib as ll, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    >>> def loss_fn(model, batch):
+    ...     x, weight = batch
+    ...     return weight * model(x).square().mean()
+    >>> def with_warmup(state, x):
+    ...     return x, ll.transforms.on_host(lambda step: min(1.0, step / 1000), state.step)
+    >>> grad_fn = ll.grads.map_batch(ll.make_grad_fn(model, loss_fn), with_warmup)
+    >>> train_step = ll.make_train_step(grad_fn, optimizer)
+    >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> ll.compute(metrics)
+    {'loss': 0.0}
+
+    Use it for a loss that depends on the step (KL annealing, a teacher's temperature), on the epoch, or on what you keep
+    in `state.extra`. It works inside `accumulate` and around it: numbers and other leaves without samples belong to each
+    microbatch. In steps that run as graphs (`compile_step`, `vmap_step`, `differentiable`), numbers of the state have no
+    value, so ask for what follows from them by `ll.transforms.on_host`, which is the plain function elsewhere. The same holds
+    for `extra`, `on_host(function, state.extra)`; in an ensemble, the function gets that of the whole stack.
+
+    Args:
+        grad_fn: the gradient function that gets the new batch.
+        function: `function(state, batch) -> batch`. It draws no random numbers: those of a step belong to the loss.
+
+    Raises:
+        TypeError: `grad_fn` or `function` is something different.
+    """
+    grad_fn = check_grad_fn(grad_fn, "map_batch")
+    check(callable(function), f"map_batch got {function!r}; give a function (state, batch) -> batch", TypeError)
+
+    def mapped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        return grad_fn(state, function(state, batch), request)
+
+    record = made(grad_fn) or Made("grad_fn", "map_batch")
+    facts = {"adds": record.adds, "per_sample": record.per_sample, "max_norm": record.max_norm}
+    return with_repr(mark(mapped, Made("grad_fn", "map_batch", grad_fn, **facts)), map_batch, grad_fn, function)
