@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from looplib._core import torch_private
+from looplib._core import torch_private, trees
 from looplib._core.checks import check
 from looplib._core.engines import Passes, RunningSum
 from looplib._core.mappings import as_record, mapped, without
@@ -200,8 +200,12 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):
-        return value
-    raise ValueError(f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), or another metric")
+        tracked = any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in trees.leaves(value))
+        return trees.map_tensors(Tensor.detach, value) if tracked else value  # type: ignore[no-any-return]
+    raise ValueError(
+        f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), ll.metrics.Cat(tensor) for a tensor "
+        "that is no number, or another metric"
+    )
 
 
 def value_over_ranks(metric: Metric) -> Tensor:
@@ -242,10 +246,9 @@ def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 def _apart(value: Any) -> Any:
     """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
-    if isinstance(value, Mean):
-        return value._replace(total=_apart(value.total), weight=_apart(value.weight))
-    shares = isinstance(value, Tensor) and (value.grad_fn is None or torch_private.is_view(value))
-    return value.clone() if shares else value
+    return trees.map_tensors(
+        lambda tensor: tensor.clone() if tensor.grad_fn is None or torch_private.is_view(tensor) else tensor, value
+    )
 
 
 _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}

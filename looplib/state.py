@@ -17,6 +17,7 @@ from looplib._core.descriptions import described
 from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.overlap import overlapping, same_value
 from looplib._core.provenance import Provenance, described_model
+from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
@@ -25,7 +26,7 @@ from looplib.types import (
     check_state,
 )
 
-__all__ = ["bind", "cast", "copy_state", "end_epoch", "init_state"]
+__all__ = ["bind", "cast", "copy_state", "end_epoch", "fold_in", "init_state"]
 
 
 def init_state(
@@ -111,11 +112,11 @@ def _optimizers_in(model: nn.Module) -> list[str]:
     return found
 
 
-def _whole(seed: Any) -> int:
+def _whole(value: Any, name: str = "seed") -> int:
     try:
-        return operator.index(seed)
+        return operator.index(value)
     except TypeError:
-        raise TypeError(f"seed is {named(seed)}; give a whole number") from None
+        raise TypeError(f"{name} is {named(value)}; give a whole number") from None
 
 
 def _describe(value: Any) -> str:
@@ -235,6 +236,39 @@ def end_epoch(state: TrainState) -> TrainState:
     )
     # No batch was consumed here, so predicates such as every_n_samples do not fire.
     return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)
+
+
+def fold_in(state: TrainState, index: int) -> TrainState:
+    """Derive a new random stream: the same state, with a seed that follows from its own and an index.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Dropout(0.5)
+    >>> sample = ll.make_predict_step(model, lambda model, x: model(x), training=True)
+    >>> state, x = ll.TrainState(), torch.ones(100)
+    >>> bool((sample(state, x) == sample(state, x)).all())
+    True
+    >>> bool((sample(state, x) == sample(ll.state.fold_in(state, 1), x)).all())
+    False
+
+    A step draws the same numbers for the same state, so this is how to draw several times at one state: rollouts, samples
+    of a generator, repeated evaluations. Use the result for that call, and continue training with `state`.
+
+    Args:
+        state: a state, or a stack, each of whose members gets a stream of its own.
+        index: an int that tells the draws apart.
+
+    Raises:
+        TypeError: `index` is not an int.
+        DonatedStateError: the state was donated to a step.
+
+    Source: `jax.random.fold_in`.
+    """
+    check_state(state, "ll.state.fold_in(state, index)")
+    index = _whole(index, "index")
+    seeds: Any = state.seed
+    return state.replace(
+        seed=tuple(mix(seed, index) for seed in seeds) if isinstance(seeds, tuple) else mix(seeds, index)
+    )
 
 
 def cast(state: TrainState, dtype: torch.dtype) -> TrainState:

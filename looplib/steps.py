@@ -388,7 +388,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         ValueError: the state belongs to a different model, or the batch is on a different device.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
-    forward = _without_training(model, metric_fn)
+    forward = _without_gradients(model, metric_fn)
 
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
         values = forward(state, batch)
@@ -403,7 +403,9 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     return with_repr(step, make_eval_step, model, metric_fn)
 
 
-def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
+def make_predict_step(
+    model: nn.Module, predict_fn: Callable[[Any, Any], Any], *, training: bool = False
+) -> PredictStep:
     """Make a prediction step: a function from a state and a batch to the model's outputs.
 
     >>> import looplib as ll, torch
@@ -414,18 +416,24 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
 
     As with `make_eval_step`, the module runs in eval mode and without gradients, on copies of the state's buffers.
 
+    With `training=True` it runs as in a train step, dropout and batch norm included, and its statistics still do not
+    move: for a GAN's fake images, a teacher, or the values of a critic between two steps. The outputs of one state and one
+    batch are always the same. To draw others, such as a second rollout, use `ll.state.fold_in(state, 1)`.
+
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
         predict_fn: `predict_fn(model, batch)`, which returns a tensor or any pytree of tensors. The step returns it
             unchanged.
+        training: if True, run the module in training mode, except for submodules that were in eval mode when this was
+            called.
 
     Raises:
         ValueError: the state belongs to a different model, or the batch is on a different device.
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
-    predict_step = _without_training(model, predict_fn)
+    predict_step = _without_gradients(model, predict_fn, training)
     step = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), (model, predict_fn)))
-    return with_repr(step, make_predict_step, model, predict_fn)
+    return with_repr(step, make_predict_step, model, predict_fn, training=training)
 
 
 def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:
@@ -448,13 +456,15 @@ def _apart(tree: Any, of: Iterable[Tensor], or_if: Callable[[Tensor], bool] = la
     return torch_private.pytree.tree_map(own, tree)
 
 
-def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:
-    host = _modules.FunctionalModule(model, training=False)
+def _without_gradients(
+    model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False
+) -> PredictStep:
+    host = _modules.FunctionalModule(model, training, backward=False)
 
     def forward(state: TrainState, batch: Any) -> Any:
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        seed = 0 if tracing() else mix(state.seed, state.step, rank())
+        seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(False)

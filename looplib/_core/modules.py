@@ -133,11 +133,12 @@ running = _Running()  # modules that this thread runs on states at present, the 
 class FunctionalModule:
     """A module that can run on any state's tensors, in its own modes, and is left unchanged."""
 
-    def __init__(self, model: nn.Module, training: bool) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, training: bool, backward: bool | None = None) -> None:
+        """`training` is the mode in which it runs; `backward` is False if no gradients are taken in that mode either."""
+        self.model, self.training = model, training
         self.slots = members(model)
         self.devices, self.generators = (_CPU, _CPU), _generators(_CPU)
-        self.backward = training
+        self.backward = training if backward is None else backward
         self._read_modules()
         self.looked = False
         self.params_at, self.buffers_at = map(_places, self.slots)
@@ -149,9 +150,9 @@ class FunctionalModule:
     def _read_modules(self) -> None:
         # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
         # as with pretrained models, the whole module is trained.
-        everything = self.backward and not self.model.training
+        everything = self.training and not self.model.training
         self.modules = [*self.model.modules()]
-        self.modes = [self.backward and (everything or module.training) for module in self.modules]
+        self.modes = [self.training and (everything or module.training) for module in self.modules]
         self.children = [*map(torch_private.own_modules, self.modules)]
         self.submodules = _submodules(self.children)
 

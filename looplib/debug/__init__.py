@@ -5,6 +5,7 @@ from looplib.debug._fingerprint import fingerprint, read_fingerprints
 from looplib.debug._first_difference import Difference, Run, first_difference
 from looplib.debug._keep import keep, nbytes, saved_states
 from looplib.debug._replay import Replayed, replay
+from looplib.debug._seeds import step_seed
 from looplib.debug._worst_samples import SampleScore, worst_samples
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "read_fingerprints",
     "replay",
     "saved_states",
+    "step_seed",
     "worst_samples",
 ]

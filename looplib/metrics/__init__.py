@@ -1,6 +1,7 @@
 """Metrics: outputs of batches go in and mergeable records come out."""
 
 from looplib.metrics._auc import AUC, GroupedAUC
+from looplib.metrics._cat import Cat
 from looplib.metrics._confusion import ConfusionMatrix
 from looplib.metrics._corpus import Corpus
 from looplib.metrics._mean import Mean, compute, merge
@@ -11,6 +12,7 @@ from looplib.metrics._window import Window
 __all__ = [
     "AUC",
     "R2",
+    "Cat",
     "ConfusionMatrix",
     "Corpus",
     "GroupedAUC",

@@ -15,6 +15,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.widening import wide_dtype
+from looplib.metrics._cat import Cat
 from looplib.types import Metric, Metrics
 
 
@@ -168,7 +169,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     {'train/loss': 0.75}
 
     Args:
-        metrics: name -> record.
+        metrics: name -> record. A `Cat` is no number, and is left out.
         prefix: string put before each name, such as "train/".
 
     Raises:
@@ -182,7 +183,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     for name, metric in metrics.items():
         advice = "give a record with merge and compute, such as ll.Mean(total, weight)"
         check(isinstance(metric, Metric), f"{name!r} is a {type(metric).__name__}, not a metric; {advice}", TypeError)
-    values = {name: metric.compute() for name, metric in metrics.items()}
+    values = {name: metric.compute() for name, metric in metrics.items() if not isinstance(metric, Cat)}
     # One transfer for all values of a device instead of one for each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
