@@ -201,7 +201,7 @@ def record(name: str, value: Any, samples: int) -> Metric:
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):
         tracked = any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in trees.leaves(value))
-        return trees.map_tensors(Tensor.detach, value) if tracked else value  # type: ignore[no-any-return]
+        return trees.map_tensors(Tensor.detach, value) if tracked else value
     raise ValueError(
         f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), ll.metrics.Cat(tensor) for a tensor "
         "that is no number, or another metric"

@@ -53,7 +53,9 @@ def init_state(
         epoch_length: number of batches in an epoch (`len(loader)`), or None for a stream.
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Pass the same function as to
             `make_grad_fn`. Defaults to the parameters that require a gradient.
-        extra: a pytree of your own, kept in `state.extra` and checkpointed.
+        extra: a pytree of your own, kept in `state.extra` and checkpointed: tensors, ints of any size, floats, strings,
+            bytes, bools and None, in dicts, lists, tuples and registered pytrees. Turn NumPy arrays into tensors
+            (`torch.from_numpy`). For global random streams and objects with a `state_dict`, see `ll.checkpoint.capture`.
 
     Raises:
         TypeError: `model` is not a module, or `optimizer` is not an `ll.optimizer(...)`.

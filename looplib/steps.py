@@ -456,9 +456,7 @@ def _apart(tree: Any, of: Iterable[Tensor], or_if: Callable[[Tensor], bool] = la
     return torch_private.pytree.tree_map(own, tree)
 
 
-def _without_gradients(
-    model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False
-) -> PredictStep:
+def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
     host = _modules.FunctionalModule(model, training, backward=False)
 
     def forward(state: TrainState, batch: Any) -> Any:

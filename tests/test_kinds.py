@@ -92,6 +92,7 @@ FILLERS = {
     "size": 2,
     "when": THINGS["predicate"],
     "function": loss_fn,
+    "batch_fn": lambda state, batch: batch,
     **{name: THINGS[next(iter(kinds))] for name, kinds in PARAMETERS.items()},
 }
 

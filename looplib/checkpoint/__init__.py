@@ -1,5 +1,6 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
+from looplib.checkpoint._capture import capture, reinstate
 from looplib.checkpoint._describe import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
@@ -14,10 +15,12 @@ __all__ = [
     "CheckpointVersionError",
     "Checkpoints",
     "DamagedCheckpointError",
+    "capture",
     "checkpoint_io",
     "load_optimizer_state_dict",
     "load_state_dict",
     "optimizer_state_dict",
+    "reinstate",
     "save_pretrained",
     "save_safetensors",
     "state_dict",

@@ -11,7 +11,7 @@ from looplib._wrapping import check_grad_fn
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
-def map_batch(grad_fn: GradFn, function: Callable[[TrainState, Any], Any]) -> GradFn:
+def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> GradFn:
     """Give the loss what it has to know of the state: compute the batch that it gets from the state and the batch.
 
     >>> import looplib as ll, torch
@@ -35,17 +35,19 @@ def map_batch(grad_fn: GradFn, function: Callable[[TrainState, Any], Any]) -> Gr
 
     Args:
         grad_fn: the gradient function that gets the new batch.
-        function: `function(state, batch) -> batch`. It draws no random numbers: those of a step belong to the loss.
+        batch_fn: `batch_fn(state, batch) -> batch`. It draws no random numbers: those of a step belong to the loss.
 
     Raises:
-        TypeError: `grad_fn` or `function` is something different.
+        TypeError: `grad_fn` or `batch_fn` is something different.
     """
     grad_fn = check_grad_fn(grad_fn, "map_batch")
-    check(callable(function), f"map_batch got {function!r}; give a function (state, batch) -> batch", TypeError)
+    check(callable(batch_fn), f"map_batch got {batch_fn!r}; give a function (state, batch) -> batch", TypeError)
 
     def mapped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        return grad_fn(state, function(state, batch), request)
+        return grad_fn(state, batch_fn(state, batch), request)
 
-    record = made(grad_fn) or Made("grad_fn", "map_batch")
-    facts = {"adds": record.adds, "per_sample": record.per_sample, "max_norm": record.max_norm}
-    return with_repr(mark(mapped, Made("grad_fn", "map_batch", grad_fn, **facts)), map_batch, grad_fn, function)
+    inner = made(grad_fn) or Made("grad_fn", "map_batch")
+    record = Made(
+        "grad_fn", "map_batch", grad_fn, adds=inner.adds, per_sample=inner.per_sample, max_norm=inner.max_norm
+    )
+    return with_repr(mark(mapped, record), map_batch, grad_fn, batch_fn)

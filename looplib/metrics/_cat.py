@@ -37,7 +37,8 @@ class Cat(NamedTuple):
 
     def merge(self, other: Cat) -> Cat:
         """The tensors of both, one after the other."""
-        return Cat(torch.cat([torch.atleast_1d(self.tensor), torch.atleast_1d(other.tensor)], self.dim), self.dim)
+        both = [each.reshape(1) if not each.dim() else each for each in (self.tensor, other.tensor)]
+        return Cat(torch.cat(both, self.dim), self.dim)
 
     def compute(self) -> Tensor:
         """The whole tensor."""

@@ -168,6 +168,13 @@ def _(device):
     return ll.end_epoch(bound), model[0].weight
 
 
+@case("state.fold_in")
+def _(device):
+    model, state = started(device, make=plain)
+    predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]), training=True)
+    return predict_step(ll.state.fold_in(state, 1), data(device))
+
+
 @case("state.cast")
 def _(device):
     return ll.state.cast(started(device)[1], torch.bfloat16)
@@ -532,6 +539,13 @@ def _(device):
     return metrics, matrix.matrix, ll.compute(metrics), matrix.macro_f1()
 
 
+@case("metrics.Cat")
+def _(device):
+    model, state = started(device)[:2]
+    step = ll.make_eval_step(model, lambda model, batch: {"outputs": ll.metrics.Cat(model(batch[0]))})
+    return ll.evaluation.measure(step, state, batches(device, 2))["outputs"].compute()
+
+
 @case("metrics.Corpus")
 def _(device):
     score, label, _ = scores(device)
@@ -629,6 +643,15 @@ def _(device, folder):
     )[0]
 
 
+@case("checkpoint.capture", "checkpoint.reinstate")
+def _(device):
+    model, other = plain(device), plain(device)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    ll.checkpoint.reinstate(ll.checkpoint.capture(model=model), model=other)
+    return other[0].weight
+
+
 @case("checkpoint.state_dict", "checkpoint.load_state_dict")
 def _(device):
     model, state = started(device)
@@ -687,6 +710,11 @@ def _(device):
     one, two = ll.debug.Run(step, state, loader, grad_fn), ll.debug.Run(other, state, loader, grad_fn)
     difference = ll.debug.first_difference(one, two, stop=6)
     return found.batch, found.grads, found.after, difference.equal, [str(leaf) for leaf in difference.leaves]
+
+
+@case("debug.step_seed")
+def _(device):
+    return ll.debug.step_seed(started(device)[1], microbatch=1)
 
 
 @case("debug.fingerprint")

@@ -1,0 +1,129 @@
+"""Global random streams and objects with a `state_dict`, as a tree that a state's `extra` can hold."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.checks import check
+from looplib._core.modules import _generators
+from looplib._core.trees import map_leaves
+
+
+def capture(**objects: Any) -> dict[str, Any]:
+    """Capture the global random streams, and the state of objects that have a `state_dict`, for `state.extra`.
+
+    >>> import looplib as ll, random, torch
+    >>> environment = torch.nn.Linear(2, 1)  # anything with state_dict and load_state_dict
+    >>> state = ll.TrainState(extra=ll.checkpoint.capture(environment=environment))
+    >>> first = random.random(), torch.rand(()).item()
+    >>> ll.checkpoint.reinstate(state.extra, environment=environment)
+    >>> first == (random.random(), torch.rand(()).item())
+    True
+
+    looplib's own steps and loaders need none of this: their draws follow from the state. Use it if your loop itself draws
+    (`random`, `numpy.random`, `torch.rand`), or has environments, samplers or buffers with a state of their own. Capture
+    before each save, `ckpt.save(state.replace(extra=ll.checkpoint.capture(...)))`, and reinstate after a restore, whose
+    template needs an `extra` of the same structure: a capture at the start.
+
+    Args:
+        objects: by name, objects with `state_dict()` and `load_state_dict(state)`.
+
+    Returns:
+        A tree of tensors and plain values, which are copies. NumPy's stream is in it if NumPy has been imported.
+
+    Raises:
+        TypeError: an object has no `state_dict`.
+        ValueError: an object is named `streams`.
+    """
+    check("streams" not in objects, "the name streams is that of the random streams: give the object another one")
+    for name, each in objects.items():
+        advice = "keep its state in extra yourself"
+        check(
+            hasattr(each, "state_dict"),
+            f"{name} is a {type(each).__name__}, without state_dict(): {advice}",
+            TypeError,
+        )
+    version, words, gauss = random.getstate()
+    streams: dict[str, Any] = {
+        "torch": [generator.get_state() for generator in _all_generators()],
+        "random": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    }
+    if (numpy := _numpy_random()) is not None:
+        streams["numpy"] = _plain(numpy.get_state(legacy=False))
+    return {"streams": streams, **{name: _plain(each.state_dict()) for name, each in objects.items()}}
+
+
+def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
+    """Put the global random streams, and objects, back to where `capture` found them.
+
+    >>> import looplib as ll
+    >>> ll.checkpoint.reinstate(ll.checkpoint.capture())
+
+    Args:
+        captured: what `capture` returned, from the `extra` of a restored state.
+        objects: the same names as there.
+
+    Raises:
+        ValueError: the names are different ones, or there are other devices than there were.
+    """
+    names = captured.keys() - {"streams"}
+    check(
+        names == objects.keys(),
+        f"captured were {sorted(names) or 'no objects'}, and reinstate got {sorted(objects) or 'none'}: give the same names",
+    )
+    streams, generators = captured["streams"], _all_generators()
+    check(
+        len(streams["torch"]) == len(generators),
+        f"the streams of {len(streams['torch'])} devices were captured, and here are {len(generators)}",
+    )
+    for generator, stream in zip(generators, streams["torch"], strict=True):
+        generator.set_state(stream.cpu())
+    words, gauss = streams["random"]["words"], streams["random"]["gauss"]
+    random.setstate((streams["random"]["version"], tuple(words.tolist()), gauss))
+    if "numpy" in streams:
+        import_module("numpy.random").set_state(_original(streams["numpy"]))
+    for name, each in objects.items():
+        each.load_state_dict(_original(captured[name]))
+
+
+def _all_generators() -> tuple[torch.Generator, ...]:
+    """The generator of the CPU, and those of the accelerators of this process."""
+    kind = torch.accelerator.current_accelerator()
+    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
+    return _generators(torch.device("cpu"), *devices)
+
+
+def _numpy_random() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+_ARRAY = "numpy array"  # key of an array's tensor
+
+
+def _plain(tree: Any) -> Any:
+    """A copy of a state_dict with NumPy's arrays as tensors, which a checkpoint can hold."""
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        if type(leaf).__module__ == "numpy" and hasattr(leaf, "tolist"):
+            return {_ARRAY: torch.from_numpy(leaf.copy())} if getattr(leaf, "ndim", 0) else leaf.item()
+        return leaf
+
+    return map_leaves(plain, tree)
+
+
+def _original(tree: Any) -> Any:
+    """The inverse of `_plain`."""
+    return map_leaves(lambda leaf: leaf[_ARRAY].numpy() if _is_array(leaf) else leaf, tree, is_leaf=_is_array)
+
+
+def _is_array(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {_ARRAY}
