@@ -25,6 +25,7 @@ CONTINUES = {  # the run that a block continues
     "Resume with another learning rate 1": "Resume a run 1",
     "Push to the Hugging Face Hub 2": "Push to the Hugging Face Hub 1",
 }
+TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
 
@@ -91,12 +92,60 @@ def counts(names, *networks):
     return [(state.step, state.epoch, state.samples) for state in states]
 
 
+def at_the_start(task, until):
+    """The names of a block before a line of it."""
+    names = {}
+    exec(SETUP + TASKS[task].partition(until)[0], names)
+    return names
+
+
+def carried(names):
+    """The recurrent network and its hidden state after a raw loop that detaches by hand."""
+    start = at_the_start("Carry a hidden state 1", "optimizer = ")
+    model = start["rnn"]
+    raw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for _ in range(3):
+        hidden = names["start"]
+        for inputs, targets in names["pieces"]:
+            raw.zero_grad()
+            loss, aux = start["next_value_loss"](model, (inputs, targets, hidden))
+            loss.backward()
+            raw.step()
+            hidden = aux["hidden"].tensor.detach()
+    return {**dict(model.named_parameters()), "hidden": hidden}
+
+
+def taught(names):
+    """The student after a raw loop whose teacher is an average by `lerp_`."""
+    student = at_the_start(TEACHER, "optimizer = ")["model"]
+    teacher = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    raw, state = torch.optim.SGD(student.parameters(), lr=0.1), ll.init_state(student, epoch_length=8)
+    for step in range(16):
+        at = state.replace(step=step, epoch=step // 8, batch=step % 8)
+        torch.manual_seed(ll.debug.step_seed(at))
+        raw.zero_grad()
+        names["teacher_loss"](student, (next(iter(names["loader"](at))), teacher)).backward()
+        raw.step()
+        for name, parameter in student.named_parameters():
+            teacher[name].lerp_(parameter.detach(), 1 - 0.9)
+    return dict(student.named_parameters())
+
+
+def close(found, expected):
+    torch.testing.assert_close(dict(found), dict(expected))
+    return True
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
     "Freeze layers 1": lambda n: moved(n) == {"2.weight", "2.bias"},
     "Freeze layers 2": lambda n: moved(n) == {"0.weight", "0.bias", "2.weight", "2.bias"},
     f"{TWO} 1": lambda n: counts(n, "critic", "generator") == [(8, 1, 256), (8, 0, 0)],
     f"{TWO} 2": lambda n: counts(n, "critic", "actor") == [(8, 1, 256), (8, 0, 0)],
+    "Use the model between steps 1": lambda n: len({tuple(each.tolist()) for each in n["rollouts"]}) == 4,
+    "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),
+    "Let a loss depend on the step 1": lambda n: n["with_smoothing"](n["state"], ())[1] == 0.2 - 16 / 100,
+    TEACHER: lambda n: close(n["state"].params, taught(n)),
     "Resume a run 1": lambda n: n["state"].step == 16 and n["ckpt"].latest().step == 15,
     "Resume with another learning rate 1": lambda n: n["state"].step == 16,
     "Keep the best checkpoint 1": lambda n: n["state"].step == n["ckpt"].best().step,
