@@ -168,6 +168,16 @@ def _(device):
     return ll.end_epoch(bound), model[0].weight
 
 
+@case("losses.restrict_grad")
+def _(device):
+    def halves(model, batch):
+        loss = loss_fn(model, batch)
+        first, last = model[0].parameters(), model[2].parameters()
+        return ll.losses.restrict_grad(loss, first) + ll.losses.restrict_grad(2 * loss, last)
+
+    return train(device, loss=halves, make=plain)
+
+
 @case("state.fold_in")
 def _(device):
     model, state = started(device, make=plain)

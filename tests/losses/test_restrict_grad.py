@@ -1,0 +1,117 @@
+"""Two losses of one forward pass, beside two passes, each for its own parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+import looplib as ll
+
+
+def net():
+    torch.manual_seed(0)
+    parts = {"generator": nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)), "critic": nn.Linear(3, 1)}
+    return nn.ModuleDict(parts).double()
+
+
+def losses(model, batch):
+    noise, real = batch
+    of_fake, of_real = model["critic"](model["generator"](noise)), model["critic"](real)
+    return {"critic": softplus(of_fake).mean() + softplus(-of_real).mean(), "generator": softplus(-of_fake).mean()}
+
+
+def both(model, batch):
+    return sum(ll.losses.restrict_grad(loss, model[part].parameters()) for part, loss in losses(model, batch).items())
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, 2, generator=generator).double(), torch.randn(6, 3, generator=generator).double())
+        for _ in range(count)
+    ]
+
+
+def raw_run(count):
+    """Both updates at the old weights, from a forward pass each."""
+    model = net()
+    optimizers = {part: torch.optim.SGD(model[part].parameters(), lr=0.1, momentum=0.9) for part in model}
+    for batch in batches(count):
+        grads = {part: torch.autograd.grad(losses(model, batch)[part], [*model[part].parameters()]) for part in model}
+        for part, sgd in optimizers.items():
+            for parameter, grad in zip(model[part].parameters(), grads[part], strict=True):
+                parameter.grad = grad
+            sgd.step()
+    return dict(model.named_parameters())
+
+
+WRAPPED = {
+    "alone": lambda grad_fn: grad_fn,
+    "accumulated": lambda grad_fn: ll.accumulate(grad_fn, 3),
+    "clipped": lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1e9),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["pure", "donated", "graph"])
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_both_networks_move_as_by_two_passes_at_the_old_weights(wrap, kind):
+    model, sgd = net(), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = ll.optim.partition({"generator": sgd, "critic": sgd}, lambda name, _: name.split(".")[0])
+    grad_fn = WRAPPED[wrap](ll.make_grad_fn(model, both))
+    step = ll.make_train_step(grad_fn, optimizer, donate=kind == "donated")
+    step = ll.compile_step(step, backend="eager") if kind == "graph" else step
+    state = ll.init_state(model, optimizer)
+    for batch in batches(5):
+        state, metrics = step(state, batch)
+    torch.testing.assert_close(state.params, raw_run(5), rtol=1e-12, atol=1e-14)
+    assert ll.compute(metrics)["loss"] > 0
+
+
+def test_a_scaled_loss_has_the_same_gradients_once_they_are_unscaled():
+    model = net()
+    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    state, batch = ll.init_state(model, optimizer), batches(1)[0]
+    scaled = ll.grads.scale_loss(ll.make_grad_fn(model, both))(state, batch).grads
+    torch.testing.assert_close(scaled, ll.make_grad_fn(model, both)(state, batch).grads, rtol=1e-12, atol=1e-14)
+
+
+def test_meta_gradients_pass_through_the_restricted_losses():
+    model, sgd = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, both), sgd))
+    state, batch = ll.init_state(model, sgd), batches(1)[0]
+
+    def after_two_steps(bias):
+        now = state.replace(params={**state.params, "critic.bias": bias})
+        for _ in range(2):
+            now, _ = step(now, batch)
+        generator = {name.removeprefix("generator."): each for name, each in now.params.items()}
+        generator = {name: each for name, each in generator.items() if "critic" not in name}
+        return torch.func.functional_call(model["generator"], generator, batch[0]).square().sum()
+
+    bias = torch.zeros(1, dtype=torch.float64)
+    slope = torch.func.grad(after_two_steps)(bias)
+    h = torch.full_like(bias, 1e-5)
+    finite = (after_two_steps(bias + h) - after_two_steps(bias - h)) / 2e-5
+    assert slope.abs() > 1e-6
+    torch.testing.assert_close(slope[0], finite, rtol=1e-5, atol=1e-9)
+
+
+def test_under_evaluation_it_is_the_value():
+    model = net()
+    step = ll.make_eval_step(model, lambda model, batch: {"loss": both(model, batch)})
+    batch = batches(1)[0]
+    expected = sum(losses(model, batch).values()).item()
+    assert ll.compute(step(ll.init_state(model), batch))["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_parameters_that_the_loss_does_not_reach_and_per_sample_gradients_are_refused():
+    model, other = net(), nn.Linear(2, 2)
+    grad_fn = ll.make_grad_fn(
+        model, lambda model, batch: ll.losses.restrict_grad(both(model, batch), other.parameters())
+    )
+    with pytest.raises(ValueError, match="depends on none of these parameters"):
+        grad_fn(ll.init_state(model), batches(1)[0])
+    per_sample = ll.contrib.make_per_sample_grad_fn(model, both)
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        per_sample(ll.init_state(model), batches(1)[0])
