@@ -10,6 +10,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
@@ -108,6 +109,11 @@ def timeout_of(group: Any) -> float:
     """Seconds after which a process group gives up a call."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return math.inf if options is None else float(options._timeout.total_seconds())
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the time after which a process group gives up a call."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def thread_value(key: str) -> Any:

@@ -120,11 +120,8 @@ def a_peer_that_ends():
             time.sleep(1)
             os._exit(0)
         said, error = fails(lambda: step(state, torch.ones(2, 2)))
-        assert "is_rank_zero" in said, said  # nobody knows yet that the process is going to end
-        assert "is_rank_zero" not in error, error
-        assert re.search(
-            r"in train_step, called at .*Rank 1 has not come.* If a rank has ended, its own output says why", error
-        )
+        for text in (said, error):
+            assert re.search(r"in train_step, called at .*Rank 1 has not come.* If a rank has ended, its own output", text)
         os._exit(0)
 
 
