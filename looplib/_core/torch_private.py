@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
 
-__all__ = ["TorchDispatchMode", "disable_current_modes", "pytree", "wraps_tensors"]
+__all__ = ["disable_current_modes", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -142,11 +141,6 @@ def functorch_level() -> int:
 def functorch_level_of(tensor: Tensor) -> int:
     """Level of the torch.func transform that a tensor belongs to, or a number below 1 for none."""
     return torch._C._functorch.maybe_get_level(tensor)
-
-
-def argument_names(operation: Any) -> set[str]:
-    """Names of the arguments of an operation such as `torch.ops.aten.rand.default`."""
-    return {argument.name for argument in operation._schema.arguments}
 
 
 def mps_generator() -> torch.Generator:
