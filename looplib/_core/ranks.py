@@ -234,7 +234,8 @@ class Pickler(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not Tensor or thing.layout != torch.strided or thing.is_nested:
             return NotImplemented
-        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten().contiguous()
+        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten()
+        plain = plain.clone(memory_format=torch.contiguous_format)  # a view as bytes needs a stride of 1
         return _tensor_of, (plain.view(torch.uint8).numpy(), thing.dtype, thing.shape)
 
 
