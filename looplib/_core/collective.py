@@ -62,7 +62,10 @@ class RankGroup:
             return flag
         call, limit = waiting.call(), torch_private.timeout_of(distributed.group.WORLD)
         code = torch.tensor([zlib.crc32(call.function.encode()), flag])
-        codes, flags = torch.stack(_ranks.gather_tensors(code, self.group, limit)).T.tolist()
+        gathered = code.new_empty(distributed.get_world_size(self.group), 2)
+        work = distributed.all_gather(list(gathered), code, self.group, async_op=True)
+        waiting.wait(work, self.group, limit)
+        codes, flags = gathered.T.tolist()
         if len({*codes}) > 1:
             calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))
             raise RuntimeError(

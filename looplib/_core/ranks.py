@@ -212,14 +212,10 @@ def gather(value: Any) -> list[Any]:
 
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
-    data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in gather_tensors(torch.tensor([len(data)]), on)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = data
-    return [
-        pickle.loads(received[:size].numpy().tobytes())
-        for received, size in zip(gather_tensors(padded, on), sizes, strict=True)
-    ]
+    received: list[Any] = [None] * distributed.get_world_size(on)
+    with waiting.Wait(on):
+        distributed.all_gather_object(received, pickled(value), on)
+    return [pickle.loads(data) for data in received]
 
 
 def pickled(value: Any) -> bytes:
@@ -241,13 +237,6 @@ class Pickler(pickle.Pickler):
 
 def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def gather_tensors(values: Tensor, on: Any, limit: float = math.inf) -> list[Tensor]:
-    """Tensors of all ranks of a group, in order, which have the same shape and dtype on each."""
-    gathered = [torch.empty_like(values) for _ in range(distributed.get_world_size(on))]
-    waiting.wait(distributed.all_gather(gathered, values, on, async_op=True), on, limit)
-    return gathered
 
 
 # Checked first, since looking up a missing attribute of a tensor takes ten times as long.

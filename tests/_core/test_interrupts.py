@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -698,21 +697,6 @@ def test_code_that_saves_handlers_and_puts_them_back_works_in_the_body(place, ca
     assert signal.getsignal(signal.SIGINT) is interrupt
 
 
-def test_handlers_that_are_set_in_the_body_are_guarded_and_may_call_the_ones_before(capfd):
-    parts, noted = Parts(cls=Halfway), []
-    expected = trajectory(Parts(cls=Halfway))
-
-    def after(state):
-        before = signal.getsignal(signal.SIGINT)
-        if state.step == 1:
-            signal.signal(signal.SIGINT, lambda *arguments: noted.append(True) or before(*arguments))
-            ACTIONS["update"] = press
-        settle()
-
-    state = train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt)
-    assert (record(state), noted) == (expected[2], [True])
-
-
 def test_a_batch_lives_no_longer_than_the_loop_needs_it():
     parts, alive = Parts(), []
     gc.disable()
@@ -779,13 +763,3 @@ def test_a_loop_in_another_thread_trains_and_does_not_take_the_ctrl_c_that_waits
 
 if __name__ == "__main__":
     bombarded(*json.loads(sys.argv[1]))
-
-
-@pytest.mark.slow
-def test_the_suite_hears_ctrl_c_as_a_background_job_of_a_shell():
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import conftest; "
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    )
-    tests = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], cwd=tests, check=True)
