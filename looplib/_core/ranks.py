@@ -212,9 +212,9 @@ def gather(value: Any) -> list[Any]:
 
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
-    received: list[Any] = [None] * distributed.get_world_size(on)
+    data, received = pickled(value), [b""] * distributed.get_world_size(on)
     with waiting.Wait(on):
-        distributed.all_gather_object(received, pickled(value), on)
+        distributed.all_gather_object(received, data, on)
     return [pickle.loads(data) for data in received]
 
 

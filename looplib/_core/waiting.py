@@ -138,19 +138,20 @@ class Wait:
         return RuntimeError(f"{self.report()} torch says: {error}")
 
     def report(self) -> str:
-        # If the call has failed before it was late, nobody knows yet where the other ranks are.
-        missing = self.missing() if self.waited() > watch.pause else ""
-        return f"rank {distributed.get_rank()} has waited {self.waited():.1f} s in {self.call}. {missing}{_ADVICE}"
+        text = f"rank {distributed.get_rank()} has waited {self.waited():.1f} s in {self.call}. "
+        if self.waited() > watch.pause:  # before, nobody knows yet where the other ranks are
+            text += few(self.missing() or ["All ranks have come to this call."], between=" ") + " "
+        return text + _ADVICE
 
-    def missing(self) -> str:
+    def missing(self) -> list[str]:
         """Sentences about the ranks that have not come."""
         missing = []
         for rank in distributed.get_process_group_ranks(self.group):
             where, group = _published(rank)
             if rank != distributed.get_rank() and group != self.group.group_name:
                 there = f"waits in {where}" if where else "is in no call that waits"
-                missing.append(f"Rank {rank} has not come, and {there}. ")
-        return few(missing, between="") if missing else "All ranks have come to this call. "
+                missing.append(f"Rank {rank} has not come, and {there}.")
+        return missing
 
 
 # Words of torch's errors.
