@@ -71,6 +71,7 @@ def two_ranks():
         ]
         gathered = [[one.float().item() for one in sent] for sent in ranks.another().gather(values)]
         assert gathered == [[0.0] * 3, [1.0] * 3]
+        assert ranks.gather(torch.tensor([ranks.rank + 1j]).conj())[1].item() == 1 - 1j
         ranks.check_alike({"a": 1, "b": 2}, "title: ")
         with pytest.raises(ValueError, match=r"^title: b is 0 on rank 0, 1 on rank 1$"):
             ranks.check_alike({"a": 1, "b": ranks.rank}, "title: ")

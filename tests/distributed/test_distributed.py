@@ -134,7 +134,7 @@ with ll.distributed.setup(required=False):
 
 
 def launch(folder, ranks, code, *arguments):
-    """What a script prints in so many ranks, or in one process that torchrun has not started."""
+    """Run a script in `ranks` processes, or for 0 in one that torchrun has not started. Gives all that they print."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code))
     return fork(ranks, run_script, str(script), *map(str, arguments))
