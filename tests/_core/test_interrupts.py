@@ -4,7 +4,6 @@ import contextlib
 import gc
 import inspect
 import itertools
-import json
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ import weakref
 
 import pytest
 import torch
+from ranks import launch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -219,9 +219,7 @@ def bombarded(donate, over, count):
 @over
 @both
 def test_interrupted_at_random_moments_and_run_again_it_ends_in_the_same_bits(donate, over, count):
-    command = [sys.executable, __file__, json.dumps([donate, over, count])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(0, bombarded, donate, over, count)
 
 
 # Every moment in turn: where the interpreter looks for signals, at a function's start and after a C function, the
@@ -759,7 +757,3 @@ def test_a_loop_in_another_thread_trains_and_does_not_take_the_ctrl_c_that_waits
 
     assert train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt).step == 1
     assert record(results[0]) == expected[BATCHES]
-
-
-if __name__ == "__main__":
-    bombarded(*json.loads(sys.argv[1]))
