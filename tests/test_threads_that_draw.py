@@ -91,13 +91,22 @@ def read(seed):
     return run
 
 
-@pytest.mark.parametrize("kinds", ["steps", "compiled", "a step and a loader", "loaders"])
+def evaluated():
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    eval_step = ll.make_eval_step(model, lambda model, x: {"out": model(x).mean()})
+    state = ll.init_state(model)
+    return lambda: torch.tensor([ll.evaluate(eval_step, state, [x])["out"] for _ in range(50)])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kinds", ["steps", "compiled", "a step and a loader", "loaders", "a step and evaluations"])
 def test_threads_have_the_bits_that_each_has_alone(kinds):
     functions = {
         "steps": lambda: [trained(1), trained(2)],
         "compiled": lambda: [trained(1, compiled=True), trained(2)],
         "a step and a loader": lambda: [trained(1), read(2)],
         "loaders": lambda: [read(1), read(2)],
+        "a step and evaluations": lambda: [trained(1), evaluated()],
     }[kinds]()
     alone = [function() for function in functions]
     state = torch.get_rng_state()
