@@ -28,6 +28,7 @@ multiprocessing.set_forkserver_preload(
 def launch(ranks, function, *arguments):
     """`function(*arguments)`, which its module has by name, in the environment that torchrun gives so many ranks.
 
+    With 0 ranks it runs in one process that torchrun has not started.
     Gives all that they printed. If one fails, the others are ended, and what each has printed is in the error.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -40,7 +41,7 @@ def launch(ranks, function, *arguments):
             "WORLD_SIZE": str(ranks),
         }
         given = folder, environment, function, arguments
-        running = start_processes(be_rank, given, ranks, join=False, start_method="forkserver")
+        running = start_processes(be_rank, given, ranks or 1, join=False, start_method="forkserver")
         end = time.monotonic() + 300
         failure = None
         try:
@@ -61,7 +62,8 @@ def be_rank(rank, folder, environment, function, arguments):
     with open(f"{folder}/{rank:05d}", "wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if environment["WORLD_SIZE"] != "0":
+        os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     multiprocessing.set_start_method(None, force=True)  # workers of loaders start as anywhere
     try:
         function(*arguments)

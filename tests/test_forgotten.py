@@ -125,6 +125,8 @@ def called_with_a_state(run, state, folder):
         run.grad_fn(each, X)
         run.step(each, X)
     torch.func.functional_call(run.model, {**state.params, **state.buffers}, X)
+    with pytest.warns(UserWarning, match=STALE):  # none of which has put them into the module
+        call(run, folder)
 
 
 def saved_by_looplib(run, state, folder):

@@ -91,13 +91,22 @@ def read(seed):
     return run
 
 
-@pytest.mark.parametrize("kinds", ["steps", "compiled", "a step and a loader", "loaders"])
+def evaluated():
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    eval_step = ll.make_eval_step(model, lambda model, x: {"out": model(x).mean()})
+    state = ll.init_state(model)
+    return lambda: torch.tensor([ll.evaluate(eval_step, state, [x])["out"] for _ in range(50)])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kinds", ["steps", "compiled", "a step and a loader", "loaders", "a step and evaluations"])
 def test_threads_have_the_bits_that_each_has_alone(kinds):
     functions = {
         "steps": lambda: [trained(1), trained(2)],
         "compiled": lambda: [trained(1, compiled=True), trained(2)],
         "a step and a loader": lambda: [trained(1), read(2)],
         "loaders": lambda: [read(1), read(2)],
+        "a step and evaluations": lambda: [trained(1), evaluated()],
     }[kinds]()
     alone = [function() for function in functions]
     state = torch.get_rng_state()
@@ -105,51 +114,3 @@ def test_threads_have_the_bits_that_each_has_alone(kinds):
         for found, expected in zip(in_threads(*functions), alone, strict=True):
             assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_loader_reads_while_a_step_is_in_its_forward_pass():
-    loader, have_read = ll.make_loader(Drawing(), batch_size=8), threading.Event()
-    alone = list(loader(ll.TrainState()))
-    model, optimizer = nn.Linear(15 + 4, 1).double(), ll.optimizer(torch.optim.SGD, lr=0.1)
-
-    def loss_fn(model, x):
-        started.set()
-        assert have_read.wait(60)
-        return model(x).mean()
-
-    started = threading.Event()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
-
-    def reading():
-        assert started.wait(60)
-        batches = list(loader(ll.TrainState()))
-        have_read.set()
-        return batches
-
-    x = torch.ones(2, 15 + 4).double()
-    _, batches = in_threads(lambda: step(ll.init_state(model, optimizer), x), reading)
-    assert all(torch.equal(one, other) for one, other in zip(batches, alone, strict=True))
-
-
-def test_a_step_does_not_wait_for_a_thread_that_reads_ahead():
-    class Slow(Drawing):
-        def __getitem__(self, index):
-            if index == 7:
-                reading.set()
-                assert stepped.wait(60)
-            return super().__getitem__(index)
-
-    reading, stepped, run = threading.Event(), threading.Event(), trained(1, steps=1)
-    loader = ll.make_loader(Slow(), batch_size=8, order=ll.data.in_order())
-    run()
-
-    def steps():
-        assert reading.wait(60)
-        run()
-        stepped.set()
-
-    thread = threading.Thread(target=lambda: list(loader(ll.TrainState())))
-    thread.start()
-    steps()
-    thread.join(60)
-    assert not thread.is_alive()

@@ -22,7 +22,7 @@ from torch import distributed
 
 from looplib._core import ranks as _ranks
 from looplib._core import torch_private, waiting
-from looplib._core.checks import check, few
+from looplib._core.checks import few
 from looplib._core.trees import paired
 
 T = TypeVar("T")
@@ -62,7 +62,10 @@ class RankGroup:
             return flag
         call, limit = waiting.call(), torch_private.timeout_of(distributed.group.WORLD)
         code = torch.tensor([zlib.crc32(call.function.encode()), flag])
-        codes, flags = torch.stack(_ranks.gather_tensors(code, self.group, limit)).T.tolist()
+        gathered = code.new_empty(distributed.get_world_size(self.group), 2)
+        work = distributed.all_gather(list(gathered), code, self.group, async_op=True)
+        waiting.wait(work, self.group, limit)
+        codes, flags = gathered.T.tolist()
         if len({*codes}) > 1:
             calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))
             raise RuntimeError(
@@ -118,15 +121,14 @@ class RankGroup:
         text = repr(sorted(facts.items(), key=operator.itemgetter(0))).encode()
         if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
             return
-        # The facts of the first rank are sent, and then a few differences of each.
-        first = self.on_rank0(lambda: dict(facts))
-        own = [
-            f"{name} is {brief(one)} on rank 0, {brief(another)} on rank {self.rank}"
-            for name, one, another in paired(first.items(), facts.items())
-            if one != another
+        everyone = self.gather(dict(facts))
+        different = [
+            f"{name} is {brief(first)} on rank 0, {brief(value)} on rank {rank}"
+            for rank, others in enumerate(everyone)
+            for name, first, value in paired(everyone[0].items(), others.items())
+            if first != value
         ]
-        for differences in self.gather(few(own, 10, "\n  ") if own else ""):
-            check(not differences, title + differences)
+        raise ValueError(title + few(different, 10, "\n  "))
 
     def another(self) -> RankGroup:
         """The same processes with a second group, for one thread on each. All ranks must call this."""

@@ -22,9 +22,21 @@ C = TypeVar("C")
 
 # Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.
 KINDS = {
-    "grad_fn": ("a grad_fn", 3, "a grad_fn, as ll.make_grad_fn(model, loss_fn) returns"),
-    "train_step": ("a train step", 2, "a train step, as ll.make_train_step(grad_fn, optimizer) returns"),
-    "eval_step": ("an eval step", 2, "an eval step, as ll.make_eval_step(model, metric_fn) returns"),
+    "grad_fn": (
+        "a grad_fn",
+        3,
+        "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
+    ),
+    "train_step": (
+        "a train step",
+        2,
+        "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
+    ),
+    "eval_step": (
+        "an eval step",
+        2,
+        'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) returns',
+    ),
     "predict_step": ("a predict step", 2, "a predict step, as ll.make_predict_step(model, predict_fn) returns"),
     "optimizer": (
         "an optimizer",
@@ -40,9 +52,8 @@ KINDS = {
     "state": ("a state", None, "a state, as ll.init_state returns"),
 }
 
-# Usual names of the first parameter of a function of a model, and of the second of a sink.
+# Usual names of the first parameter of a function of a model.
 MODELS = {"model", "module", "net", "network"}
-_VALUES = {"values"}
 
 _classes: dict[type, str] = {nn.Module: "model"}
 
@@ -67,21 +78,20 @@ def kind_of(value: Any) -> str | None:
     first, second, *_ = [*positional(value), "", ""]
     if second and first in MODELS:
         return "loss_fn"
-    return "sink" if second in _VALUES else None
+    return "sink" if second == "values" else None
 
 
 def check_kind(value: Any, who: str, *expected: str, advice: str = "") -> None:
     """Raise TypeError unless a value is of one of these kinds, or is a plain callable that may be."""
     kind = kind_of(value)
     plain = kind is None and callable(value) and not isinstance(value, type)
-    if kind not in expected and not (plain and any(_takes(value, KINDS[name][1]) for name in expected)):
+    counts = [count for name in expected if (count := KINDS[name][1]) is not None]
+    if kind not in expected and not (plain and any(_takes(value, count) for count in counts)):
         raise TypeError(f"{who} got {_named(value, kind)}; give {_wanted(expected)}{advice}")
 
 
-def _takes(value: Any, count: int | None) -> bool:
-    """True if a function can be called with `count` arguments, as far as can be determined; False for None."""
-    if count is None:
-        return False
+def _takes(value: Any, count: int) -> bool:
+    """True if a function can be called with `count` arguments, as far as can be determined."""
     try:
         inspect.signature(value).bind(*[None] * count)
     except TypeError:
@@ -95,12 +105,8 @@ def _wanted(expected: tuple[str, ...]) -> str:
     return " or ".join(KINDS[name][2] for name in expected)
 
 
-class WrongKindError(TypeError):
-    """A call has shown that a plain function is of a different kind."""
-
-
 def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
-    """Check a step or gradient function, wrapping plain functions so that errors name the mistake.
+    """Check a step or gradient function, and what a plain function returns when it is called.
 
     A plain function of two arguments may be a function of a model. That shows only when it is called: it fails
     because it takes the state for a module, or it does not return what is expected.
@@ -110,56 +116,32 @@ def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
     check_kind(value, who, *expected, advice=advice)
     if kind_of(value) in expected:
         return value
+    advice = f"{who} got {_named(value, None)}, which is called with a state and a batch; give {_wanted(expected)}"
 
     @functools.wraps(value)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             out = value(*args, **kwargs)
         except (AttributeError, TypeError) as error:
-            if not _failed_on_the_state(error):
-                raise
-            raise WrongKindError(
-                f"{who} got {_named(value, None)}, which is called with a state and a batch and failed on the state "
-                f"({error}); give {_wanted(expected)}"
-            ) from error
-        if not any(_RETURNS[name][1](out) for name in expected):
-            should = " or ".join(_RETURNS[name][0] for name in expected)
-            raise WrongKindError(
-                f"{who} got {_named(value, None)}, which returned {described_batch(out)} and should return {should}; "
-                f"give {_wanted(expected)}"
-            )
+            if "TrainState" in str(error):  # Python's and torch's words for a state that is taken for something else
+                raise TypeError(f"{advice}. It failed on the state: {error}") from error
+            raise
+        if not any(_is_result_of(name, out) for name in expected):
+            raise TypeError(f"{advice}. It returned {described_batch(out)}")
         return out
 
     return called  # type: ignore[return-value]
 
 
-def _failed_on_the_state(error: Exception) -> bool:
-    """True for the error of a function that takes the state for something else, unless it is explained already."""
-    of_the_state = isinstance(error, AttributeError) and kind_of(error.obj) == "state"
-    about_the_state = of_the_state or "'TrainState'" in str(error) or "not TrainState" in str(error)
-    return about_the_state and not isinstance(error, WrongKindError)
-
-
-def _is_state_and_more(out: Any) -> bool:
-    return isinstance(out, (tuple, list)) and len(out) == 2 and kind_of(out[0]) == "state"
-
-
-def _are_metrics(out: Any) -> bool:
-    return isinstance(out, Mapping) and all(hasattr(v, "merge") and hasattr(v, "compute") for v in out.values())
-
-
-def _are_outputs(out: Any) -> bool:
-    of_another_step = kind_of(out) in ("gradients", "state") or _is_state_and_more(out) or (_are_metrics(out) and out)
-    return not of_another_step
-
-
-# Results of functions of these kinds in words, and a test for them.
-_RETURNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "grad_fn": ("ll.types.Gradients", lambda out: kind_of(out) == "gradients"),
-    "train_step": ("(state, metrics)", _is_state_and_more),
-    "eval_step": ('a dict of metrics, such as {"loss": ll.Mean(total, weight)}', _are_metrics),
-    "predict_step": ("outputs", _are_outputs),
-}
+def _is_result_of(kind: str, out: Any) -> bool:
+    """True if a function of this kind may return it."""
+    if kind == "grad_fn":
+        return kind_of(out) == "gradients"
+    if kind == "train_step":
+        return isinstance(out, (tuple, list)) and len(out) == 2 and kind_of(out[0]) == "state"
+    if kind == "eval_step":
+        return isinstance(out, Mapping) and all(hasattr(metric, "merge") for metric in out.values())
+    return True  # a predict step may return anything
 
 
 def _named(value: Any, kind: str | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,43 +77,22 @@ class Watch:
             )
 
 
-class _Stale:
-    """A module with the weights that it had before pure steps, and its hooks, which warn once."""
+class _Stale(NamedTuple):
+    """A module as it was before pure steps, and its hooks, which warn once."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._first_elements = _first_elements(module)
-        self._first = weakref.ref(next(module.parameters()))
-        self._hooks: list[RemovableHandle] = []
-        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
-            self._hooks = [
-                module.register_state_dict_pre_hook(_Hook(self, _SAVED)),  # type: ignore[no-untyped-call]
-                module.register_forward_pre_hook(_Hook(self, _CALLED)),
-            ]
-
-    def remove(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def used(self, module: nn.Module, message: str) -> None:
-        """Warn of a module that is called or saved with its first weights, outside of steps and looplib's exports."""
-        if torch.compiler.is_dynamo_compiling() or module in _told:
-            return
-        if any(module is each for wrapper in running.models for each in wrapper.modules()):
-            return
-        if next(module.parameters()) is self._first():  # not with others, as by torch.func.functional_call
-            _told.add(module)
-            if self._first_elements and _first_elements(module) == self._first_elements:
-                warn(message.format(type=type(module).__name__))
+    first: weakref.ref[nn.Parameter]
+    first_elements: list[tuple[float, int]]
+    hooks: list[RemovableHandle]
 
 
 class _Hook:
     """Hook of `module.state_dict()` and of `module(...)`."""
 
-    def __init__(self, stale: _Stale, message: str) -> None:
-        self._stale, self._message = stale, message
+    def __init__(self, message: str) -> None:
+        self._message = message
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        self._stale.used(module, self._message)
+        _used(module, self._message)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled or copied module has this method in its place: it takes any arguments and does nothing, and
@@ -149,21 +128,38 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _watch_module(module: nn.Module) -> None:
-    if module not in _stale and module not in _told:
-        _stale[module] = _Stale(module)
+    if module in _stale or module in _told:
+        return
+    hooks = []
+    if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
+        hooks.append(module.register_state_dict_pre_hook(_Hook(_SAVED)))  # type: ignore[no-untyped-call]
+        hooks.append(module.register_forward_pre_hook(_Hook(_CALLED)))
+    _stale[module] = _Stale(weakref.ref(next(module.parameters())), _first_elements(module), hooks)
 
 
 def bound(module: nn.Module) -> None:
     """Remove the warning until the next pure step: the module has a state's weights."""
     if (stale := _stale.pop(module, None)) is not None:
-        stale.remove()
+        for hook in stale.hooks:
+            hook.remove()
 
 
 def warn_of_stale(modules: Iterable[nn.Module]) -> None:
     """Warn of modules that a graph reads without calling them, if pure steps train them by now."""
     for module in modules:
-        if (stale := _stale.get(module)) is not None:
-            stale.used(module, _CALLED)
+        _used(module, _CALLED)
+
+
+def _used(module: nn.Module, message: str) -> None:
+    """Warn of a module that is called or saved with its first weights, outside of steps and looplib's exports."""
+    if torch.compiler.is_dynamo_compiling() or module in _told or (stale := _stale.get(module)) is None:
+        return
+    if any(module is each for wrapper in running.models for each in wrapper.modules()):
+        return
+    if next(module.parameters()) is stale.first():  # not with others, as by torch.func.functional_call
+        _told.add(module)
+        if stale.first_elements and _first_elements(module) == stale.first_elements:
+            warn(message.format(type=type(module).__name__))
 
 
 def _warn_of_others(reach: Reach) -> None:

@@ -175,7 +175,6 @@ class FunctionalModule:
             return self._run(params, buffers, seed, body)
 
     def _run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
-        draws.takes_step(threading.get_ident())
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.swap_in(params, self.params) if engine else None:

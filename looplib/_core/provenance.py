@@ -80,8 +80,6 @@ def warn_of_two_steps(state: Any) -> None:
     reading = provenance_of(state).reading
     if reading is None or reading.drawn < 2 or state.epoch_length != reading.epoch_length:
         return
-    if state.epoch_length is None and state.epoch != reading.epoch:
-        return
     moved = (state.epoch - reading.epoch) * (state.epoch_length or 0) + state.batch - reading.batch
     each, rest = divmod(moved, reading.drawn)
     if 1 < each <= _MOST_STEPS and not rest and rank() == 0:

@@ -6,14 +6,10 @@ The ranks here are those that divide the data: all processes of torch.distribute
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import pickle
 import threading
-import time
-import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -105,25 +101,16 @@ def host_group(process_group: Any = None) -> Any:
     return _on_host[process_group]
 
 
-# By torch's default group, the number of groups by their ranks: a process that joins a new default group, after another
-# one was lost, has to find the keys of processes that have just started.
-_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-
-
 def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
     """A group of these ranks that sends CPU tensors. A rank that does not come here is reported."""
-    made = _groups_made.setdefault(distributed.group.WORLD, Counter())
-    key = f"looplib/groups/{members}/{made[*members]}"
-    made[*members] += 1
-    store, keys = torch_private.default_store(), [f"{key}/{member}" for member in members]
-    store.set(f"{key}/{distributed.get_rank()}", "")
     world = distributed.group.WORLD
-    with waiting.Wait(world) as wait:
-        while not store.check(keys):
-            if wait.waited() > torch_private.timeout_of(world):
-                raise RuntimeError("Timed out")
-            time.sleep(0.001)
-    return distributed.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    limit = torch_private.timeout_of(world)
+    patience = timedelta(seconds=limit) if limit < math.inf else None
+    with waiting.Wait(world):
+        made = distributed.new_group(members, timeout=patience, backend="gloo", use_local_synchronization=True)
+    if timeout is not None:
+        torch_private.set_timeout(made, timeout)
+    return made
 
 
 def all_ranks(flag: Tensor) -> Tensor:
@@ -225,14 +212,10 @@ def gather(value: Any) -> list[Any]:
 
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
-    data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in gather_tensors(torch.tensor([len(data)]), on)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = data
-    return [
-        pickle.loads(received[:size].numpy().tobytes())
-        for received, size in zip(gather_tensors(padded, on), sizes, strict=True)
-    ]
+    data, received = pickled(value), [b""] * distributed.get_world_size(on)
+    with waiting.Wait(on):
+        distributed.all_gather_object(received, data, on)
+    return [pickle.loads(data) for data in received]
 
 
 def pickled(value: Any) -> bytes:
@@ -245,31 +228,15 @@ class Pickler(pickle.Pickler):
     """Pickles tensors of all dtypes. torch cannot read its own pickles of the younger ones, such as uint16 and float8."""
 
     def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is not Tensor or thing.layout != torch.strided or thing.is_nested or _is_readable(thing.dtype):
+        if type(thing) is not Tensor or thing.layout != torch.strided or thing.is_nested:
             return NotImplemented
-        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten().contiguous()
-        return _tensor_of, (plain.view(torch.uint8), thing.dtype, thing.shape)
+        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten()
+        plain = plain.clone(memory_format=torch.contiguous_format)  # a view as bytes needs a stride of 1
+        return _tensor_of, (plain.view(torch.uint8).numpy(), thing.dtype, thing.shape)
 
 
-@functools.cache
-def _is_readable(dtype: torch.dtype) -> bool:
-    """True if torch reads its own pickles of tensors of this dtype."""
-    try:
-        pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype)))
-    except AttributeError:
-        return False
-    return True
-
-
-def _tensor_of(data: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return data.view(dtype).view(shape)
-
-
-def gather_tensors(values: Tensor, on: Any, limit: float = math.inf) -> list[Tensor]:
-    """Tensors of all ranks of a group, in order, which have the same shape and dtype on each."""
-    gathered = [torch.empty_like(values) for _ in range(distributed.get_world_size(on))]
-    waiting.wait(distributed.all_gather(gathered, values, on, async_op=True), on, limit)
-    return gathered
+def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 # Checked first, since looking up a missing attribute of a tensor takes ten times as long.

@@ -10,17 +10,17 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
 
-__all__ = ["TorchDispatchMode", "disable_current_modes", "pytree", "wraps_tensors"]
+__all__ = ["disable_current_modes", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -110,6 +110,11 @@ def timeout_of(group: Any) -> float:
     return math.inf if options is None else float(options._timeout.total_seconds())
 
 
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the time after which a process group gives up a call."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def thread_value(key: str) -> Any:
     """Value that this thread has stored under a key, or None. autograd's threads see those of the calling thread."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
@@ -136,11 +141,6 @@ def functorch_level() -> int:
 def functorch_level_of(tensor: Tensor) -> int:
     """Level of the torch.func transform that a tensor belongs to, or a number below 1 for none."""
     return torch._C._functorch.maybe_get_level(tensor)
-
-
-def argument_names(operation: Any) -> set[str]:
-    """Names of the arguments of an operation such as `torch.ops.aten.rand.default`."""
-    return {argument.name for argument in operation._schema.arguments}
 
 
 def mps_generator() -> torch.Generator:

@@ -131,53 +131,36 @@ class Wait:
     def explained(self, error: Exception) -> RuntimeError:
         """torch's error with the words of the report.
 
-        A time-out on one rank closes the connections of all, so what torch says differs between those that wait. A
-        rank that ends closes them too, and then no call was left out. If the call has failed before it was late,
-        nobody knows yet where the other ranks are.
+        A time-out on one rank closes the connections of all, and so does a rank that ends, so what torch says differs
+        between the ranks that wait.
         """
         self.call = self.call or call()
-        advice = _ADVICE if any(word in str(error) for word in _TIMED_OUT) else _ENDED
-        if advice is _ADVICE or self.waited() > watch.pause:
-            text = self.report(advice)
-        else:
-            text = f"rank {distributed.get_rank()}, in {self.call}. {advice}"
-        return RuntimeError(f"{text} torch says: {error}")
+        return RuntimeError(f"{self.report()} torch says: {error}")
 
-    def report(self, advice: str) -> str:
-        missing = " ".join(self.missing())
-        return (
-            f"rank {distributed.get_rank()} has waited {self.waited():.1f} s in {self.call}. "
-            f"{f'{missing} {advice}' if missing else 'All ranks have come to this call.'}"
-        )
+    def report(self) -> str:
+        text = f"rank {distributed.get_rank()} has waited {self.waited():.1f} s in {self.call}. "
+        if self.waited() > watch.pause:  # before, nobody knows yet where the other ranks are
+            text += few(self.missing() or ["All ranks have come to this call."], between=" ") + " "
+        return text + _ADVICE
 
     def missing(self) -> list[str]:
         """Sentences about the ranks that have not come."""
-        absent, elsewhere = [], []
+        missing = []
         for rank in distributed.get_process_group_ranks(self.group):
             where, group = _published(rank)
-            if rank == distributed.get_rank() or group == self.group.group_name:
-                continue
-            if where:
-                elsewhere.append(f"Rank {rank} has not come, and waits in {where}.")
-            else:
-                absent.append(rank)
-        if not absent:
-            return elsewhere
-        ranks = (
-            f"Ranks {few(absent)} have not come, and are"
-            if len(absent) > 1
-            else f"Rank {absent[0]} has not come, and is"
-        )
-        return [f"{ranks} in no call that waits.", *elsewhere]
+            if rank != distributed.get_rank() and group != self.group.group_name:
+                there = f"waits in {where}" if where else "is in no call that waits"
+                missing.append(f"Rank {rank} has not come, and {there}.")
+        return missing
 
 
-_TIMED_OUT = ("imed out", "imeout")  # words of torch's errors
-_OF_CONNECTIONS = (*_TIMED_OUT, "onnection", "peer", "gloo", "NCCL", "XCCL")
+# Words of torch's errors.
+_OF_CONNECTIONS = ("imed out", "imeout", "onnection", "peer", "gloo", "NCCL", "XCCL")
 _ADVICE = (
     "All ranks must make this call: take it out of `if ll.distributed.is_rank_zero():` and of loops that differ between "
-    "ranks; a function that one rank runs alone goes into ll.distributed.rank_zero_only."
+    "ranks; a function that one rank runs alone goes into ll.distributed.rank_zero_only. If a rank has ended, its own "
+    "output says why."
 )
-_ENDED = "If a rank has ended, its own output says why."
 
 
 def wait(work: Any, group: Any, limit: float = math.inf) -> None:
@@ -191,11 +174,11 @@ def wait(work: Any, group: Any, limit: float = math.inf) -> None:
 
 def better_error(error: Exception) -> Exception:
     """An error in a step, with the words of the report if it came while a rank was missing."""
-    if (request := watch.current) is None:
-        return error
-    request.failed = isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_CONNECTIONS)
+    request = watch.current
+    if request is not None:
+        request.failed = isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_CONNECTIONS)
     watch.current = None
-    if not request.failed:
+    if request is None or not request.failed:
         return error
     with suppress(RuntimeError):
         request.work.wait(timedelta(milliseconds=1))
@@ -238,7 +221,7 @@ def _attend(late: Wait) -> None:
     while late.is_open():
         if not reported and late.waited() >= watch.seconds:
             reported = True
-            text = late.report(_ADVICE)
+            text = late.report()
             try:
                 warnings.warn_explicit(text, RuntimeWarning, late.call.file or __file__, late.call.line or 1)
             except RuntimeWarning:  # an error by the user's filter, which this thread cannot raise

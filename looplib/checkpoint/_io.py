@@ -102,7 +102,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
             `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
             epoch with a different batch size. Leave out what may change from run to run, such as the number of
-            epochs. What looks like a token, key or password is stored as `***`.
+            epochs. A value whose name says that it is a token, key or password is stored as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
             others are left out, and a digest of their bits is stored, for which each save reads them: `restore` takes

@@ -7,13 +7,13 @@ on what it read before.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
@@ -30,12 +30,12 @@ def _numpy() -> Any:
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
     numpy = _numpy()
-    return draws.stream().get_state(), random.getstate(), numpy and numpy.get_state(legacy=False)
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(legacy=False)
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
     """Restore what `save_streams` returned."""
-    draws.stream().set_state(saved[0])
+    torch.set_rng_state(saved[0])
     random.setstate(saved[1])
     if saved[2] is not None:
         _numpy().set_state(saved[2])
@@ -43,7 +43,7 @@ def restore_streams(saved: tuple[Any, ...]) -> None:
 
 def seed_streams(seed: int) -> None:
     """Seed the three global streams. It takes 7 us, which may be more than reading a sample does."""
-    draws.stream().manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
     random.seed(seed)
     if numpy := _numpy():
         numpy.seed(
@@ -51,25 +51,14 @@ def seed_streams(seed: int) -> None:
         )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
 
 
-_reading = threading.RLock()  # of the streams of `random` and numpy, which all threads share
-
-
 @contextmanager
 def kept_streams() -> Iterator[None]:
-    """Restore the global streams at the end of the block. Other threads that read wait, and steps do not."""
+    """Restore the global streams at the end of the block. Other threads that read or take steps wait."""
     _interrupts.install()
-    with _reading, draws.kept():
+    with draws.turn:
         saved = save_streams()
         try:
             yield
         finally:
             _hold_signals = True
             restore_streams(saved)
-
-
-def _after_fork() -> None:
-    global _reading
-    _reading = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -8,7 +8,7 @@ import sys
 import types
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from looplib._core import ranks as _ranks
 from looplib._core.collective import together_with_data
@@ -78,21 +78,12 @@ class _Pickler(_ranks.Pickler):
             index += 1
         return name, index
 
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor) and thing.device.type != "cpu":
-            return _as_it_is, (thing.cpu(),)
-        return super().reducer_override(thing)
-
 
 def _importable(function: types.FunctionType) -> bool:
     member: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         member = getattr(member, name, None)
     return member is function
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 class _Unpickler(pickle.Unpickler):

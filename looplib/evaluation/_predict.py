@@ -97,13 +97,13 @@ def predicted(
 def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
     """The batches, read with a copy of torch's random stream, so that the stream itself does not advance."""
     with draws.turn:  # between steps of other threads
-        stream, batches = draws.stream().get_state(), None
+        stream, batches = torch.get_rng_state(), None
     while True:
-        with draws.kept():
-            draws.stream().set_state(stream)
+        with draws.turn, draws.restored(torch.default_generator):
+            torch.set_rng_state(stream)
             batches = read() if batches is None else batches  # a DataLoader draws when it begins
             batch = next(batches, _END)
-            stream = draws.stream().get_state()
+            stream = torch.get_rng_state()
         if batch is _END:
             return
         yield batch  # type: ignore[misc]

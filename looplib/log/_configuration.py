@@ -53,8 +53,8 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
     files have changed; without git or a repository there is none.
 
-    In the command and in `more`, `***` stands for what looks like a token, key or password, by its name or by its form.
-    Give secrets to a program in environment variables, which are not stored.
+    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and for
+    the passwords of URLs. A secret under another name is stored: give secrets in environment variables, which are not.
 
     Args:
         state: a state of the run.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -244,7 +243,6 @@ class Compiler:
             machine.generators = _generators(*(tensor.device for tensor in flat)) if machine.random else ()
         generators = machine.generators
         with draws.turn if generators else nullcontext():
-            draws.takes_step(threading.get_ident())
             streams = [generator.get_state() for generator in generators]
             try:
                 if self.no_grad:

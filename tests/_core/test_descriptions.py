@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import looplib as ll
 from looplib._core.descriptions import described
 from looplib._core.records import shown
 
@@ -43,9 +45,19 @@ def test_descriptions_are_the_same_in_each_process(tmp_path):
     assert json.loads(text)[-4:] == ["1j", 0.5, 3, 2.0]
 
 
-def test_a_set_is_described_in_an_order_that_does_not_depend_on_the_process():
-    assert described({"bias", "norm", "embed"}) == ["bias", "embed", "norm"]
-    assert described(frozenset({3, 1})) == [1, 3]
+def scaled(factor, name="x"):
+    return lambda step: (factor, name, 3)
+
+
+def test_settings_are_described_by_their_names_and_numbers():
+    for setting, description in [
+        ({"bias", "norm", "embed"}, ["bias", "embed", "norm"]),  # the order of text differs between processes
+        (frozenset({3, 1}), [1, 3]),
+        (scaled(0.5), "lambda step: ... (3, factor=0.5, name=x)"),
+        (partial(scaled, 0.5, name="y"), "scaled with 0.5, name=y"),
+        (ll.optimizer, "optimizer"),
+    ]:
+        assert described(setting) == description
 
 
 def test_what_has_no_short_code_is_shown_by_its_name():

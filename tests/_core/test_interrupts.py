@@ -4,7 +4,6 @@ import contextlib
 import gc
 import inspect
 import itertools
-import json
 import os
 import random
 import signal
@@ -13,10 +12,10 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -216,13 +215,11 @@ def bombarded(donate, over, count):
     sender.communicate("")
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.large)])
+@pytest.mark.parametrize("count", [20, pytest.param(3000, marks=pytest.mark.large)])
 @over
 @both
 def test_interrupted_at_random_moments_and_run_again_it_ends_in_the_same_bits(donate, over, count):
-    command = [sys.executable, __file__, json.dumps([donate, over, count])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(0, bombarded, donate, over, count)
 
 
 # Every moment in turn: where the interpreter looks for signals, at a function's start and after a C function, the
@@ -364,8 +361,10 @@ def surroundings(model):
     )
 
 
-@pytest.mark.parametrize("kind", ["donated", "pure", "evaluation", "failing"])
-def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(kind):
+@pytest.mark.parametrize(
+    ("kind", "every"), [("donated", 41), ("donated", 1), ("pure", 3), ("evaluation", 3), ("failing", 3)]
+)
+def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(kind, every):
     parts = Parts(kind == "donated")
     parts.model.eval()  # so that each kind of step sets modes
     parts.model[1].train()
@@ -377,7 +376,7 @@ def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(
     def fail():
         raise ValueError
 
-    for moment in itertools.count(1):
+    for moment in itertools.count(1, every):
         state, profile = ll.copy_state(start), at_moment(moment, press)
         if kind == "failing":
             ACTIONS["forward"] = fail
@@ -696,21 +695,6 @@ def test_code_that_saves_handlers_and_puts_them_back_works_in_the_body(place, ca
     assert signal.getsignal(signal.SIGINT) is interrupt
 
 
-def test_handlers_that_are_set_in_the_body_are_guarded_and_may_call_the_ones_before(capfd):
-    parts, noted = Parts(cls=Halfway), []
-    expected = trajectory(Parts(cls=Halfway))
-
-    def after(state):
-        before = signal.getsignal(signal.SIGINT)
-        if state.step == 1:
-            signal.signal(signal.SIGINT, lambda *arguments: noted.append(True) or before(*arguments))
-            ACTIONS["update"] = press
-        settle()
-
-    state = train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt)
-    assert (record(state), noted) == (expected[2], [True])
-
-
 def test_a_batch_lives_no_longer_than_the_loop_needs_it():
     parts, alive = Parts(), []
     gc.disable()
@@ -773,17 +757,3 @@ def test_a_loop_in_another_thread_trains_and_does_not_take_the_ctrl_c_that_waits
 
     assert train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt).step == 1
     assert record(results[0]) == expected[BATCHES]
-
-
-if __name__ == "__main__":
-    bombarded(*json.loads(sys.argv[1]))
-
-
-@pytest.mark.slow
-def test_the_suite_hears_ctrl_c_as_a_background_job_of_a_shell():
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import conftest; "
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    )
-    tests = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], cwd=tests, check=True)

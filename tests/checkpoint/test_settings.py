@@ -76,7 +76,7 @@ def test_a_changed_hyperparameter_is_named_though_nobody_described_it(tmp_path):
         (
             lambda: adamw(lr=lambda step: 0.1 * step),
             lambda: adamw(lr=lambda step: 0.2 * step),
-            "lr was lambda step (0.1), is lambda step (0.2)",
+            "lr was lambda step: ... (0.1), is lambda step: ... (0.2)",
         ),
         (
             lambda: ll.ema(adamw(), decay=0.9),

@@ -17,7 +17,7 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
 SECRET = "S3CR3T"
 
 
-def test_what_looks_like_a_secret_is_left_out_of_the_command_and_the_rest_is_kept(monkeypatch):
+def test_what_is_named_as_a_secret_is_left_out_of_the_command_and_the_rest_is_kept(monkeypatch):
     def command(arguments):
         monkeypatch.setattr(sys, "argv", ["/home/me/train.py", *arguments.split()])
         return ll.log.configuration(ll.TrainState())["command"]
@@ -33,19 +33,14 @@ def test_what_looks_like_a_secret_is_left_out_of_the_command_and_the_rest_is_kep
         f"--db.password {SECRET}",
         f"--passwordHash={SECRET}",
         f"--auth {SECRET}",
-        f"--login hf_{SECRET}aBcDeFgHiJkLmNoP",
-        f"ghp_{SECRET}aBcDeFgHiJkLmNoP",
         f"--url https://me:{SECRET}@example.org/data",
         f"https://example.org/data?token={SECRET}",
-        f"--wandb {SECRET}{HEX}",
     ):
         shown = command(f"--lr 0.1 {secret} --epochs 3")
         assert SECRET not in shown
         assert shown.startswith("train.py --lr 0.1 ")
         assert shown.endswith(" --epochs 3")
         assert "***" in shown
-    monkeypatch.setattr(sys, "argv", ["train.py", "--header", f"Authorization: Bearer {SECRET}"])
-    assert SECRET not in ll.log.configuration(ll.TrainState())["command"]
     plain = (
         "--tokenizer gpt2 --max-tokens 512 --num-key 4 --keyboard qwerty --key-dim 64 --pad-token <pad> --eos_token=</s> "
         "data.csv --use-auth-token --name resnet50-imagenet-lr0.001-batch256-augmented data=imagenet/train ./runs/a_b"
