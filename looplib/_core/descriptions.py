@@ -122,7 +122,10 @@ LEFT_OUT = "***"
 
 _SECRET = re.compile(r"pass(word|wd|phrase)|secret|credential|(key|token|auth)$")
 _HARMLESS = re.compile(r"[\d.]{1,6}|<.*>|\[.*\]")  # a number, or a tokenizer's "<pad>" or "[CLS]"
-_OF_A_URL = re.compile(r"(?<=://)[^/\s@]+:[^/\s@]+(?=@)")
+# The password of a URL, and what tokens of well-known services begin with.
+_KNOWN = re.compile(
+    r"(?<=://)[^/\s@]+:[^/\s@]+(?=@)|\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[a-z]-|pypi-|nvapi-|AKIA|AIza)[\w.-]{16,}"
+)
 
 
 def command_without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -148,7 +151,8 @@ def without_secrets(settings: T, name: str = "") -> T:
     >>> without_secrets({"lr": 0.1, "hub": {"api_key": "abc", "repo": "me/tiny"}})
     {'lr': 0.1, 'hub': {'api_key': '***', 'repo': 'me/tiny'}}
 
-    Such a name ends in key, token or auth, or contains password, secret or the like. A secret under another name stays.
+    Such a name ends in key, token or auth, or contains password, secret or the like. A secret under another name stays,
+    unless it begins as tokens of well-known services do, such as hf_ and sk-.
     """
     if isinstance(settings, Mapping):
         return {key: without_secrets(value, key) for key, value in settings.items()}  # type: ignore[return-value]
@@ -157,4 +161,4 @@ def without_secrets(settings: T, name: str = "") -> T:
     if not isinstance(settings, str):
         return settings
     secret = _SECRET.search(name.lower()) and not _HARMLESS.fullmatch(settings)
-    return LEFT_OUT if secret else _OF_A_URL.sub(LEFT_OUT, settings)  # type: ignore[return-value]
+    return LEFT_OUT if secret else _KNOWN.sub(LEFT_OUT, settings)  # type: ignore[return-value]

@@ -54,7 +54,8 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     files have changed; without git or a repository there is none.
 
     In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and for
-    the passwords of URLs. A secret under another name is stored: give secrets in environment variables, which are not.
+    the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Another secret is stored: give
+    secrets in environment variables, which are not.
 
     Args:
         state: a state of the run.

@@ -35,6 +35,7 @@ def test_what_is_named_as_a_secret_is_left_out_of_the_command_and_the_rest_is_ke
         f"--auth {SECRET}",
         f"--url https://me:{SECRET}@example.org/data",
         f"https://example.org/data?token={SECRET}",
+        f"--login hf_aBcDeFgHiJkLmNoP{SECRET}",
     ):
         shown = command(f"--lr 0.1 {secret} --epochs 3")
         assert SECRET not in shown
