@@ -141,7 +141,7 @@ HOLDS = {
         (n["state"].step, n["state"].samples) == (13 + 10 + 9 + 2 + 4, 768)
     ),
     "Change the batch size in the middle of an epoch 1": lambda n: (
-        (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (3 + 5, 1, 256, 7)
+        (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (14 + 5, 2, 512, 7)
     ),
     "Replay a step 1": lambda n: n["again"].state.step == 12,
     "Push to the Hugging Face Hub 2": lambda n: n["state"].step == n["pulled"].latest().step == 24,

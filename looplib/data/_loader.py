@@ -126,13 +126,17 @@ class Loader:
 
         At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
         are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
-        next sample and that the order of the samples has not changed. At any sample, a batch of
-        `order=ll.data.growing({0: old, state.samples: new})` starts: the batches up to there keep their old size, since
-        the position in a state is a number of batches. The order changes if the dataset does, except
-        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A state
-        knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if the
-        epoch has as many batches as before. Use
-        the same seed as before: a state does not store it, so it cannot be checked.
+        next sample and that the order of the samples has not changed. The order changes if the dataset does, except
+        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
+        state knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if
+        the epoch has as many batches as before. Use the same seed as before: a state does not store it, so it cannot
+        be checked.
+
+        The position in a state is a number of batches. To change their size at any sample, the batches up to there
+        therefore keep their size, with `order=ll.data.growing({0: old, n: new})`. Sample n of the run is
+        `state.samples`, unless `drop_last` has dropped some; if it is another number, the error says which. Epochs
+        of such a loader have different lengths, so continue with `loader.resume(state).replace(epoch_length=None)`,
+        and with another loader after `ll.end_epoch`.
 
         Args:
             state: a state whose run used a different loader.
