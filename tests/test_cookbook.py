@@ -136,6 +136,29 @@ def close(found, expected):
     return True
 
 
+def are_nanogpts(names):
+    """True if the batches of an epoch are nanoGPT's `get_batch` of the windows' numbers."""
+    data, loader = names["tokens"], names["loader"]
+    for k, (inputs, targets) in enumerate(loader(ll.TrainState())):
+        ix = loader.indices(ll.TrainState(batch=k))
+        x = torch.stack([torch.from_numpy(data[i : i + 16].astype("int64")) for i in ix])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + 16].astype("int64")) for i in ix])
+        assert torch.equal(inputs, x)
+        assert torch.equal(targets, y)
+    return k == 19
+
+
+def mixed(names):
+    """True if the first set comes alone for four epochs, then as three to one, and both are read in whole passes."""
+    loader, times = names["loader"], torch.zeros(256)
+    for epoch in range(10):
+        rows = torch.cat([x for x, _ in loader(ll.TrainState(epoch=epoch))])
+        read = (rows[:, None] == names["x"][:256]).all(2).sum(0)
+        assert read[200:].sum() == (16 if epoch >= 4 else 0)
+        times += read
+    return (times[:200].unique().tolist(), times[200:].unique().tolist()) == ([2, 3], [1, 2])
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
     "Freeze layers 1": lambda n: moved(n) == {"2.weight", "2.bias"},
@@ -160,6 +183,15 @@ HOLDS = {
     "Make predictions 1": lambda n: n["probabilities"].shape == (64, 3),
     "Debug a NaN 1": lambda n: n["worst"].index == 17,
     "Cross-validate (k-fold) 1": lambda n: len(n["accuracies"]) == 4,
+    "Train a language model on one long file of tokens 1": are_nanogpts,
+    "Mix datasets 1": mixed,
+    # 13 batches of 8 and 10 of 16 are an epoch with the rest of 8; the second has 9 of 16 and 2 of 64
+    "Grow the batch size during a run 1": lambda n: (
+        (n["state"].step, n["state"].samples) == (13 + 10 + 9 + 2 + 4, 768)
+    ),
+    "Change the batch size in the middle of an epoch 1": lambda n: (
+        (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (14 + 5, 2, 512, 7)
+    ),
     "Replay a step 1": lambda n: n["again"].state.step == 12,
     "Push to the Hugging Face Hub 2": lambda n: n["state"].step == n["pulled"].latest().step == 24,
 }

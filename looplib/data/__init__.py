@@ -1,10 +1,22 @@
 """Data loading: a state goes in and the remaining batches of its epoch come out."""
 
 from looplib._core.trees import batch_size
+from looplib.data._growing import growing
 from looplib.data._loader import Loader, make_loader
 from looplib.data._microbatches import collate_microbatches
-from looplib.data._orders import Order, batch_sampler, by_length, in_order, sampler, shuffled, weighted
+from looplib.data._mixture import mixture
+from looplib.data._orders import (
+    Order,
+    batch_sampler,
+    by_length,
+    in_order,
+    sampler,
+    shuffled,
+    weighted,
+    with_replacement,
+)
 from looplib.data._position import with_position
+from looplib.data._windows import windows
 from looplib.data._without_samples import without_samples
 
 __all__ = [
@@ -14,11 +26,15 @@ __all__ = [
     "batch_size",
     "by_length",
     "collate_microbatches",
+    "growing",
     "in_order",
     "make_loader",
+    "mixture",
     "sampler",
     "shuffled",
     "weighted",
+    "windows",
     "with_position",
+    "with_replacement",
     "without_samples",
 ]

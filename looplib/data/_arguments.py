@@ -24,6 +24,7 @@ class NotGiven(Enum):
 _INSTEAD = {
     "weights": "order=ll.data.weighted(weights, num_samples=...)",
     "num_samples": "order=ll.data.weighted(weights, num_samples=...)",
+    "replacement": "order=ll.data.with_replacement(num_samples)",
     "lengths": "order=ll.data.by_length(lengths, pool=...)",
     "pool": "order=ll.data.by_length(lengths, pool=...)",
     "sampler": "order=ll.data.sampler(...)",
@@ -61,7 +62,7 @@ def check_batch_size(
     if order is not None and order.whole_batches:
         check(
             batch_size in (None, NotGiven.BATCH_SIZE),
-            f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches",
+            f"batch_size={batch_size} and order={order} are given; the order makes the batches",
         )
         batch_size = None
     check(
@@ -83,8 +84,9 @@ def order_of(order: Any, shuffle: Any) -> Order | None:
         return shuffled() if shuffle else in_order()
     check(
         order is None or isinstance(order, Order),
-        f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), in_order(), weighted(weights), "
-        "by_length(lengths), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
+        f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), in_order(), "
+        "with_replacement(num_samples), weighted(weights), mixture(weights, num_samples), by_length(lengths), "
+        "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
         TypeError,
     )

@@ -127,10 +127,16 @@ class Loader:
         At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
         are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
         next sample and that the order of the samples has not changed. The order changes if the dataset does, except
-        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A state
-        knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if the
-        epoch has as many batches as before. Use
-        the same seed as before: a state does not store it, so it cannot be checked.
+        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
+        state knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if
+        the epoch has as many batches as before. Use the same seed as before: a state does not store it, so it cannot
+        be checked.
+
+        The position in a state is a number of batches. To change their size at any sample, the batches up to there
+        therefore keep their size, with `order=ll.data.growing({0: old, n: new})`. Sample n of the run is
+        `state.samples`, unless `drop_last` has dropped some; if it is another number, the error says which. Epochs
+        of such a loader have different lengths, so continue with `loader.resume(state).replace(epoch_length=None)`,
+        and with another loader after `ll.end_epoch`.
 
         Args:
             state: a state whose run used a different loader.
@@ -278,7 +284,8 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
     within an epoch, a batch that begins at the next sample. With the same `batch_size` on any number of ranks, a run
     always continues at the same sample.
 
-    **Memory.** The order of an epoch is a tensor of 8 bytes per sample on each rank, 8 GB for a billion samples.
+    **Memory.** The order of an epoch is a tensor of 8 bytes per sample on each rank, 8 GB for a billion samples,
+    except with `ll.data.with_replacement`.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is already a batch. Each rank reads
     the whole item and takes its samples from every tensor, array and list in it.
@@ -299,9 +306,10 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
             StatefulDataLoader), whose settings are used, except for its generator.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
-            Required, except with `batch_sampler` and for a DataLoader.
-        order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,
-            `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
+            Required, except with `growing` and `batch_sampler` and for a DataLoader.
+        order: `ll.data.shuffled()` (the default), `in_order()`, `with_replacement(num_samples)`, `weighted(weights)`,
+            `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
+            `batch_sampler(...)`. A stream has its own order.
         shuffle: True for `order=shuffled()`, False for `order=in_order()`.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from looplib._core.checks import check, check_optional_count
+from looplib._core.checks import check, check_count, check_optional_count
 
 Sampler = Callable[[int, torch.Generator], Any] | Iterable[Any]
 
@@ -29,6 +29,7 @@ class Epoch(NamedTuple):
         batch_size: samples in a batch, or None if items or the order's own batches are batches.
         drop_last: True if an incomplete last batch is dropped.
         number: index of the epoch.
+        seed: the loader's seed, for what does not depend on the epoch.
         generator: seeded by (seed, epoch).
     """
 
@@ -36,6 +37,7 @@ class Epoch(NamedTuple):
     batch_size: int | None
     drop_last: bool
     number: int
+    seed: int
     generator: torch.Generator
 
     @property
@@ -127,6 +129,27 @@ def in_order() -> Order:
     It is the only order that a stream accepts.
     """
     return Order("in_order()", lambda epoch: torch.arange(epoch.samples), distinct=True, any_length=True)
+
+
+def with_replacement(num_samples: int) -> Order:
+    """Random sampling with replacement, as by torch's `RandomSampler(replacement=True)`.
+
+    >>> import looplib as ll
+    >>> loader = ll.make_loader(range(10**12), batch_size=4, order=ll.data.with_replacement(num_samples=8))
+    >>> loader.order, len(loader)
+    (with_replacement(num_samples=8), 2)
+
+    It holds the draws of one epoch in memory, however large the dataset is.
+
+    Args:
+        num_samples: number of samples in an epoch.
+    """
+    check_count("num_samples", num_samples)
+
+    def draw(epoch: Epoch) -> Tensor:
+        return torch.randint(epoch.samples, (num_samples,), generator=epoch.generator)
+
+    return Order(f"with_replacement(num_samples={num_samples})", draw, shuffles=True)
 
 
 def weighted(weights: Sequence[float] | Tensor, num_samples: int | None = None) -> Order:

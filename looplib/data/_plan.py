@@ -55,12 +55,12 @@ class Plan:
 
     def size(self, k: int) -> int:
         """Number of samples in a batch."""
-        return min(self.ends[k], len(self.keys)) - self._start(k)
+        return min(self.ends[k], len(self.keys)) - self.start(k)
 
     def part(self, k: int, rank: int = 0, ranks: int = 1) -> slice:
         """Positions of one rank's part of a batch."""
         low, high = own_rows(self.size(k), rank, ranks)
-        return slice(self._start(k) + low, self._start(k) + high)
+        return slice(self.start(k) + low, self.start(k) + high)
 
     def without(self, keys: Collection[Any]) -> Plan:
         """The same batches without these keys. A batch that would be empty takes a key from its neighbors."""
@@ -82,7 +82,8 @@ class Plan:
         """Keys and ends as lists, to compare."""
         return listed(self.keys), [*self.ends]
 
-    def _start(self, k: int) -> int:
+    def start(self, k: int) -> int:
+        """Position in `keys` of the first sample of a batch."""
         return self.ends[k - 1] if k else 0
 
 
@@ -111,7 +112,7 @@ class Epochs:
         ends: Sequence[int]
         with kept_streams():
             seed_streams(mix(ORDER, self.seed, epoch, 1))
-            drawn = self.order.draw(Epoch(self.dataset, self.batch_size, self.drop_last, epoch, generator))
+            drawn = self.order.draw(Epoch(self.dataset, self.batch_size, self.drop_last, epoch, self.seed, generator))
             if self.order.whole_batches:
                 batches = [list(listed(batch)) for batch in islice(drawn, self.limit)]
                 keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))

@@ -7,6 +7,7 @@ A dataset with indices needs the state's counts alone. A stream that can continu
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,9 +74,12 @@ def resumed(
     epoch, size, old_length = state.epoch, state.batch_samples, state.epoch_length
     consumed, count = state.batch * size, plan.drawn
     counts = f"batch={state.batch}, epoch_length={old_length}, samples={state.samples}, batch_samples={size}"
-    batch, rest = divmod(consumed, batch_size or 1)
+    batch = bisect_right(plan.ends, consumed)
     for holds, reason in (
-        (same_order and batch_size, f"{order} has other batches with another batch_size or dataset"),
+        (
+            same_order and (batch_size or order.whole_batches),
+            f"{order} has other batches with another batch_size or dataset",
+        ),
         (
             size and old_length and (epoch or consumed == state.samples),
             f"its counts ({counts}) do not say which samples of epoch {epoch} have been read",
@@ -87,8 +91,9 @@ def resumed(
             f"and {order} puts another dataset into another order",
         ),
         (
-            not rest or batch >= length,
-            f"{consumed} samples have been read, and no batch of {batch_size} begins there",
+            batch >= len(plan) or consumed == plan.start(batch),
+            f"{consumed} samples have been read, and no batch of this loader begins there; one does with "
+            f"order=ll.data.growing({{0: {size}, {epoch * count + consumed}: {batch_size}}}, order=ll.data.{order})",
         ),
     ):
         check(
@@ -98,7 +103,7 @@ def resumed(
             "it, which keeps the weights, the optimizer's state, the step and the schedules: "
             f"state.replace(epoch={epoch + 1}, batch=0, epoch_length={length})",
         )
-    if batch >= length:
+    if batch >= len(plan):
         return state.replace(epoch=epoch + 1, batch=0, epoch_length=length)
     return state.replace(batch=batch, epoch_length=length)
 

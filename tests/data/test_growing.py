@@ -1,0 +1,168 @@
+"""Batches that grow with the samples of a run, and runs that continue with another batch size at any sample."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+from looplib.data import growing, make_loader
+
+ORDERS = {
+    "shuffled": ll.data.shuffled(),
+    "in_order": ll.data.in_order(),
+    "with_replacement": ll.data.with_replacement(17),
+    "sampler": ll.data.sampler([3, 1, 2, 0, 2]),
+}
+
+
+def batches_of(loader, epoch=0, batch=0):
+    return [batch.tolist() for batch in loader(ll.TrainState(epoch=epoch, batch=batch))]
+
+
+def batches_by_hand(epochs, sizes):
+    """Cut the samples of each epoch by a count of those that were consumed."""
+    consumed = 0
+    for samples in epochs:
+        left, batches = list(samples), []
+        while left:
+            size = [size for begin, size in sorted(sizes.items()) if begin <= consumed][-1]
+            batches.append(left[:size])
+            consumed += len(batches[-1])
+            left = left[size:]
+        yield batches
+
+
+@given(
+    count=st.integers(1, 40),
+    sizes=st.dictionaries(st.integers(1, 90), st.integers(1, 20), max_size=4),
+    first=st.integers(1, 9),
+    name=st.sampled_from([*ORDERS]),
+)
+@settings(max_examples=40, deadline=None)
+def test_batches_are_those_of_a_count_of_consumed_samples(count, sizes, first, name):
+    order, sizes = ORDERS[name], {**sizes, 0: first}
+    count = max(count, 4) if name == "sampler" else count
+    plain = make_loader(range(count), batch_size=1, order=order, seed=3)
+    grown = make_loader(range(count), order=growing(sizes, order), seed=3)
+    epochs = [[*itertools.chain(*batches_of(plain, epoch))] for epoch in range(4)]
+    for epoch, expected in enumerate(batches_by_hand(epochs, sizes)):
+        assert batches_of(grown, epoch) == expected
+        for batch in range(len(expected)):  # as a resumed run reads them
+            assert batches_of(grown, epoch, batch) == expected[batch:]
+
+
+def test_a_run_trains_on_growing_batches_and_resumes(tmp_path):
+    data = TensorDataset(torch.randn(100, 3, dtype=torch.float64))
+    model = torch.nn.Linear(3, 1).double()
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.01)
+    train_step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, batch: model(*batch).square().mean()), optimizer
+    )
+    loader = make_loader(data, order=growing({0: 8, 40: 16, 130: 64}))
+    ckpt = ll.checkpoint_io(tmp_path)
+
+    def run(state, save_at=None):
+        sizes = []
+        while state.epoch < 3:
+            for batch in loader(state):
+                state, _ = train_step(state, batch)
+                sizes.append(state.batch_samples)
+                if state.step == save_at:
+                    ckpt.save(state)
+            state = ll.end_epoch(state)
+        return state, sizes
+
+    fresh = ll.init_state(model, optimizer)
+    state, sizes = run(fresh, save_at=11)
+    assert sizes == [8, 8, 8, 8, 8, 16, 16, 16, 12, 16, 16, 64, 4, 64, 36]
+    assert state.samples == 300
+    again, rest = run(ckpt.restore(fresh))
+    assert rest == sizes[11:]
+    assert torch.equal(again.params["weight"], state.params["weight"])
+
+
+@given(
+    count=st.integers(2, 60),
+    size=st.integers(1, 8),
+    other=st.integers(1, 16),
+    batch=st.integers(1, 40),
+    epoch=st.integers(0, 2),
+)
+@settings(deadline=None)
+def test_a_run_continues_with_another_batch_size_at_any_sample(count, size, other, batch, epoch):
+    one = make_loader(range(count), batch_size=size, seed=4)
+    if batch >= len(one):
+        return
+    read = batch * size
+    state = ll.TrainState(
+        step=9, epoch=epoch, batch=batch, epoch_length=len(one), samples=epoch * count + read, batch_samples=size
+    )
+    loader = make_loader(range(count), order=growing({0: size, state.samples: other}), seed=4)
+    moved = loader.resume(state).replace(epoch_length=None)
+    assert (moved.step, moved.samples) == (9, state.samples)
+    rest = [*itertools.chain(*batches_of(one, epoch))][read:]
+    assert batches_of(loader, moved.epoch, moved.batch) == [rest[i : i + other] for i in range(0, len(rest), other)]
+
+
+def test_a_refused_batch_size_names_the_order_that_continues():
+    state = ll.TrainState(epoch=1, batch=3, epoch_length=10, samples=52, batch_samples=4)
+    loader = make_loader(range(40), batch_size=8, order=ll.data.in_order())
+    with pytest.raises(
+        ValueError, match="12 samples have been read, and no batch of this loader begins there"
+    ) as error:
+        loader.resume(state)
+    code = re.search(r"order=(ll\.data\.growing.*?\(\)\))", str(error.value))[1]
+    assert code == "ll.data.growing({0: 4, 52: 8}, order=ll.data.in_order())"
+    continued = make_loader(range(40), order=eval(code))
+    assert batches_of(continued, 1, continued.resume(state).batch)[0] == [*range(12, 20)]
+    elsewhere = make_loader(range(40), order=growing({0: 5}))
+    with pytest.raises(ValueError, match="no batch of this loader begins there"):
+        elsewhere.resume(state)
+
+
+def test_epochs_of_different_lengths_need_a_state_without_a_length():
+    loader = make_loader(range(40), order=growing({0: 4, 40: 8}))
+    assert len(loader) == 10
+    with pytest.raises(ValueError, match="leave epoch_length out of init_state"):
+        loader(ll.TrainState(epoch=1, epoch_length=10))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "error", "message"),
+    [
+        ([8, 16], None, TypeError, "sizes is a list; give a dict"),
+        ({}, None, ValueError, "among them 0"),
+        ({100: 8}, None, ValueError, r"sizes is \{100: 8\}.*among them 0"),
+        ({0: 8, 0.5: 16}, None, ValueError, "give ints"),
+        ({0: 0}, None, ValueError, "give ints"),
+        ({0: 8}, "shuffled", TypeError, "order is the text 'shuffled'; give an order"),
+        ({0: 8}, ll.data.by_length([1, 2]), ValueError, r"order=by_length\(\[1, 2\]\) has batches of its own"),
+        ({0: 8}, ll.data.batch_sampler([[1]]), ValueError, "has batches of its own"),
+        ({0: 8}, ll.data.sampler(lambda epoch, generator: [1]), ValueError, "may differ in length"),
+    ],
+)
+def test_wrong_sizes_are_refused_by_name(sizes, order, error, message):
+    with pytest.raises(error, match=message):
+        growing(sizes, order)
+
+
+def test_a_loader_refuses_what_growing_batches_leave_no_meaning():
+    grown = growing({0: 8}, ll.data.in_order())
+    with pytest.raises(
+        ValueError, match=r"batch_size=4 and order=growing\(.*\) are given; the order makes the batches"
+    ):
+        make_loader(range(40), batch_size=4, order=grown)
+    with pytest.raises(ValueError, match="given for a stream"):
+        make_loader(iter_again(), batch_size=4, order=grown)
+    loader = make_loader(range(40), order=grown)
+    assert repr(loader).startswith("ll.make_loader(range, order=ll.data.growing({0: 8}, order=ll.data.in_order()))")
+
+
+class iter_again:
+    def __iter__(self):
+        yield 1

@@ -1,0 +1,187 @@
+"""Mixtures of datasets, whose proportions may change with the epoch."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import datasets
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import distributed
+from torch.utils.data import ConcatDataset
+
+import looplib as ll
+from looplib.data import make_loader, mixture
+
+
+def parts(*sizes):
+    """Datasets of those sizes, with samples (dataset, index)."""
+    return ConcatDataset([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
+
+
+def epoch_of(loader, epoch, batch=0):
+    return [
+        tuple(pair)
+        for batch in loader(ll.TrainState(epoch=epoch, batch=batch))
+        for pair in zip(*map(torch.Tensor.tolist, batch), strict=True)
+    ]
+
+
+@contextmanager
+def as_rank(rank, ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "is_initialized", lambda: True)
+        patch.setattr(distributed, "get_rank", lambda group=None: rank)
+        patch.setattr(distributed, "get_world_size", lambda group=None: ranks)
+        yield
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    weights=st.lists(st.integers(0, 5) | st.floats(0.01, 3), min_size=4, max_size=4),
+    num_samples=st.integers(1, 30),
+    changes=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_each_dataset_has_its_share_and_is_read_in_whole_passes(sizes, weights, num_samples, changes):
+    def shares(epoch):
+        turned = weights[epoch % 4 :] + weights[: epoch % 4] if changes else weights
+        turned = turned[: len(sizes)]
+        return turned if any(turned) else [1.0] * len(sizes)
+
+    loader = make_loader(
+        parts(*sizes), batch_size=4, order=mixture(shares if changes else shares(0), num_samples), seed=1
+    )
+    seen, expected = Counter(), [0.0] * len(sizes)
+    for epoch in range(8):
+        samples = epoch_of(loader, epoch)
+        assert len(samples) == num_samples
+        counts, numbers = Counter(k for k, _ in samples), shares(epoch)
+        for k, number in enumerate(numbers):
+            share = num_samples * number / sum(numbers)
+            assert abs(counts[k] - share) < 1 + 1e-9
+            assert number or not counts[k]
+            expected[k] += share
+        seen.update(samples)
+        for k, size in enumerate(sizes):
+            times = [seen[k, i] for i in range(size)]
+            assert max(times) - min(times) <= 1  # none again before all others of its dataset
+            assert changes or abs(sum(times) - expected[k]) < 2.5  # what is rounded does not add up
+
+
+def test_long_runs_have_the_proportions_that_hugging_face_interleaves():
+    weights, count = [0.5, 0.3, 0.2], 1000
+    order = mixture(weights, num_samples=23)
+    loader = make_loader(parts(count, count, count), batch_size=23, order=order)
+    ours = [k for epoch in range(count // 23) for k, _ in epoch_of(loader, epoch)]
+    sets = [datasets.Dataset.from_dict({"k": [k] * count}) for k in range(3)]
+    theirs = datasets.interleave_datasets(sets, probabilities=weights, seed=0)["k"][: len(ours)]
+    for k, weight in enumerate(weights):
+        assert abs(ours.count(k) - weight * len(ours)) < 3
+        deviation = (len(ours) * weight * (1 - weight)) ** 0.5
+        assert abs(theirs.count(k) - ours.count(k)) < 5 * deviation
+
+
+def test_samples_of_an_epoch_are_shuffled_anew_and_by_the_seed():
+    def samples(seed, epoch):
+        return epoch_of(make_loader(parts(40, 40), batch_size=8, order=mixture([1, 1], 80), seed=seed), epoch)
+
+    orders = [samples(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert len({*map(tuple, orders)}) == 4
+    assert len({tuple(i for k, i in order if k == 0) for order in orders}) == 4
+    assert all(10 < sum(k for k, _ in order[:40]) < 30 for order in orders)
+
+
+def test_each_pass_over_each_dataset_has_an_order_of_its_own():
+    def halves(seed):
+        """The first half of two passes over two datasets, as sets."""
+        loader = make_loader(parts(40, 40), batch_size=8, order=mixture([1, 1], 40), seed=seed)
+        epochs = [epoch_of(loader, epoch) for epoch in (0, 2)]
+        return [frozenset(i for k, i in samples if k == part) for samples in epochs for part in (0, 1)]
+
+    found = halves(0) + halves(1)
+    assert len({*found}) == len(found) == 8
+    assert {*map(len, found)} == {20}
+
+
+def test_shares_that_are_whole_numbers_are_not_rounded():
+    loader = make_loader(parts(9, 9, 9), batch_size=5, order=mixture([0.01, 0.06, 0.93], 100))
+    for epoch in range(30):  # 0.01 + 0.06 is a little less than 0.07
+        assert Counter(k for k, _ in epoch_of(loader, epoch)) == {0: 1, 1: 6, 2: 93}
+
+
+def test_proportions_change_at_a_sample_of_the_run():
+    def weights(epoch):
+        return [1, 0] if epoch * 10 < 40 else [1, 1]
+
+    loader = make_loader(parts(100, 100), batch_size=5, order=mixture(weights, num_samples=10))
+    state, seen = ll.TrainState(epoch_length=len(loader)), []
+    for state in (state.replace(epoch=k) for k in range(6)):
+        seen += epoch_of(loader, state.epoch)
+    assert not any(k for k, _ in seen[:40])
+    assert Counter(k for k, _ in seen[40:]) == {0: 10, 1: 10}
+    assert loader.order.text.endswith("weights, num_samples=10)")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_mixed_run_continues_at_any_batch_on_any_ranks_and_with_another_batch_size(ranks):
+    def loader(batch_size):
+        order = mixture(lambda epoch: [3, 1 + epoch], num_samples=30)
+        return make_loader(parts(17, 5), batch_size=batch_size, order=order, seed=2)
+
+    one = loader(5)
+    for epoch in range(3):
+        whole = epoch_of(one, epoch)
+        for batch in range(len(one)):
+            read, shares = batch * 5, []
+            state = ll.TrainState(
+                epoch=epoch, batch=batch, epoch_length=6, samples=30 * epoch + read, batch_samples=5
+            )
+            for rank in range(ranks):
+                with as_rank(rank, ranks):
+                    shares.append([[*zip(*map(torch.Tensor.tolist, part), strict=True)] for part in loader(5)(state)])
+            assert [pair for batch in zip(*shares, strict=True) for part in batch for pair in part] == whole[read:]
+            if read % 10 == 0:
+                other = loader(10)
+                moved = other.resume(state)
+                assert epoch_of(other, moved.epoch, moved.batch) == whole[read:]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "weights", "error", "message"),
+    [
+        (
+            range(9),
+            [1, 1],
+            TypeError,
+            r"order=mixture\(\.\.\.\) is a range; it needs a torch\.utils\.data\.ConcatDataset",
+        ),
+        (parts(2, 2), [1, 1, 1], ValueError, "weights of epoch 0 are 3 numbers, and there are 2 datasets"),
+        (parts(2, 2), lambda epoch: [1], ValueError, "weights of epoch 0 are 1 numbers, and there are 2 datasets"),
+        (parts(2, 2), lambda epoch: [1, -1], ValueError, "weights go from -1.0 to 1.0"),
+        (parts(2, 0), [1, 1], ValueError, "a dataset of the mixture has a weight, and no samples"),
+    ],
+)
+def test_wrong_mixtures_are_refused_by_name(dataset, weights, error, message):
+    with pytest.raises(error, match=message):
+        make_loader(dataset, batch_size=2, order=mixture(weights, 4))
+
+
+def test_wrong_arguments_of_a_mixture_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"weights go from 0\.0 to 0\.0"):
+        mixture([0, 0], 4)
+    with pytest.raises(ValueError, match="num_samples is None"):
+        mixture([1, 2], None)
+    assert len(make_loader(parts(2, 0), batch_size=2, order=mixture([1, 0], 4))) == 2
+
+
+def test_loaders_with_other_weights_have_other_descriptions():
+    loaders = [
+        make_loader(parts(30, 30), batch_size=4, order=mixture(weights, 20))
+        for weights in ([1, 2], [2, 1], lambda epoch: [1, 1], lambda epoch: [3, 1])
+    ]
+    assert len({loader.description["order"] for loader in loaders}) == 4
+    assert loaders[0].description["order"].startswith("mixture([1, 2], num_samples=20), checksum")
