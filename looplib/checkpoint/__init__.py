@@ -1,6 +1,6 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
-from looplib.checkpoint._describe import Checkpoint, Checkpoints
+from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
 from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict

@@ -1,13 +1,12 @@
-"""Checkpoint format: file names, leaf paths, plain values as JSON, and errors for damage.
+"""Checkpoint format: file names, leaf paths, plain values and counts as JSON, and errors for damage.
 
 A state is a tree of tensors and plain values. Its tensors are stored contiguously, one after another, in a safetensors
 file, so that other programs can read them. Of tensors that are sharded over ranks, each rank writes its chunks into a
-safetensors file of its own.
+safetensors file of its own, whose metadata say which part of a tensor each chunk is.
 
-The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values; and for each data file its
-size, the size and checksum of its header, and the checksum of each chunk in the order in which they lie behind it. For
-the file of a rank's chunks there is the checksum of a list beside it, in which each chunk has the part of the tensor that
-it is as well. A restore reads no header.
+The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values, and for each data file its
+size and its checksum. A checksum is compared before anything of a file is used, but for its header, which says which
+files are needed.
 
 `_write` writes these files and `_read` reads them.
 """
@@ -25,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import are_counts, check, is_count
+from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
+from looplib.types import COUNTS, TREES, TrainState
 
-FORMAT = 5
+FORMAT = 6
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 
@@ -38,9 +39,6 @@ LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's leaves
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: its first index and its size in each dimension."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -145,11 +143,6 @@ def decoded(entry: Mapping[str, Any]) -> Any:
     return _CODES[kind][1](value)
 
 
-def list_of(name: str) -> str:
-    """Name of the list of the chunks in a rank's file."""
-    return name.removesuffix(".safetensors") + ".json"
-
-
 def envelope(checksum: int) -> bytes:
     """First bytes of a manifest file, before the manifest itself."""
     return b'{"crc32":%d,"manifest":' % checksum
@@ -160,3 +153,26 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts and seed stored in a manifest."""
+    counts: dict[str, Any] = manifest["counts"]
+    length = counts["epoch_length"]
+    sound = are_counts(without(counts, ("seed", "epoch_length")).values()) and (length is None or is_count(length, 0))
+    check(sound and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
+    seed = counts["seed"]
+    return {**counts, "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
+
+
+def counts_of(state: TrainState) -> dict[str, Any]:
+    """Counts and seed of a state, in the form stored in a manifest."""
+    seed = state.seed
+    # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
+    written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
+    return {**fields_of(state, COUNTS), "seed": written}
+
+
+def trees_of(state: TrainState) -> dict[str, Any]:
+    """Trees of a state that a checkpoint stores: those that are not None."""
+    return {name: tree for name in TREES if (tree := getattr(state, name)) is not None}

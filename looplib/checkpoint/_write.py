@@ -24,7 +24,6 @@ from looplib.checkpoint._format import (
     LARGEST,
     MANIFEST,
     QUANTIZED,
-    Box,
     bytes_of,
     encoded,
     envelope,
@@ -33,6 +32,7 @@ from looplib.checkpoint._format import (
     name_of,
     words,
 )
+from looplib.checkpoint._shards import Box
 
 # safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
 _SAFETENSORS = {
@@ -185,7 +185,7 @@ def _copied_to_host(source: Tensor) -> Tensor:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None = None
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Write a safetensors file, and return its entry in the manifest. It is not synced yet.
 
     Args:
@@ -195,34 +195,26 @@ def write_tensors(
     """
     # Larger dtypes come first, so that each begins at a multiple of its size without any padding.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(tensors, about)
     data = [bits_of(tensor).cpu() for tensor in tensors.values()]
+    blocks: list[Any] = [_header(tensors, about, boxes), *map(bytes_of, data)]
     with open(path, "xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
-        checksums = beside(pool, _checksums, data)
-        file.write(header)
-        for each in data:
-            file.write(bytes_of(each))
-        chunks = {
-            name: [checksum, *(boxes[name] if boxes else ())]
-            for name, checksum in zip(tensors, checksums(), strict=True)
-        }
-    size = len(header) + sum(map(len, data))
-    return {"bytes": size, "start": len(header), "crc32": zlib.crc32(header), "chunks": chunks}
+        checksum = beside(pool, _checksum, blocks)
+        for block in blocks:
+            file.write(block)
+        return {"bytes": sum(map(len, blocks)), "crc32": checksum()}
 
 
-def write_chunks(path: Path, chunks: Mapping[str, Any]) -> int:
-    """Write the chunks of a rank's file beside it, and return the checksum. It is not synced yet."""
-    text = orjson.dumps(chunks)
-    path.write_bytes(text)
-    return zlib.crc32(text)
+def _checksum(blocks: Iterable[Any]) -> int:
+    checksum = 0
+    for block in blocks:
+        checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
-def _checksums(tensors: Iterable[Tensor]) -> list[int]:
-    return [zlib.crc32(bytes_of(tensor)) for tensor in tensors]
-
-
-def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None) -> bytes:
     entries: dict[str, Any] = {}
+    if boxes is not None:  # as text, since safetensors allows no other metadata
+        entries["__metadata__"] = {path: orjson.dumps(boxes[path]).decode() for path in tensors}
     end = 0
     for path, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes

@@ -97,7 +97,7 @@ def test_another_base_model_is_refused(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, select=trainable)
     ckpt.save(trained(step, state, 1))
     *_, other = make(base_seed=1)
-    message = "without the parameters of its base model.* 2 of the state.*load the weights that the run began with"
+    message = "without the parameters of its base model.* 2 of the state.*load the base model"
     with pytest.raises(ValueError, match=message):
         ckpt.restore(other)
     *_, again = make()
@@ -110,8 +110,7 @@ def test_another_base_model_is_refused(tmp_path):
     state = ckpt.restore(state)
     with torch.no_grad():
         state.params["base.bias"].add_(1)
-    with pytest.warns(UserWarning, match="the 2 parameters that select leaves out have changed since the last save"):
-        ckpt.save(state.replace(step=2))
+    ckpt.save(state.replace(step=2))
     with pytest.raises(ValueError, match=message):
         ckpt.restore(make()[2])
 

@@ -318,35 +318,3 @@ def test_weights_alone_are_taken_without_a_word(tmp_path):
     ll.checkpoint_io(tmp_path).save(started())
     ckpt = ll.checkpoint_io(tmp_path)
     assert warned(lambda: ckpt.restore(started(adamw(lr=0.5)), weights_only=True)) == []
-
-
-@pytest.mark.parametrize("batch_size", [2, 8])
-def test_a_run_continues_within_an_epoch_with_another_batch_size(tmp_path, batch_size):
-    """Each sample of the epoch is seen once, and the run ends where its counts say."""
-
-    def script(batch_size, until):
-        loader = ll.make_loader(torch.arange(24.0), batch_size=batch_size, seed=5)
-        ckpt = ll.checkpoint_io(tmp_path, describe={"loader": loader})
-        torch.manual_seed(0)
-        model = nn.Linear(1, 1)
-        step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x[:, None]).square().mean()), adamw(lr=1e-4))
-        state = ckpt.restore(ll.init_state(model, adamw(lr=1e-4), epoch_length=len(loader)))
-        seen = []
-        while state.samples < until:
-            for batch in loader(state):
-                seen += batch.tolist()
-                state, _ = step(state, batch)
-                if state.samples >= until:
-                    break
-        ckpt.save(state)
-        return state, seen
-
-    before, first = script(4, 24 + 16)
-    assert (before.epoch, before.batch) == (1, 4)
-    with pytest.warns(UserWarning, match=f"loader batch_size was 4, is {batch_size}; epoch_length was 6, is"):
-        after, rest = script(batch_size, 48)
-    assert sorted(first[24:] + rest) == [*range(24)]
-    assert (after.epoch, after.batch, after.samples, after.step) == (2, 0, 48, 10 + 8 // batch_size)
-    whole = ll.make_loader(torch.arange(24.0), batch_size=24, seed=5)
-    (order,) = whole(ll.TrainState(epoch=1, epoch_length=1))
-    assert first[24:] + rest == order.tolist()
