@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,41 +104,33 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Plain types, each with a test for the values that JSON can represent.
-_JSON: dict[type, Callable[[Any], bool]] = {
-    **dict.fromkeys((type(None), bool, str), lambda value: True),
-    int: lambda value: -(2**63) <= value < 2**63,
-    float: math.isfinite,
-}
-
-# For the other values, by the name of their type: a function that makes JSON of a value, and its inverse.
+# Plain types by name: a function that makes JSON of a value, and its inverse.
 _CODES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (str, float),
+    "NoneType": (str, lambda _: None),
+    "bool": (bool, bool),
+    "str": (str, str),
     "int": (hex, lambda text: int(text, 16)),
+    "float": (repr, float),
+    "complex": (repr, complex),
     "bytes": (lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True)),
-    "complex": (lambda value: [str(value.real), str(value.imag)], lambda pair: complex(*map(float, pair))),
 }
 
 
 def encoded(leaf_path: str, value: Any) -> dict[str, Any]:
     """Encode a plain value as JSON without loss."""
-    kind = type(value)
-    if kind in _JSON and _JSON[kind](value):
-        return {"value": value}
+    kind = type(value).__name__
     check(
-        kind in (float, int, bytes, complex),
-        f"{leaf_path} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, strings, "
-        "bytes, None, and dicts, lists, tuples or registered pytrees of these",
+        kind in _CODES and type(value).__module__ == "builtins",
+        f"{leaf_path} is a {kind}, which a checkpoint cannot hold: keep tensors, Python's own numbers, strings, bytes, "
+        "None, and dicts, lists, tuples or registered pytrees of these",
         TypeError,
     )
-    return {kind.__name__: _CODES[kind.__name__][0](value)}
+    return {kind: _CODES[kind][0](value)}
 
 
 def decoded(entry: Mapping[str, Any]) -> Any:
     """Decode a plain value written by `encoded`."""
     ((kind, value),) = entry.items()
-    if kind == "value" and type(value) in _JSON:
-        return value
     return _CODES[kind][1](value)
 
 

@@ -35,7 +35,7 @@ from looplib.checkpoint._directory import (
     remove,
     write_entry,
 )
-from looplib.checkpoint._format import DamagedCheckpointError, counts_of
+from looplib.checkpoint._format import DamagedCheckpointError, counts_of, decoded
 from looplib.checkpoint._left_out import Select, trees_to_save
 from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import Selection, load
@@ -113,7 +113,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             run to run, such as the number of epochs. What looks like a token, key or password is stored as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
-            others are left out, and a digest of their bits is stored, for which each save reads them: `restore` takes
+            others are left out, and checksums of their bits are stored, for which each save reads them: `restore` takes
             them from the state it is given, and refuses one whose base model is different. The first save is refused if
             FSDP2 shards a parameter that is left out, such as those of the base model: save all of them then, or use
             DDP.
@@ -334,7 +334,7 @@ class CheckpointIO:
     ) -> tuple[Parts, dict[str, Any]]:
         """The tensors of a state, copied if they are written in the background, and its manifest."""
         trees, left_out = trees_to_save(state, self._select)
-        about = {**self._about(state, metrics), **left_out}
+        about = {**self._about(state, metrics), "left_out": left_out}
         parts = Parts(trees)
         check(
             not (parts.sharded and is_alone()),
@@ -401,7 +401,7 @@ def _brief(entry: Any) -> str:
     if isinstance(entry, list):
         dtype, shape, *sharded = entry
         return f"a tensor of {dtype} and shape {tuple(shape)}" + ", sharded" * len(sharded)
-    return repr(next(iter(entry.values()))) if isinstance(entry, dict) else repr(entry)
+    return repr(decoded(entry) if isinstance(entry, dict) else entry)
 
 
 advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)

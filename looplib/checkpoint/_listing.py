@@ -93,9 +93,7 @@ class Listing:
         raise ValueError(missing)
 
 
-def _asked(which: str | int | Checkpoint) -> str:
-    if isinstance(which, Checkpoint):
-        return f"no checkpoint by its record (give the step: ckpt.restore(state, checkpoint.step), here {which.step})"
+def _asked(which: str | int) -> str:
     if type(which) is int:
         return f"no checkpoint of step {which}"
     return "no whole checkpoint" if which == "latest" else f"no {which!r} (give 'latest', 'best' or a step)"

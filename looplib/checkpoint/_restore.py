@@ -34,7 +34,7 @@ from looplib.checkpoint._format import (
     trees_of,
     words,
 )
-from looplib.checkpoint._left_out import paths_left_out
+from looplib.checkpoint._left_out import check_left_out
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Run, Settings
 from looplib.checkpoint._shards import box_of, new_like, whole
@@ -88,7 +88,8 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
         counts = counts_in(manifest)
     tree = trees_of(template)
     leaves = leaves_of(tree)
-    left_out = paths_left_out(path, manifest, leaves)
+    left_out = manifest.get("left_out", {})
+    check_left_out(path, left_out, leaves)
     wanted = subset(leaves, set(filter(selected, without(leaves, left_out))))
     _check_fit(path, wanted, reader, selected, convert)
     run = Run(fields_of(template, COUNTS), provenance_of(template))

@@ -15,7 +15,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import check, is_plain
 from looplib._core.checksums import bits_of
 from looplib._core.mappings import mapped
 from looplib._core.overlap import share_elements
@@ -119,23 +119,17 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     by_storage: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for path, leaf in tensors.items():
         tensor = local(leaf)
+        roots[path] = path
         if not tensor.numel():  # has no memory to share
-            roots[path] = path
             continue
         storage = tensor.device, tensor.untyped_storage().data_ptr()
-        layout = (
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        roots[path] = first.setdefault((storage, layout), path)
+        begin, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        view = storage, begin, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        roots[path] = first.setdefault(view, path)
         if roots[path] == path:
-            size, low = tensor.element_size(), int(tensor.storage_offset())
-            end = low + 1 + sum(map(_reach, tensor.shape, tensor.stride()))
-            by_storage[storage].append((low * size, end * size, path))
+            end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            size = tensor.element_size()
+            by_storage[storage].append((begin * size, end * size, path))
     for spans in by_storage.values():
         before: list[tuple[int, int, str]] = []
         for span in sorted(spans):
@@ -150,22 +144,10 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return roots
 
 
-def _reach(size: int, stride: int) -> int:
-    return (size - 1) * stride
-
-
 def _check_kind(path: str, tensor: Tensor) -> None:
     """Raise TypeError for a tensor that cannot be stored."""
-    kind = ""
-    if tensor.layout is not torch.strided:
-        kind = f"tensor of layout {tensor.layout}"
-    elif tensor.dtype in QUANTIZED:
-        kind = "quantized tensor"
-    elif type(tensor) not in (Tensor, torch.nn.Parameter):
-        kind = type(tensor).__name__
-    elif tensor.is_meta:
-        kind = "tensor on the meta device, without values"
-    if kind:
+    if not is_plain(tensor) or tensor.is_meta or tensor.dtype in QUANTIZED:
+        kind = f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout} on the device {tensor.device}"
         raise TypeError(f"{path} is a {kind}, which a checkpoint cannot hold: convert it to a dense plain tensor")
 
 

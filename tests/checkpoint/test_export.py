@@ -515,7 +515,6 @@ OPTIMIZERS = {
     "NAdam": (torch.optim.NAdam, {"lr": 0.05}, {"momentum_decay": 0.01}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5}, {"centered": True, "momentum": 0.0}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {"weight_decay": 0.1}),
-    "schedule-free": (schedulefree.AdamWScheduleFree, {"lr": 0.05, "warmup_steps": 3}, {"lr": 0.01}),
 }
 
 
@@ -525,11 +524,7 @@ def both(cls, defaults, overrides, model, reverse):
     vectors = [p for p in model.parameters() if p.ndim < 2]
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     groups = [{"params": vectors, **overrides}, {"params": matrices[::-1] if reverse else matrices}]
-    if cls is schedulefree.AdamWScheduleFree:
-        reverse = False
     raw = cls(groups[::-1] if reverse else groups, **defaults, **fused)
-    if hasattr(raw, "train"):
-        raw.train()
     return ll.optimizer(cls, **defaults, groups=[(is_vector, overrides)]), raw
 
 
@@ -679,8 +674,4 @@ def test_optimizers_that_do_not_match_are_refused():
         load_optimizer_state_dict(model, ll.init_state(model, momentum), sgd)
 
     free = ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.05, groups=[(is_vector, {"lr": 0.01})])
-    refused(
-        "AdamWScheduleFree has 1 groups, and the state's optimizer 2",
-        schedulefree.AdamWScheduleFree(params),
-        ll.init_state(model, free),
-    )
+    refused("keeps values in its groups", schedulefree.AdamWScheduleFree(params), ll.init_state(model, free))
