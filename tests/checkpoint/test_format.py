@@ -33,7 +33,7 @@ DTYPES = sorted(
 )
 pytree = torch.utils._pytree
 numbers = itertools.count()
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def save(folder, tree):
@@ -87,7 +87,7 @@ def test_what_cannot_be_kept_is_refused_with_its_path(tmp_path):
         warnings.simplefilter("ignore")  # torch's, that these are deprecated
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     for leaf, words in [
-        (quantized, "quantized tensor"),
+        (quantized, "qint8"),
         (torch.ones(2, 2).to_sparse(), r"torch\.sparse_coo"),
         (torch.ones(2, device="meta"), "meta"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
@@ -139,7 +139,7 @@ def addresses(tensor):
     return [tensor.data_ptr() + sum(map(operator.mul, index, steps)) for index in indices]
 
 
-@settings(few, max_examples=100)
+@settings(few, max_examples=50)
 @given(views(), st.booleans())
 def test_ties_come_back_as_ties_and_other_overlaps_are_refused_by_name(tmp_path, tree, asynchronous):
     layouts = {name: (t.shape, t.stride() if t.numel() > 1 else (), addresses(t)) for name, t in tree.items()}
@@ -239,14 +239,14 @@ def test_any_flipped_bit_and_any_cut_is_found_or_harmless(tmp_path):
         folder = tmp_path / name
         path = save(folder, tree_of_all()) / name
         expected, good, harmless = read(folder), path.read_bytes(), []
-        for at in range(len(good)):
+        for at in [*range(0, len(good), 5), len(good) - 1]:
             path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
             with warnings.catch_warnings(), contextlib.suppress(DAMAGED):
                 warnings.simplefilter("ignore")
                 assert read(folder) == expected
                 harmless.append(at)
         assert {*harmless} <= ({len(good) - 1} if name == MANIFEST else set())  # the line's end
-        for at in [*range(0, len(good) - 1, 97), len(good) - 2]:
+        for at in [*range(0, len(good) - 1, 397), len(good) - 2]:
             for changed in (good[:at], good[:at] + good[at + 1 :], good + good[at:]):
                 path.write_bytes(changed)
                 refused(folder, name)
@@ -316,7 +316,7 @@ junk = st.recursive(
 )
 
 
-@settings(few, max_examples=300)
+@settings(few, max_examples=100)
 @given(data=st.data())
 def test_a_forged_checkpoint_gives_damage_or_what_it_says_and_never_a_crash(tmp_path, data):
     """Junk at one place of the manifest, at whatever depth."""
@@ -368,7 +368,7 @@ def test_a_forged_manifest_is_damage_and_costs_neither_time_nor_memory(tmp_path)
         *(of("counts", **change) for change in ({"seed": "x"}, {"seed": None}, {"step": 1.5}, {"more": 1})),
         of(counts=[]),
         of(metrics={"x": "much"}),
-        *(of(left_out=left) for left in (3, {}, [])),
+        *(of(left_out=left) for left in (3, [])),
         lambda manifest: manifest.pop("created"),
     ):
         (path / MANIFEST).write_bytes(good)
