@@ -5,13 +5,11 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -142,24 +140,21 @@ def test_policies_that_cannot_be(tmp_path):
         ll.checkpoint_io(tmp_path).restore(fresh(), "best")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_monitor_that_is_missing_is_an_error_and_nothing_is_written(tmp_path, asynchronous):
-    ckpt = ll.checkpoint_io(tmp_path / "c", monitor="eval/loss", asynchronous=asynchronous)
-    for metrics, message in [
-        ({"loss": 1.0, "acc": 2.0}, r"'eval/loss' is not among the metrics given: loss, acc"),
-        ({}, r"'eval/loss' is not among the metrics given: none"),
+def test_a_monitor_that_is_missing_is_an_error_and_nothing_is_written(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path / "c", monitor="eval/loss", asynchronous=True)
+    for metrics, error, message in [
+        ({"loss": 1.0, "acc": 2.0}, ValueError, "'eval/loss' is not among the metrics given: loss, acc"),
+        ({}, ValueError, "'eval/loss' is not among the metrics given: none"),
+        ({"eval/loss": [1]}, TypeError, "the metric 'eval/loss' is a list; give a number"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             ckpt.save(fresh(), metrics)
-    with pytest.raises(TypeError, match="the metric 'eval/loss' is a list; give a number"):
-        ckpt.save(fresh(), {"eval/loss": [1]})
     assert not (tmp_path / "c").exists()
     ckpt.save(fresh(), {"eval/loss": torch.tensor(0.5), "other": float("nan"), "third": -float("inf")})
     ckpt.wait()
-    found = ckpt.best().metrics
-    assert found["eval/loss"] == 0.5
-    assert str(found) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
+    assert str(ckpt.best().metrics) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
     ckpt.save(fresh().replace(step=3))  # without metrics it is no candidate
+    ckpt.wait()
     assert ckpt.best().step == 0
     # A metric that was NaN when nobody monitored it is no candidate either.
     assert ll.checkpoint_io(tmp_path / "c", monitor="other", mode="min").best() is None
@@ -204,58 +199,14 @@ def test_a_full_disk_leaves_the_last_one_good(tmp_path, asynchronous, size):
     assert names_in(tmp_path) == ["step-00000001"]
 
 
-def test_a_run_can_start_on_a_full_disk(tmp_path):
-    """It clears what a killed one left before it needs space of its own."""
-    leftover = tmp_path / ".writing-step-00000005-abc123"
-    leftover.mkdir()
-    (leftover / DATA).write_bytes(bytes(100))
-    ckpt = ll.checkpoint_io(tmp_path)
-    with file_size_limit(0), pytest.raises(OSError, match="could not be saved"):
-        ckpt.save(unbound())
-    assert names_in(tmp_path) == []
-
-
-@contextmanager
-def unprivileged():
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        NotADirectoryError, match=rf"{tmp_path / 'file'} is a file, and checkpoint_io needs a directory"
-    ):
+    with pytest.raises(NotADirectoryError, match=r"file is a file, and checkpoint_io needs a directory"):
         ll.checkpoint_io(tmp_path / "file")
-    folder = tmp_path / "file" / "deeper"
-    ckpt = ll.checkpoint_io(folder)
+    ckpt = ll.checkpoint_io(tmp_path / "file" / "deeper")
     assert ckpt.latest() is None
-    with pytest.raises(OSError, match=rf"checkpoints cannot be written into {folder} \(.*\): give checkpoint_io"):
+    with pytest.raises(OSError, match=r"checkpoints cannot be written into .*deeper \(.*\): give checkpoint_io"):
         ckpt.save(unbound())
-    folder = Path(tempfile.mkdtemp())
-    try:
-        ll.checkpoint_io(folder).save(unbound())
-        ckpt = ll.checkpoint_io(folder)
-        folder.chmod(0o555)
-        with unprivileged():
-            with pytest.raises(OSError, match=r"cannot be written into .* \(Permission denied\)"):
-                ckpt.save(unbound().replace(step=1))
-            assert same(ckpt.restore(unbound(1)), unbound())
-        folder.chmod(0o777)
-        ckpt.save(unbound().replace(step=1))
-        folder.chmod(0o555)
-        with unprivileged(), pytest.raises(OSError, match="step-00000002 could not be saved: Permission denied"):
-            ckpt.save(unbound().replace(step=2))
-        assert here(ckpt) == [0, 1]
-    finally:
-        folder.chmod(0o755)
-        shutil.rmtree(folder)
 
 
 OTHER_RUN = """
@@ -519,27 +470,14 @@ def test_a_bound_state_with_an_expanded_buffer(tmp_path):
 
 def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(
-        ll.TrainState(
-            params={
-                "kept": torch.ones(2),
-                "gone": torch.ones(2),
-                "wide": torch.ones(2, 3),
-                "half": torch.ones(2).half(),
-            },
-            extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)},
-        )
-    )
-    for bind in (False, True):
-        params = {
-            "kept": torch.zeros(2), "wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1),
-        }  # fmt: skip
-        if bind:
-            params = {name: nn.Parameter(tensor) for name, tensor in params.items()}
+    saved = {"gone": torch.ones(2), "wide": torch.ones(2, 3), "half": torch.ones(2).half()}
+    ckpt.save(ll.TrainState(params=saved, extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)}))
+    for kind in (torch.Tensor.clone, nn.Parameter):
+        params = {"wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1)}
+        params = {name: kind(tensor) for name, tensor in params.items()}
         state = ll.TrainState(params=params, extra={"best": torch.zeros(1), "note": 3, "tensor": 1.0})
         with pytest.raises(ValueError, match="does not fit the state") as error:
             ckpt.restore(state)
-        assert str(error.value).splitlines()[-1].endswith("or use another directory")
         assert str(error.value).splitlines()[1:-1] == [
             "  /params/new~1er is in the state, and not in the checkpoint",
             "  /params/gone is in the checkpoint, and not in the state",
@@ -551,25 +489,15 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
         ]
         assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
         assert not any(tensor.any() for tensor in state.params.values())
-    many = ll.TrainState(params={str(i): torch.zeros(1) for i in range(30)})
-    with pytest.raises(ValueError, match=r"(?s)/params/9 is in the state.*and 27 more"):
-        ckpt.restore(many)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path, asynchronous):
-    ckpt = ll.checkpoint_io(
-        tmp_path, keep_last=1, keep_best=1, monitor="score", mode="min", asynchronous=asynchronous
-    )
-    states = [advanced(unbound(), steps) for steps in (1, 2, 3)]
-    for state, score in zip(states, (0.5, 0.3, 0.4), strict=True):
-        ckpt.save(state.replace(opt_state=None), {"score": score})
-    ckpt.wait()
-    assert here(ckpt) == [2, 3]
-    numbers = sum(tensor.nbytes for tensor in (states[1].params | states[1].buffers).values())
-    assert sum(ckpt.best().parts.values()) == numbers
-    best = ckpt.restore(unbound(1), which="best", weights_only=True)
-    assert same(best, unbound(1).replace(params=states[1].params, buffers=states[1].buffers))
+def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    state = advanced(unbound(), 2)
+    ckpt.save(state.replace(opt_state=None))
+    assert ckpt.latest().parts.keys() == {"params", "buffers"}
+    best = ckpt.restore(unbound(1), weights_only=True)
+    assert same(best, unbound(1).replace(params=state.params, buffers=state.buffers))
     with pytest.raises(ValueError, match=r"/opt_state/state/0\.bias/exp_avg is in the state, and not in"):
         ckpt.restore(unbound())
 
@@ -775,15 +703,13 @@ def test_the_table_reads_well(tmp_path):
     assert repr(ckpt.steps()) == "no checkpoints"
     state = ll.TrainState(params={"w": torch.zeros(300)}, opt_state={"m": torch.zeros(250_000)}, epoch=1, batch=3)
     ckpt.save(state.replace(step=500, samples=32_000))
-    ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456, "<b>": 2})
-    lines = repr(ckpt.steps()).splitlines()
-    assert lines[0].split() == [
-        *("step", "epoch", "batch", "samples", "saved", "size", "params", "opt_state", "eval/loss", "<b>")
-    ]
-    when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
-    assert re.fullmatch(rf"  500      1      3    32000  {when}  1 MB  1.2 kB       1 MB +", lines[1])
-    assert re.fullmatch(rf"12000      1      3   768000  {when}  1 MB  1.2 kB       1 MB    0.12346    2", lines[2])
-    assert len({len(line) for line in lines}) == 1
+    ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456})
+    title, first, second = [re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC", "when", line).split()
+                            for line in repr(ckpt.steps()).splitlines()]  # fmt: skip
+    assert " ".join(title) == "step epoch batch samples saved size params opt_state eval/loss"
+    assert " ".join(first) == "500 1 3 32000 when 1 MB 1.2 kB 1 MB"
+    assert " ".join(second) == "12000 1 3 768000 when 1 MB 1.2 kB 1 MB 0.12346"
+    assert len({*map(len, repr(ckpt.steps()).splitlines())}) == 1
     first = ckpt.steps()[0]
     assert first.parts == {"params": 1200, "opt_state": 1_000_000}
     assert first.bytes == (first.path / DATA).stat().st_size

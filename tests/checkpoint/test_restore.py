@@ -111,40 +111,6 @@ def test_parameters_that_are_views_of_one_memory(tmp_path, overlap):
 # Epochs of a different length
 
 
-def states_of_a_run(batch_size, samples=12, epochs=2):
-    """Every state of a run over this many samples."""
-    model = net()
-    loader = ll.make_loader(torch.randn(samples, 3), batch_size=batch_size)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
-    states = [ll.init_state(model, adamw, epoch_length=len(loader))]
-    while states[-1].epoch < epochs:
-        for batch in loader(states[-1]):
-            states.append(step(states[-1], batch)[0])
-    return states
-
-
-@pytest.mark.filterwarnings("ignore:.*epoch_length")
-@pytest.mark.parametrize(("batch_size", "samples"), [(3, 12), (6, 12), (4, 40)])
-def test_another_batch_size_or_more_data_from_the_end_of_an_epoch(tmp_path, batch_size, samples):
-    saved = states_of_a_run(batch_size=4)[3]
-    assert (saved.epoch, saved.batch) == (1, 0)
-    ll.checkpoint_io(tmp_path).save(saved)
-    model = net(1)
-    loader = ll.make_loader(torch.randn(samples, 3), batch_size=batch_size)
-    state = ll.checkpoint_io(tmp_path).restore(ll.init_state(model, adamw, epoch_length=len(loader)))
-    assert (state.step, state.epoch, state.batch, state.samples) == (3, 1, 0, 12)
-    assert state.epoch_length == len(loader)
-    assert equal(values(state.params), values(saved.params))
-    moments = [each.opt_state["state"]["0.weight"]["exp_avg"] for each in (state, saved)]
-    assert torch.equal(*moments)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
-    with pytest.warns(UserWarning, match="loader (batch_size was 4|samples was 12), is"):
-        rest = loader(state)
-    for batch in rest:
-        state, _ = step(state, batch)
-    assert (state.epoch, state.batch, state.samples) == (2, 0, 12 + samples)
-
-
 @pytest.mark.filterwarnings("ignore:.*other settings")
 @pytest.mark.parametrize("describe", [False, True])
 def test_within_an_epoch_the_message_names_two_ways_that_keep_everything(tmp_path, describe):
