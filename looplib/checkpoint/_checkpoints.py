@@ -101,11 +101,11 @@ class Policy:
         self.check_monitors()
         return next(iter(self.ranked(checkpoints)), None)
 
-    def kept(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """The checkpoints to keep, given a list ordered oldest first."""
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> set[Path]:
+        """Paths of the checkpoints to keep, given a list ordered oldest first."""
         best = self.ranked(checkpoints)[: max(self.keep_best, 1)]
         latest = checkpoints[-(self.keep_last or len(checkpoints)) :]
-        return [each for each in checkpoints if each in best or each in latest or self._asks_for(each)]
+        return {each.path for each in (*best, *latest, *filter(self._asks_for, checkpoints))}
 
     def _asks_for(self, checkpoint: Checkpoint) -> bool:
         every = self.keep_every is not None and checkpoint.step % self.keep_every == 0

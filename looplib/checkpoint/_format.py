@@ -50,11 +50,16 @@ class CheckpointVersionError(ValueError):
 
 @contextmanager
 def errors_as_damage(path: Path) -> Iterator[None]:
-    """Turn any error caused by malformed content of a file into a DamagedCheckpointError."""
+    """Turn any error caused by a missing file, or by malformed content of one, into a DamagedCheckpointError.
+
+    Another process may have deleted a file since it was listed, or since it was last looked at.
+    """
     try:
         yield
     except (DamagedCheckpointError, CheckpointVersionError):
         raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} holds something that no save writes: {error!r}") from error
 

@@ -381,7 +381,7 @@ class CheckpointIO:
 
     def _rotate(self) -> None:
         """Delete what no policy keeps, and what a later save of the same step replaces."""
-        kept = {checkpoint.path for checkpoint in self._policy.kept(self._listing.read())}
+        kept = self._policy.kept(self._listing.read())
         self._remove(lambda path: path not in kept)
 
 

@@ -15,9 +15,8 @@ import re
 import stat
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,17 +47,15 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], int]:
     """Read a manifest, compare its checksum, and return both."""
     path = directory / MANIFEST
     check(_size(path) <= LARGEST, f"{path} is larger than any save writes it", DamagedCheckpointError)
-    with _found(path):
+    with errors_as_damage(path):
         document = path.read_bytes()
-    try:
         parsed = orjson.loads(document)
         checksum, manifest = int(parsed["crc32"]), parsed["manifest"]
-    except (LookupError, TypeError, ValueError, ArithmeticError):
-        raise DamagedCheckpointError(f"{path} is no manifest of a looplib checkpoint, or is cut short") from None
-    head = envelope(checksum)
-    unchanged = document.startswith(head) and zlib.crc32(document[len(head) : -2]) == checksum
-    check(unchanged, f"{path} has been changed since it was written: its checksum is wrong", DamagedCheckpointError)
-    with errors_as_damage(path):
+        head = envelope(checksum)
+        unchanged = document.startswith(head) and zlib.crc32(document[len(head) : -2]) == checksum
+        check(
+            unchanged, f"{path} has been changed since it was written: its checksum is wrong", DamagedCheckpointError
+        )
         version = manifest["format"]
         advice = "install a newer looplib" if version > FORMAT else "restore it with the looplib that wrote it"
         check(
@@ -70,10 +67,15 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], int]:
 
 
 def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
-    """Check the sizes of the data files, and return their sum."""
+    """Check names and sizes of the data files, and return the sum of the sizes."""
+    total = 0
     for name, about in manifest["files"].items():
-        check_size(directory / _file_name(name), about["bytes"])
-    total: int = sum(about["bytes"] for about in manifest["files"].values())
+        # Anything else, such as a path outside the directory, is refused.
+        check(re.fullmatch(_FILE, name), f"{name!r} is no name of a file of tensors")
+        path, expected = directory / name, about["bytes"]
+        size = _size(path)
+        check(size == expected, f"{path} has {size} bytes; {expected} were written", DamagedCheckpointError)
+        total += size
     return total
 
 
@@ -82,32 +84,12 @@ def bytes_in(leaf_path: str, entry: Mapping[str, Any]) -> int:
     return count_of(entry["shape"], leaf_path) * dtype_of(leaf_path, entry["dtype"]).itemsize
 
 
-def _file_name(name: str) -> str:
-    """Name of a data file. Anything else, such as a path outside the directory, is refused."""
-    check(re.fullmatch(_FILE, name), f"{name!r} is no name of a file of tensors")
-    return name
-
-
-@contextmanager
-def _found(path: Path) -> Iterator[None]:
-    """A missing file is damage. Another process may have deleted it since it was listed, or since it was last looked at."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
-
-
 def _size(path: Path) -> int:
-    with _found(path):
+    with errors_as_damage(path):
         status = path.stat()
     # To read a pipe or a device could take forever.
     check(stat.S_ISREG(status.st_mode), f"{path} is no file of data", DamagedCheckpointError)
     return status.st_size
-
-
-def check_size(path: Path, expected: int) -> None:
-    size = _size(path)
-    check(size == expected, f"{path} has {size} bytes; {expected} were written", DamagedCheckpointError)
 
 
 def dtype_of(leaf_path: str, name: str) -> torch.dtype:
@@ -148,13 +130,13 @@ class Reader:
             for path, root in self.ties.items():
                 check(root in self.tensors, f"{path} is tied to {root}, which is not there")
             self._files: dict[str, Mapping[str, Any]] = manifest["files"]
+            check_files(directory, manifest)
             for name, about in self._files.items():
-                self._read_header(directory / _file_name(name), about["bytes"])
+                self._read_header(directory / name, about["bytes"])
 
     def _read_header(self, path: Path, size: int) -> None:
         """List the chunks of a file, which lie one after another behind its header."""
-        check_size(path, size)
-        with errors_as_damage(path), _found(path):
+        with errors_as_damage(path):
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 check(length <= min(size, LARGEST), f"a header of {length} bytes")
@@ -197,7 +179,7 @@ class Reader:
     def _verified(self, name: str) -> memoryview:
         """A file in memory, after comparing its checksum."""
         path = self.directory / name
-        with errors_as_damage(path), _found(path), open(path, "rb") as file:
+        with errors_as_damage(path), open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         changed = f"{path} has been changed since it was written: its checksum is wrong"
         check(zlib.crc32(data) == self._files[name]["crc32"], changed, DamagedCheckpointError)

@@ -413,6 +413,9 @@ def test_a_pure_state_with_frozen_parameters_of_the_module_is_not_written_over(t
     assert same(restored, start)
     assert same(state, kept)
     assert restored.params["0.weight"].requires_grad is False
+    # Nor is it spent by a restore into the module, whose frozen parameters have these values already.
+    ckpt.restore(start)
+    assert same(state, kept)
 
 
 def test_a_restored_state_can_be_restored_into_again(tmp_path):
