@@ -35,7 +35,7 @@ from looplib.checkpoint._directory import (
     remove,
     write_entry,
 )
-from looplib.checkpoint._format import DamagedCheckpointError, counts_of, decoded
+from looplib.checkpoint._format import DamagedCheckpointError, counts_of
 from looplib.checkpoint._left_out import Select, trees_to_save
 from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import Selection, load
@@ -202,7 +202,7 @@ class CheckpointIO:
         if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
             title = "the state differs between ranks, so it is not one state to save:\n  "
-            ranks.check_alike({**about["counts"], **parts.description()}, title, _brief)
+            ranks.check_alike({**about["counts"], **parts.description()}, title)
         entry = ranks.on_rank0(functools.partial(self._begin, state.step))
         write = functools.partial(self._write, entry, parts, about)
         if not self._asynchronous:
@@ -395,13 +395,6 @@ def _number(name: str, value: Any) -> float:
 def _within(path: Path) -> Path:
     """A path within the working directory, relative to it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _brief(entry: Any) -> str:
-    if isinstance(entry, list):
-        dtype, shape, *sharded = entry
-        return f"a tensor of {dtype} and shape {tuple(shape)}" + ", sharded" * len(sharded)
-    return repr(decoded(entry) if isinstance(entry, dict) else entry)
 
 
 advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)

@@ -25,6 +25,7 @@ from looplib.checkpoint._format import (
     MANIFEST,
     QUANTIZED,
     bytes_of,
+    decoded,
     encoded,
     envelope,
     leaves_of,
@@ -100,12 +101,14 @@ class Parts:
         """Bytes of the tensors. Of sharded tensors, only this process's shards count."""
         return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.shards.values()))
 
-    def description(self) -> dict[str, Any]:
-        """Facts that must be the same on all ranks: plain values, dtypes and shapes."""
-        leaves = {
-            path: [*about.values(), *["sharded"] * (path in self.sharded)] for path, about in self.about.items()
+    def description(self) -> dict[str, str]:
+        """Facts that must be the same on all ranks, in words: plain values, dtypes and shapes."""
+        tensors = {
+            path: f"a tensor of {about['dtype']} and shape {tuple(about['shape'])}"
+            + ", sharded" * (path in self.sharded)
+            for path, about in self.about.items()
         }
-        return {**self.values, **leaves}
+        return {path: repr(decoded(entry)) for path, entry in self.values.items()} | tensors
 
 
 def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
