@@ -401,3 +401,8 @@ def test_a_forged_header_is_damage_and_costs_neither_time_nor_memory(tmp_path):
         (path / DATA).write_bytes(length.to_bytes(8, "little") + good[DATA][8:])
         forged(path, of("files", DATA, crc32=zlib.crc32((path / DATA).read_bytes()), bytes=len(good[DATA])))
         refused(tmp_path)
+    # A file that is longer than its tensors is not read to its end.
+    (path / DATA).write_bytes(good[DATA])
+    os.truncate(path / DATA, 2**40)
+    forged(path, of("files", DATA, bytes=2**40))
+    refused(tmp_path)
