@@ -588,6 +588,30 @@ def test_a_parameter_that_never_had_a_gradient_keeps_what_the_state_has():
     assert not kept["unused.weight"]["exp_avg"].any()
 
 
+class Late(torch.optim.Optimizer):
+    """Momentum that begins with a parameter's own first gradient."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = p.grad.clone()
+                p.sub_(self.state[p]["momentum"].mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+def test_a_parameter_without_an_update_has_no_entry_where_the_class_makes_it_in_the_first():
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    optimizer = ll.optimizer(Late, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model["used"](x).sum(), allow_unused=True)
+    step = ll.make_train_step(grad_fn, optimizer)
+    state, _ = step(ll.init_state(model, optimizer), torch.ones(1, 2))
+    assert optimizer_state_dict(model, state, Late(model.parameters(), lr=0.1))["state"].keys() == {0, 1}
+
+
 def test_optimizers_that_do_not_match_are_refused():
     model = mlp()
     adamw = ll.optimizer(torch.optim.AdamW, lr=0.05)
