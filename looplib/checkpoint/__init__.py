@@ -1,12 +1,11 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
 from looplib.checkpoint._capture import capture, reinstate
-from looplib.checkpoint._describe import Checkpoint, Checkpoints
+from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
+from looplib.checkpoint.interop._export import save_pretrained, save_safetensors
 from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
-from looplib.checkpoint.interop._pretrained import save_pretrained
-from looplib.checkpoint.interop._safetensors import save_safetensors
 from looplib.checkpoint.interop._state_dict import load_state_dict, state_dict
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 A save writes into a temporary entry in the same directory, syncs it, and renames it. Whenever the process is killed,
 every entry named step-... is therefore complete. The others are leftovers, which the next process that may write
-deletes. A second save of a step gets a name with a number, such as step-00000500.1, and the first one is deleted once it
-is there: a listing uses the latest.
+deletes. A second save of a step gets a name with a number, such as step-00000500.1. A listing uses the latest, and the
+first one is deleted like others that are no longer needed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import re
 import shutil
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from looplib._core.checks import check_own_file
 from looplib._core.collective import RankGroup
 from looplib._core.mappings import pick
-from looplib.checkpoint._format import DATA, FORMAT, MANIFEST, list_of
-from looplib.checkpoint._read import read_manifest, weights_in
+from looplib.checkpoint._format import DATA, FORMAT, MANIFEST, DamagedCheckpointError
+from looplib.checkpoint._read import read_manifest
 from looplib.checkpoint._shards import boxes_written_here
-from looplib.checkpoint._write import Parts, sync, write_chunks, write_manifest, write_tensors
+from looplib.checkpoint._write import Parts, sync, write_manifest, write_tensors
 
 _NAME = r"step-(\d+)(?:\.(\d+))?"
 
@@ -37,20 +37,26 @@ def number_of(path: Path) -> tuple[int, ...]:
     return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
+def entries_of(folder: Path) -> list[Path]:
+    """Entries of checkpoints in the order of their steps, and of the saves of a step."""
+    return sorted(filter(number_of, folder.iterdir() if folder.is_dir() else ()), key=number_of)
+
+
 class Entry(NamedTuple):
-    """Temporary path of a new checkpoint, the path that it is renamed to, and the entries that it replaces."""
+    """Temporary path of a new checkpoint, the path that it is renamed to, and the last one of the same step, if any."""
 
     writing: Path
     target: Path
-    earlier: list[Path]
+    earlier: Path | None
 
 
 def new_entry(folder: Path, step: int) -> Entry:
-    earlier = sorted((path for path in folder.iterdir() if number_of(path)[:1] == (step,)), key=number_of)
+    earlier = [path for path in entries_of(folder) if number_of(path)[0] == step]
     name = f"step-{step:08d}"
     if earlier:
         name += f".{number_of(earlier[-1])[1] + 1}"
-    return Entry(folder / f"{_WRITING}{name}-{uuid.uuid4().hex[:6]}", folder / name, earlier)
+    writing = folder / f"{_WRITING}{name}-{uuid.uuid4().hex[:6]}"
+    return Entry(writing, folder / name, earlier[-1] if earlier else None)
 
 
 def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str, Any]) -> None:
@@ -58,35 +64,32 @@ def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str
     writing, target, earlier = entry
 
     named = naming_the_checkpoint(target, parts.size())
-    of_first: dict[str, Any] = {}  # what the first rank writes of unsharded tensors, which it has no need to send
 
     @named
     def write_files() -> dict[str, Any]:
         parts.wait()
         files = {}
         if ranks.first:
-            of_first[DATA] = write_tensors(writing / DATA, parts.tensors, parts.about)
+            files[DATA] = write_tensors(writing / DATA, parts.tensors, parts.about)
         if boxes := boxes_written_here(parts.sharded):
             name = f"tensors-{ranks.rank:05d}.safetensors"
-            of_shards = write_tensors(writing / name, pick(parts.shards, boxes), parts.about, boxes)
-            # Not sent to the first rank: with many ranks, their lists would be most of the manifest.
-            files[name] = of_shards | {"chunks": write_chunks(writing / list_of(name), of_shards["chunks"])}
-            sync(writing / name, writing / list_of(name))
+            files[name] = write_tensors(writing / name, pick(parts.shards, boxes), parts.about, boxes)
+        sync(*(writing / name for name in files))
         return files
 
     @named
     def finish() -> None:
-        files = of_first | {name: about for written in of_ranks for name, about in written.items()}
-        content = {"tensors": parts.about, "ties": parts.ties, "values": parts.values}
-        manifest = {"format": FORMAT, **about, "files": files, **content}
+        files = {name: written for files in of_ranks for name, written in files.items()}
+        manifest = {
+            "format": FORMAT, **about, "files": files,
+            "tensors": parts.about, "ties": parts.ties, "values": parts.values,
+        }  # fmt: skip
         if earlier and not manifest["metrics"]:
-            manifest["metrics"] = _metrics_of(earlier[-1], writing, manifest)
+            manifest["metrics"] = _metrics_of(earlier, files)
         write_manifest(writing, manifest)
-        sync(writing / DATA, writing / MANIFEST, writing)
+        sync(writing / MANIFEST, writing)
         writing.rename(target)
         sync(target.parent)
-        for path in earlier:
-            remove(path)
 
     try:
         ranks.on_rank0(named(writing.mkdir))
@@ -98,12 +101,12 @@ def write_entry(ranks: RankGroup, entry: Entry, parts: Parts, about: Mapping[str
         raise
 
 
-def _metrics_of(path: Path, writing: Path, later: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of an earlier save if it has the weights of the later one of this manifest, which has none of its own."""
-    with contextlib.suppress(ValueError, LookupError):  # a damaged one has no metrics to carry over
-        earlier, _ = read_manifest(path)
-        if weights_in(path, earlier) == weights_in(writing, later):
-            return dict(earlier["metrics"])
+def _metrics_of(path: Path, files: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of an earlier save if its data files are the same as those of a later one that has no metrics."""
+    with contextlib.suppress(DamagedCheckpointError):
+        manifest, _ = read_manifest(path)
+        if manifest["files"] == files:
+            return dict(manifest["metrics"])
     return {}
 
 
@@ -157,55 +160,50 @@ class Lock:
     """File lock on a folder of checkpoints, held while a CheckpointIO of this process uses it.
 
     The lock belongs to the process and not to an open file, since workers that outlive a killed process must not keep
-    it.
+    it. To close any file of it would release it, so the process has one `Lock` of a folder (`lock_of`).
     """
 
-    held: ClassVar[weakref.WeakValueDictionary[tuple[int, Path], Lock]] = weakref.WeakValueDictionary()
-    file: int
-
-    def __new__(cls, folder: Path) -> Lock:
-        try:
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in made:
-                sync(path.parent)
-            key = os.getpid(), folder.resolve()
-            if (lock := cls.held.get(key)) is None:
-                lock = super().__new__(cls)
-                lock.acquire(folder)
-                cls.held[key] = lock
-            return lock
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"checkpoints cannot be written into {folder} ({error.strerror}): give checkpoint_io a directory "
-                "that this process may write",
-                error.filename,
-            ) from error
-
-    def acquire(self, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         import fcntl
 
         check_own_file(folder / ".lock")
-        self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.read(self.file, 20).decode(errors="replace") or "unknown"
+            holder = os.read(file, 20).decode(errors="replace") or "unknown"
+            os.close(file)
             raise BlockingIOError(
                 f"process {holder} is writing checkpoints into {folder} already; give each run a directory of its "
                 "own, or end that process"
             ) from None
+        weakref.finalize(self, os.close, file)
         for path in folder.iterdir():
             if path.name.startswith((_WRITING, _DELETING)):
                 clear(path)
         with contextlib.suppress(OSError):  # the disk is full: the number is only used in messages
-            os.ftruncate(self.file, 0)
-            os.pwrite(self.file, str(os.getpid()).encode(), 0)
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
 
-    # `os` is no longer available when the interpreter exits. A lock that could not be made has no file.
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if hasattr(self, "file"):
-            close(self.file)
+
+_locks: weakref.WeakValueDictionary[tuple[int, str], Lock] = weakref.WeakValueDictionary()
+
+
+def lock_of(folder: Path) -> Lock:
+    """Create a folder of checkpoints, and lock it for this process."""
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        sync(*(path.parent for path in made))
+        key = os.getpid(), os.path.realpath(folder)
+        lock = _locks[key] = _locks.get(key) or Lock(folder)
+        return lock
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"checkpoints cannot be written into {folder} ({error.strerror}): give checkpoint_io a directory "
+            "that this process may write",
+            error.filename,
+        ) from error

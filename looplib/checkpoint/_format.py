@@ -1,13 +1,12 @@
-"""Checkpoint format: file names, leaf paths, plain values as JSON, and errors for damage.
+"""Checkpoint format: file names, leaf paths, plain values and counts as JSON, and errors for damage.
 
 A state is a tree of tensors and plain values. Its tensors are stored contiguously, one after another, in a safetensors
 file, so that other programs can read them. Of tensors that are sharded over ranks, each rank writes its chunks into a
-safetensors file of its own.
+safetensors file of its own, whose metadata say which part of a tensor each chunk is.
 
-The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values; and for each data file its
-size, the size and checksum of its header, and the checksum of each chunk in the order in which they lie behind it. For
-the file of a rank's chunks there is the checksum of a list beside it, in which each chunk has the part of the tensor that
-it is as well. A restore reads no header.
+The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values, and for each data file its
+size and its checksum. A checksum is compared before anything of a file is used, but for its header, which says which
+files are needed.
 
 `_write` writes these files and `_read` reads them.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import are_counts, check, is_count
+from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
+from looplib.types import COUNTS, TREES, TrainState
 
-FORMAT = 5
+FORMAT = 6
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 
@@ -38,9 +38,6 @@ LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's leaves
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: its first index and its size in each dimension."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -53,11 +50,16 @@ class CheckpointVersionError(ValueError):
 
 @contextmanager
 def errors_as_damage(path: Path) -> Iterator[None]:
-    """Turn any error caused by malformed content of a file into a DamagedCheckpointError."""
+    """Turn any error caused by a missing file, or by malformed content of one, into a DamagedCheckpointError.
+
+    Another process may have deleted a file since it was listed, or since it was last looked at.
+    """
     try:
         yield
     except (DamagedCheckpointError, CheckpointVersionError):
         raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} holds something that no save writes: {error!r}") from error
 
@@ -107,47 +109,34 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Plain types, each with a test for the values that JSON can represent.
-_JSON: dict[type, Callable[[Any], bool]] = {
-    **dict.fromkeys((type(None), bool, str), lambda value: True),
-    int: lambda value: -(2**63) <= value < 2**63,
-    float: math.isfinite,
-}
-
-# For the other values, by the name of their type: a function that makes JSON of a value, and its inverse.
+# Plain types by name: a function that makes JSON of a value, and its inverse.
 _CODES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (str, float),
+    "NoneType": (str, lambda _: None),
+    "bool": (bool, bool),
+    "str": (str, str),
     "int": (hex, lambda text: int(text, 16)),
+    "float": (repr, float),
+    "complex": (repr, complex),
     "bytes": (lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True)),
-    "complex": (lambda value: [str(value.real), str(value.imag)], lambda pair: complex(*map(float, pair))),
 }
 
 
 def encoded(leaf_path: str, value: Any) -> dict[str, Any]:
     """Encode a plain value as JSON without loss."""
-    kind = type(value)
-    if kind in _JSON and _JSON[kind](value):
-        return {"value": value}
+    kind = type(value).__name__
     check(
-        kind in (float, int, bytes, complex),
-        f"{leaf_path} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, strings, "
-        "bytes, None, and dicts, lists, tuples or registered pytrees of these",
+        kind in _CODES and type(value).__module__ == "builtins",
+        f"{leaf_path} is a {kind}, which a checkpoint cannot hold: keep tensors, Python's own numbers, strings, bytes, "
+        "None, and dicts, lists, tuples or registered pytrees of these",
         TypeError,
     )
-    return {kind.__name__: _CODES[kind.__name__][0](value)}
+    return {kind: _CODES[kind][0](value)}
 
 
 def decoded(entry: Mapping[str, Any]) -> Any:
     """Decode a plain value written by `encoded`."""
     ((kind, value),) = entry.items()
-    if kind == "value" and type(value) in _JSON:
-        return value
     return _CODES[kind][1](value)
-
-
-def list_of(name: str) -> str:
-    """Name of the list of the chunks in a rank's file."""
-    return name.removesuffix(".safetensors") + ".json"
 
 
 def envelope(checksum: int) -> bytes:
@@ -160,3 +149,26 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts and seed stored in a manifest."""
+    counts: dict[str, Any] = manifest["counts"]
+    length = counts["epoch_length"]
+    sound = are_counts(without(counts, ("seed", "epoch_length")).values()) and (length is None or is_count(length, 0))
+    check(sound and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
+    seed = counts["seed"]
+    return {**counts, "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
+
+
+def counts_of(state: TrainState) -> dict[str, Any]:
+    """Counts and seed of a state, in the form stored in a manifest."""
+    seed = state.seed
+    # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
+    written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
+    return {**fields_of(state, COUNTS), "seed": written}
+
+
+def trees_of(state: TrainState) -> dict[str, Any]:
+    """Trees of a state that a checkpoint stores: those that are not None."""
+    return {name: tree for name in TREES if (tree := getattr(state, name)) is not None}

@@ -23,12 +23,21 @@ from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
-from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
-from looplib.checkpoint._directory import Entry, Lock, new_entry, quarantine, remove, write_entry
-from looplib.checkpoint._format import DamagedCheckpointError
-from looplib.checkpoint._left_out import LeftOut, Select
-from looplib.checkpoint._listing import Listing, stamp_of
-from looplib.checkpoint._policy import Policy
+from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints, Policy
+from looplib.checkpoint._directory import (
+    Entry,
+    Lock,
+    entries_of,
+    lock_of,
+    new_entry,
+    number_of,
+    quarantine,
+    remove,
+    write_entry,
+)
+from looplib.checkpoint._format import DamagedCheckpointError, counts_of
+from looplib.checkpoint._left_out import Select, trees_to_save
+from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._write import Parts
@@ -73,15 +82,15 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     checkpoint is complete. Counts and plain values must be the same on all ranks.
 
     A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or in one process,
-    and the reverse. Each rank reads the chunks that it needs, completely, and compares their checksums. Of the other
-    chunks it checks only the file sizes.
+    and the reverse. Each rank reads the files that it needs a part of, completely, and compares their checksums. Of the
+    other files it checks only size and header.
 
     **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
     `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. Tensors of dtypes that safetensors does
     not have are bytes there; `manifest.json` has the dtype and shape of each. A tensor that a state holds twice is
     stored once: the manifest's `ties` map its other names to the first, and a restore ties them again. Tensors that
-    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, and the
-    manifest's `files` say which part of a tensor each chunk is.
+    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, whose metadata say which part
+    of a tensor each chunk is.
 
     A restored tensor has the memory layout of the one that it replaces, such as `channels_last`. An expanded tensor is
     stored with all its elements.
@@ -100,12 +109,12 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             exits, after the last save has finished.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
-            `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
-            epoch with a different batch size. Leave out what may change from run to run, such as the number of
-            epochs. A value whose name says that it is a token, key or password is stored as `***`.
+            `CheckpointIO`). If the loader is included, `restore` compares it at once. Leave out what may change from
+            run to run, such as the number of epochs. A value whose name says that it is a token, key or password is stored
+            as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
-            others are left out, and a digest of their bits is stored, for which each save reads them: `restore` takes
+            others are left out, and checksums of their bits are stored, for which each save reads them: `restore` takes
             them from the state it is given, and refuses one whose base model is different. The first save is refused if
             FSDP2 shards a parameter that is left out, such as those of the base model: save all of them then, or use
             DDP.
@@ -124,8 +133,9 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         f"{directory} is a file, and checkpoint_io needs a directory: it writes a folder for each checkpoint",
         NotADirectoryError,
     )
+    check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
     policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
-    return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), LeftOut(select))
+    return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
 
 
 class CheckpointIO:
@@ -139,14 +149,14 @@ class CheckpointIO:
 
     On several ranks, all of them call `save`, `restore` and `delete`; `restore` verifies that they read the same
     checkpoint. `steps`, `latest` and `best` read the folder, on any rank. `checkpoint_io` constructs it from a `folder`, a
-    `policy`, the `asynchronous` flag, the `settings` of the run and the parameters that are `left_out`.
+    `policy`, the `asynchronous` flag, the `settings` of the run and the function that `select`s parameters.
     """
 
     def __init__(
-        self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings, left_out: LeftOut
+        self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings, select: Select | None
     ) -> None:
         self._policy = policy
-        self._left_out = left_out
+        self._select = select
         self._settings = settings
         self._asynchronous = asynchronous
         self._listing = Listing(folder)
@@ -157,7 +167,8 @@ class CheckpointIO:
         """Save a checkpoint, then delete those that no policy keeps.
 
         If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number, is
-        there before the old one is deleted. If it has no metrics and the same weights, it keeps those of the old one.
+        there before the old one is deleted. If it has no metrics, and all its tensors are those of the old one, it keeps
+        the metrics of the old one.
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
@@ -192,7 +203,7 @@ class CheckpointIO:
         if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
             title = "the state differs between ranks, so it is not one state to save:\n  "
-            ranks.check_alike({**about["counts"], **parts.description()}, title, _brief)
+            ranks.check_alike({**about["counts"], **parts.description()}, title)
         entry = ranks.on_rank0(functools.partial(self._begin, state.step))
         write = functools.partial(self._write, entry, parts, about)
         if not self._asynchronous:
@@ -222,8 +233,8 @@ class CheckpointIO:
         values, they are separated: the module's leaves keep their tensors, and the others get new ones.
 
         Between two epochs, a run may continue with a different `epoch_length`, namely that of `state`, for a
-        different batch size or more data. Within an epoch, this requires that the loader is described to
-        `checkpoint_io` and that one of its batches starts at the next sample.
+        different batch size or more data. Within an epoch this is refused: `Loader.resume` converts the position,
+        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
 
         A warning names the settings that differ from those of the saved run, as far as both are known; the run
         continues with the new ones. A different seed is named as well, but the state keeps the checkpoint's seed. A
@@ -253,33 +264,27 @@ class CheckpointIO:
         """
         check_state(state, "ckpt.restore(state)")
         ranks = self._barrier()
-        requests = {*map(repr, ranks.gather(which))}
-        check(len(requests) == 1, f"the ranks ask for different checkpoints: {', '.join(sorted(requests))}")
+        ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         selected = Selection(weights_only, names)
-        while (chosen := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
-            path, stamp = chosen
+        while (found := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
+            path = found.path
             try:
                 loaded = ranks.all_or_raise(functools.partial(load, path, state, selected, convert, self._settings))
             except DamagedCheckpointError as error:
-                if ranks.on_rank0(functools.partial(self._listing.is_damaged, path, stamp)):
-                    if which != "latest":
-                        raise
-                    warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
+                if not ranks.on_rank0(functools.partial(self._listing.is_damaged, found)):
+                    continue  # it has been removed or replaced since it was chosen
+                if which != "latest":
+                    raise
+                warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
-            if len(set(digests := ranks.gather(loaded.checksum))) == 1:
-                if loaded.warning and ranks.first:
-                    warnings.warn(loaded.warning, stacklevel=2)
-                restored = loaded.state()
-                if ranks.first and not quiet:
-                    print(f"Restored {selected.named(restored)} from {_within(path)}", flush=True)
-                return restored
-            # It was replaced while the ranks were reading, or they see different folders.
-            if ranks.on_rank0(functools.partial(stamp_of, path)) == stamp:
-                read = ", ".join(f"{digest:08x} on rank {rank}" for rank, digest in enumerate(digests))
-                raise ValueError(
-                    f"the ranks read different checkpoints at {path}, by the checksum of their manifests: {read}. Give "
-                    "checkpoint_io a directory that all hosts share"
-                )
+            title = f"the ranks read different checkpoints at {path}: give a directory that all hosts share\n  "
+            ranks.check_alike({"the checksum of the manifest": f"{loaded.checksum:08x}"}, title)
+            if loaded.warning and ranks.first:
+                warnings.warn(loaded.warning, stacklevel=2)
+            restored = loaded.state()
+            if ranks.first and not quiet:
+                print(f"Restored {selected.named(restored)} from {_within(path)}", flush=True)
+            return restored
         check(not required, f"{self._listing.folder} has no checkpoint, and required=True; is it another directory?")
         return state
 
@@ -315,15 +320,22 @@ class CheckpointIO:
         return ranks
 
     def _delete(self, after: int) -> None:
-        for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:
-            remove(path)
+        self._lock = lock_of(self._listing.folder)
+        self._listing.read()
+        self._remove(lambda path: number_of(path)[0] > after)
+
+    def _remove(self, unwanted: Callable[[Path], bool]) -> None:
+        """Delete entries, but for the damaged ones."""
+        for path in entries_of(self._listing.folder):
+            if path not in self._listing.damaged and unwanted(path):
+                remove(path)
 
     def _taken_apart(
         self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
     ) -> tuple[Parts, dict[str, Any]]:
         """The tensors of a state, copied if they are written in the background, and its manifest."""
-        trees, left_out = self._left_out.trees(state)
-        about = {**self._about(state, metrics), **left_out}
+        trees, left_out = trees_to_save(state, self._select)
+        about = {**self._about(state, metrics), "left_out": left_out}
         parts = Parts(trees)
         check(
             not (parts.sharded and is_alone()),
@@ -346,17 +358,11 @@ class CheckpointIO:
             "made_with": self._settings.description(state),
         }
 
-    def _locked_listing(self) -> Checkpoints:
-        """Acquire the write lock, remove the leftovers of an interrupted replacement, and return the listing."""
-        self._lock = Lock(self._listing.folder)
-        checkpoints = self._listing.read()
-        for path in self._listing.superseded:
-            remove(path)
-        return checkpoints
-
     def _begin(self, step: int) -> Entry:
         """Entry to write a checkpoint of this step to, after checking that it may be written."""
-        checkpoints, folder = self._locked_listing(), self._listing.folder
+        folder = self._listing.folder
+        self._lock = lock_of(folder)
+        checkpoints = self._listing.read()
         later = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.step > step]
         check(
             not later,
@@ -375,8 +381,9 @@ class CheckpointIO:
         ranks.on_rank0(self._rotate)
 
     def _rotate(self) -> None:
-        for path in self._policy.dropped(self._listing.read()):
-            remove(path)
+        """Delete what no policy keeps, and what a later save of the same step replaces."""
+        kept = self._policy.kept(self._listing.read())
+        self._remove(lambda path: path not in kept)
 
 
 def _number(name: str, value: Any) -> float:
@@ -389,13 +396,6 @@ def _number(name: str, value: Any) -> float:
 def _within(path: Path) -> Path:
     """A path within the working directory, relative to it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _brief(entry: Any) -> str:
-    if isinstance(entry, list):
-        dtype, shape, *sharded = entry
-        return f"a tensor of {dtype} and shape {tuple(shape)}" + ", sharded" * len(sharded)
-    return repr(next(iter(entry.values()))) if isinstance(entry, dict) else repr(entry)
 
 
 advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)

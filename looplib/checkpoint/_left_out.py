@@ -1,88 +1,52 @@
-"""Checkpoints of what is trained: parameters that are left out, and a digest of them that a restore verifies."""
+"""Checkpoints of what is trained: parameters that are left out, and checksums of them that a restore compares."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check, few, warn
+from looplib._core.checks import check, few
 from looplib._core.checksums import checksums
-from looplib._core.mappings import without
+from looplib._core.mappings import subset, without
 from looplib._core.ranks import is_sharded
-from looplib.checkpoint._describe import trees_of
-from looplib.checkpoint._format import MANIFEST, errors_as_damage, leaves_of
+from looplib.checkpoint._format import MANIFEST, errors_as_damage, leaves_of, trees_of
 from looplib.types import TrainState
 
 Select = Callable[[str, Tensor], bool]
 
 
-class LeftOut:
-    """The choice of parameters to save. The others are read at each save, for their digest.
-
-    Args:
-        select: `select(name, tensor) -> bool`, or None to save all.
-    """
-
-    def __init__(self, select: Select | None) -> None:
-        check(
-            select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError
-        )
-        self._select = select
-        self._last: tuple[list[str], str] | None = None
-
-    def trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trees to save, and what the manifest says of the parameters that are not among them."""
-        trees = trees_of(state)
-        if self._select is None:
-            return trees, {}
-        saved = {name: tensor for name, tensor in state.params.items() if self._select(name, tensor)}
-        check(bool(saved), "select chooses none of the state's parameters, so there would be no weights to save")
-        rest = without(state.params, saved)
-        digest = _digest(leaves_of({"params": rest}))
-        if self._last is not None and self._last[0] == [*rest] and self._last[1] != digest:
-            warn(
-                f"the {len(rest)} parameters that select leaves out have changed since the last save, so this checkpoint "
-                "can be restored only over the base model as it is now, and not over the one that the run began with. "
-                "merge_adapter writes into the base model, and unmerge_adapter rounds it: merge a copy, "
-                "copy.deepcopy(model).merge_and_unload()"
-            )
-        self._last = [*rest], digest
-        return {**trees, "params": saved}, {"left_out": digest} if rest else {}
+def trees_to_save(state: TrainState, select: Select | None) -> tuple[dict[str, Any], dict[str, int]]:
+    """Trees to save, and checksums of the parameters that `select` leaves out, by path."""
+    trees = trees_of(state)
+    if select is None:
+        return trees, {}
+    saved = {name: tensor for name, tensor in state.params.items() if select(name, tensor)}
+    check(bool(saved), "select chooses none of the state's parameters, so there would be no weights to save")
+    return {**trees, "params": saved}, _checksums(leaves_of({"params": without(state.params, saved)}))
 
 
-def _digest(leaves: Mapping[str, Any]) -> str:
-    """Digest of parameters that are left out, by path: of their names, dtypes, shapes and bits."""
+def _checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
     sharded = [path for path, leaf in leaves.items() if is_sharded(leaf)]
     check(
         not sharded,
-        f"select leaves out {few(sharded, 3)}, which FSDP2 has sharded: no rank has the whole tensor to compute a digest "
+        f"select leaves out {few(sharded, 3)}, which FSDP2 has sharded: no rank has the whole tensor to compute a checksum "
         "of. Save all parameters, or use DistributedDataParallel",
     )
-    facts = [
-        (path, str(leaf.dtype), tuple(leaf.shape), checksum)
-        for (path, leaf), checksum in zip(leaves.items(), checksums(leaves.values()), strict=True)
-    ]
-    return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:32]
+    return dict(zip(leaves, checksums(leaves.values()), strict=True))
 
 
-def paths_left_out(path: Path, manifest: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
-    """Parameters of a state that a checkpoint left out. Raise ValueError if they are not those of the saved run."""
-    expected = manifest.get("left_out")
-    if expected is None:
-        return set()
+def check_left_out(path: Path, left_out: Any, leaves: Mapping[str, Any]) -> None:
+    """Raise ValueError if the parameters of a state that a checkpoint left out are not those of the saved run."""
     with errors_as_damage(path / MANIFEST):
-        check(isinstance(expected, str), f"{expected!r} as a digest of what is left out")
-        saved = manifest["tensors"].keys() | manifest["ties"].keys()
-    rest = {one: leaf for one, leaf in leaves.items() if one.startswith("/params/") and one not in saved}
-    found = _digest(rest)
+        check(isinstance(left_out, dict), f"{left_out!r} as checksums of what is left out")
+    found = _checksums(subset(leaves, left_out))
+    others = [leaf_path for leaf_path, checksum in left_out.items() if found.get(leaf_path) != checksum]
     check(
-        found == expected,
-        f"{path} was saved without the parameters of its base model, whose digest is {expected}, and the {len(rest)} of "
-        f"the state that it does not have are others, with digest {found}: load the weights that the run began with "
-        "before init_state",
+        not others,
+        f"{path} was saved without the parameters of its base model, and {len(others)} of the state's are others: "
+        f"{few(others, 3)}. Before init_state, load the base model that it was saved with. If merge_adapter has written "
+        "into that, which unmerge_adapter rounds, merge a copy the next time: copy.deepcopy(model).merge_and_unload()",
     )
-    return set(rest)

@@ -17,19 +17,27 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import lease
-from looplib._core.checks import check
+from looplib._core.checks import check, few
 from looplib._core.mappings import fields_of, subset, without
 from looplib._core.overlap import same_value
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
-from looplib.checkpoint._describe import counts_in, trees_of
-from looplib.checkpoint._fit import check_fit
-from looplib.checkpoint._format import MANIFEST, WEIGHTS, errors_as_damage, leaves_of, local, words
-from looplib.checkpoint._left_out import paths_left_out
-from looplib.checkpoint._read import Reader, read_manifest, whole
+from looplib.checkpoint._format import (
+    MANIFEST,
+    WEIGHTS,
+    counts_in,
+    errors_as_damage,
+    leaves_of,
+    local,
+    name_of,
+    trees_of,
+    words,
+)
+from looplib.checkpoint._left_out import check_left_out
+from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Run, Settings
-from looplib.checkpoint._shards import box_of, new_like
+from looplib.checkpoint._shards import box_of, new_like, whole
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -63,7 +71,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         state: function that returns the restored state and cannot fail.
-        checksum: the manifest's checksum, which shows if two ranks have read the same checkpoint.
+        checksum: the manifest's checksum, which shows if all ranks have read the same checkpoint.
         warning: text about settings that differ from those saved, or "".
     """
 
@@ -80,29 +88,19 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
         counts = counts_in(manifest)
     tree = trees_of(template)
     leaves = leaves_of(tree)
-    left_out = paths_left_out(path, manifest, leaves)
+    left_out = manifest.get("left_out", {})
+    check_left_out(path, left_out, leaves)
     wanted = subset(leaves, set(filter(selected, without(leaves, left_out))))
-    check_fit(path, wanted, reader, selected, convert)
+    _check_fit(path, wanted, reader, selected, convert)
     run = Run(fields_of(template, COUNTS), provenance_of(template))
     if selected.everything:
         run = settings.continued(path, counts, manifest.get("made_with"), template)
     values = _values(reader, wanted)
-    in_place: dict[str, Tensor] = {}
-    if {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}:  # bound to a module
-        in_place, kept_apart = _in_place(path, leaves, wanted, reader)
-        leaves |= {
-            name: leaves[name].detach().clone().requires_grad_(leaves[name].requires_grad) for name in kept_apart
-        }
-    new = _New(reader, values)
-    leaves |= {leaf_path: new.leaf(leaf_path, like) for leaf_path, like in without(wanted, in_place).items()}
-    # Frozen parameters and masks, which states of pure steps share with the module, are not written.
-    writes = [
-        (local(leaf) if is_sharded(leaf) else leaf, values[leaf_path])
-        for leaf_path, leaf in in_place.items()
-        if not (leaf_path.startswith(WEIGHTS) and same_value(leaf, values[leaf_path]))
-    ]
-    restored_leaves = iter(leaves.values())
-    restored = functools.partial(_restored, pytree.tree_map(lambda _: next(restored_leaves), tree), run)
+    is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
+    roots = same_memory({each: leaf for each, leaf in leaves.items() if _has_memory(leaf)}) if is_bound else {}
+    restored_leaves, writes = _placed(path, leaves, wanted, roots, reader, values)
+    remaining = iter(restored_leaves.values())
+    restored = functools.partial(_restored, pytree.tree_map(lambda _: next(remaining), tree), run)
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
     return Loaded(state, checksum, run.warning)
 
@@ -111,6 +109,38 @@ def _restored(trees: Mapping[str, Any], run: Run) -> TrainState:
     state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
     lease.note_provenance(state, run.made_with)
     return state
+
+
+def _check_fit(
+    path: Path, wanted: Mapping[str, Any], reader: Reader, selected: Callable[[str], bool], convert: bool
+) -> None:
+    """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
+    saved = {**reader.tensors, **reader.ties, **reader.values}
+    misfits = [f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in without(wanted, saved)]
+    unexpected = filter(selected, without(saved, wanted))
+    misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
+    common = subset(wanted, saved).items()
+    misfits += filter(None, (_difference(leaf_path, leaf, reader, convert) for leaf_path, leaf in common))
+    advice = "\nRestore into a state of the model and optimizer that it was saved from, or use another directory"
+    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  ") + advice)
+
+
+def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str:
+    about = reader.about(leaf_path)
+    if about is None or not isinstance(leaf, Tensor):
+        saved = "a tensor" if about else type(reader.values[leaf_path]).__name__
+        new = "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+        # An int may become a float, and a None may be set later.
+        unset = "NoneType" in (saved, new) and new != "a tensor"
+        fits = saved == new or {saved, new} == {"int", "float"} or unset
+        return "" if fits else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
+    saved_shape = tuple(about["shape"])
+    if saved_shape != tuple(leaf.shape):
+        return f"{leaf_path} has shape {saved_shape} in the checkpoint, {tuple(leaf.shape)} in the state"
+    dtype = name_of(leaf.dtype)
+    if about["dtype"] != dtype and not convert:
+        return f"{leaf_path} is {about['dtype']} in the checkpoint, {dtype} in the state (or convert=True)"
+    return ""
 
 
 def _values(reader: Reader, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -125,56 +155,64 @@ def _values(reader: Reader, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
     )
 
 
-def _in_place(
-    path: Path, leaves: Mapping[str, Any], wanted: Mapping[str, Any], reader: Reader
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Leaves of a bound state that are written over, and paths of those that are not restored and share their memory.
-
-    Leaves of a state may share a tensor, such as `extra={"start": state.params}` before the first step. If they were
-    saved as two tensors, the module's leaf keeps the memory, and the other gets memory of its own.
-    """
-    tensors = {leaf_path: leaf for leaf_path, leaf in leaves.items() if _has_memory(leaf)}
-    roots = same_memory(tensors)
-    written: dict[str, Tensor] = {}
-    owners: dict[str, str] = {}  # by the state's tensor, the checkpoint's
-    for leaf_path, leaf in subset(tensors, wanted).items():
-        owner = owners.setdefault(roots[leaf_path], reader.root(leaf_path))
-        if owner == reader.root(leaf_path):
-            written[leaf_path] = leaf
-        check(
-            owner == reader.root(leaf_path) or not leaf_path.startswith(WEIGHTS),
-            f"{path} cannot be restored into this bound state: {roots[leaf_path]} and {leaf_path} are one tensor in the "
-            "module, and two in the checkpoint. Restore into a state that is not bound to the module: "
-            "ckpt.restore(ll.copy_state(state))",
-        )
-    rest = without(tensors, wanted)
-    return written, [each for each in rest if not each.startswith(WEIGHTS) and roots[each] in owners]
-
-
 def _has_memory(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (is_sharded(leaf) or leaf.layout is torch.strided)
 
 
-class _New:
-    """New leaves of a state, with the values of a checkpoint and the layouts of the leaves that they replace."""
+def _placed(
+    path: Path,
+    leaves: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    roots: Mapping[str, str],
+    reader: Reader,
+    values: Mapping[str, Tensor],
+) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    """Leaves of the restored state, and the tensors among them to write over, each with its value.
 
-    def __init__(self, reader: Reader, values: Mapping[str, Tensor]) -> None:
-        self._reader, self._values = reader, values
-        self._made: dict[Any, Any] = {}  # one for all ties
+    A leaf with a root is written over, since the state is bound to a module. Leaves of a state may share a tensor, such
+    as `extra={"start": state.params}` before the first step. If they were saved as two, the first of them, which is
+    the module's, keeps its memory, and the other gets a new tensor.
 
-    def leaf(self, leaf_path: str, like: Any) -> Any:
-        if leaf_path not in self._values:
-            return self._reader.values[leaf_path]
-        value = self._values[leaf_path]
-        like = like if isinstance(like, Tensor) else value
-        kind = self._reader.root(leaf_path), like.device, like.dtype, is_sharded(like)
-        if kind not in self._made:
-            new = new_like(like)
-            own = local(new)
-            same = own.dtype == value.dtype
-            (words(own) if same else own).copy_(words(value) if same else value)
-            self._made[kind] = new
-        return self._made[kind].detach().requires_grad_(like.requires_grad)
+    Args:
+        roots: for each tensor of a bound state, the path of the first one in the same memory; empty for other states.
+        values: the tensors to restore, by path.
+    """
+    placed = dict(leaves)
+    writes: list[tuple[Tensor, Tensor]] = []
+    owners: dict[str, str] = {}  # path of a tensor of the checkpoint, by the root that it is written to
+    made: dict[Any, Any] = {}  # one new tensor for all ties
+    for leaf_path, leaf in wanted.items():
+        saved = reader.root(leaf_path)
+        if leaf_path not in values:
+            placed[leaf_path] = reader.values[leaf_path]
+        elif leaf_path in roots and owners.setdefault(roots[leaf_path], saved) == saved:
+            # Frozen parameters and masks, which states of pure steps share with the module, are not written.
+            if not (leaf_path.startswith(WEIGHTS) and same_value(leaf, values[leaf_path])):
+                writes.append((local(leaf) if is_sharded(leaf) else leaf, values[leaf_path]))
+        else:
+            check(
+                leaf_path not in roots or not leaf_path.startswith(WEIGHTS),
+                f"{path} cannot be restored into this bound state: {roots.get(leaf_path)} and {leaf_path} are one tensor "
+                "in the module, and two in the checkpoint. Restore into a state that is not bound to the module: "
+                "ckpt.restore(ll.copy_state(state))",
+            )
+            placed[leaf_path] = _new_leaf(made, saved, leaf, values[leaf_path])
+    for leaf_path, leaf in without(leaves, wanted).items():
+        if not leaf_path.startswith(WEIGHTS) and roots.get(leaf_path) in owners:  # it keeps its value
+            placed[leaf_path] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return placed, writes
+
+
+def _new_leaf(made: dict[Any, Any], saved: str, like: Any, value: Tensor) -> Any:
+    """A new leaf with a value of a checkpoint and the layout of the leaf that it replaces, the same for all ties."""
+    like = like if isinstance(like, Tensor) else value
+    kind = saved, like.device, like.dtype, is_sharded(like)
+    if kind not in made:
+        made[kind] = new_like(like)
+        own = local(made[kind])
+        same = own.dtype == value.dtype
+        (words(own) if same else own).copy_(words(value) if same else value)
+    return made[kind].detach().requires_grad_(like.requires_grad)
 
 
 def _write_over(

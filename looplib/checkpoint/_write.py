@@ -15,7 +15,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import check, is_plain
 from looplib._core.checksums import bits_of
 from looplib._core.mappings import mapped
 from looplib._core.overlap import share_elements
@@ -24,8 +24,8 @@ from looplib.checkpoint._format import (
     LARGEST,
     MANIFEST,
     QUANTIZED,
-    Box,
     bytes_of,
+    decoded,
     encoded,
     envelope,
     leaves_of,
@@ -33,6 +33,7 @@ from looplib.checkpoint._format import (
     name_of,
     words,
 )
+from looplib.checkpoint._shards import Box
 
 # safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
 _SAFETENSORS = {
@@ -100,12 +101,14 @@ class Parts:
         """Bytes of the tensors. Of sharded tensors, only this process's shards count."""
         return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.shards.values()))
 
-    def description(self) -> dict[str, Any]:
-        """Facts that must be the same on all ranks: plain values, dtypes and shapes."""
-        leaves = {
-            path: [*about.values(), *["sharded"] * (path in self.sharded)] for path, about in self.about.items()
+    def description(self) -> dict[str, str]:
+        """Facts that must be the same on all ranks, in words: plain values, dtypes and shapes."""
+        tensors = {
+            path: f"a tensor of {about['dtype']} and shape {tuple(about['shape'])}"
+            + ", sharded" * (path in self.sharded)
+            for path, about in self.about.items()
         }
-        return {**self.values, **leaves}
+        return {path: repr(decoded(entry)) for path, entry in self.values.items()} | tensors
 
 
 def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -119,23 +122,17 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     by_storage: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for path, leaf in tensors.items():
         tensor = local(leaf)
+        roots[path] = path
         if not tensor.numel():  # has no memory to share
-            roots[path] = path
             continue
         storage = tensor.device, tensor.untyped_storage().data_ptr()
-        layout = (
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        roots[path] = first.setdefault((storage, layout), path)
+        begin, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        view = storage, begin, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        roots[path] = first.setdefault(view, path)
         if roots[path] == path:
-            size, low = tensor.element_size(), int(tensor.storage_offset())
-            end = low + 1 + sum(map(_reach, tensor.shape, tensor.stride()))
-            by_storage[storage].append((low * size, end * size, path))
+            end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            size = tensor.element_size()
+            by_storage[storage].append((begin * size, end * size, path))
     for spans in by_storage.values():
         before: list[tuple[int, int, str]] = []
         for span in sorted(spans):
@@ -150,22 +147,10 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return roots
 
 
-def _reach(size: int, stride: int) -> int:
-    return (size - 1) * stride
-
-
 def _check_kind(path: str, tensor: Tensor) -> None:
     """Raise TypeError for a tensor that cannot be stored."""
-    kind = ""
-    if tensor.layout is not torch.strided:
-        kind = f"tensor of layout {tensor.layout}"
-    elif tensor.dtype in QUANTIZED:
-        kind = "quantized tensor"
-    elif type(tensor) not in (Tensor, torch.nn.Parameter):
-        kind = type(tensor).__name__
-    elif tensor.is_meta:
-        kind = "tensor on the meta device, without values"
-    if kind:
+    if not is_plain(tensor) or tensor.is_meta or tensor.dtype in QUANTIZED:
+        kind = f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout} on the device {tensor.device}"
         raise TypeError(f"{path} is a {kind}, which a checkpoint cannot hold: convert it to a dense plain tensor")
 
 
@@ -185,7 +170,7 @@ def _copied_to_host(source: Tensor) -> Tensor:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None = None
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Write a safetensors file, and return its entry in the manifest. It is not synced yet.
 
     Args:
@@ -195,34 +180,26 @@ def write_tensors(
     """
     # Larger dtypes come first, so that each begins at a multiple of its size without any padding.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(tensors, about)
     data = [bits_of(tensor).cpu() for tensor in tensors.values()]
+    blocks: list[Any] = [_header(tensors, about, boxes), *map(bytes_of, data)]
     with open(path, "xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
-        checksums = beside(pool, _checksums, data)
-        file.write(header)
-        for each in data:
-            file.write(bytes_of(each))
-        chunks = {
-            name: [checksum, *(boxes[name] if boxes else ())]
-            for name, checksum in zip(tensors, checksums(), strict=True)
-        }
-    size = len(header) + sum(map(len, data))
-    return {"bytes": size, "start": len(header), "crc32": zlib.crc32(header), "chunks": chunks}
+        checksum = beside(pool, _checksum, blocks)
+        for block in blocks:
+            file.write(block)
+        return {"bytes": sum(map(len, blocks)), "crc32": checksum()}
 
 
-def write_chunks(path: Path, chunks: Mapping[str, Any]) -> int:
-    """Write the chunks of a rank's file beside it, and return the checksum. It is not synced yet."""
-    text = orjson.dumps(chunks)
-    path.write_bytes(text)
-    return zlib.crc32(text)
+def _checksum(blocks: Iterable[Any]) -> int:
+    checksum = 0
+    for block in blocks:
+        checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
-def _checksums(tensors: Iterable[Tensor]) -> list[int]:
-    return [zlib.crc32(bytes_of(tensor)) for tensor in tensors]
-
-
-def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], about: Mapping[str, Any], boxes: Mapping[str, Box] | None) -> bytes:
     entries: dict[str, Any] = {}
+    if boxes is not None:  # as text, since safetensors allows no other metadata
+        entries["__metadata__"] = {path: orjson.dumps(boxes[path]).decode() for path in tensors}
     end = 0
     for path, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes

@@ -44,26 +44,23 @@ def trained(step, state, steps):
     return state
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_adapters_are_saved_alone_and_continue_with_the_bits_of_the_whole(tmp_path, asynchronous):
     _, step, state = make()
-    ckpt = ll.checkpoint_io(tmp_path / "adapters", select=trainable, asynchronous=asynchronous)
-    whole = ll.checkpoint_io(tmp_path / "whole")
+    ckpt = ll.checkpoint_io(tmp_path, select=trainable, asynchronous=asynchronous)
     state = trained(step, state, 3)
     ckpt.save(state)
-    whole.save(state)
     ckpt.wait()
-    assert ckpt.latest().bytes < 35_000 < 250_000 < whole.latest().bytes
+    assert ckpt.latest().bytes < 35_000  # of 285,000
     expected = trained(step, state, 3)
 
     _, step, first = make()
     state = trained(step, ckpt.restore(first), 3)
-    for name, tensor in expected.params.items():
-        assert torch.equal(state.params[name], tensor), name
+    assert equal(state.params, expected.params)
     assert torch.equal(state.buffers["norm.running_mean"], expected.buffers["norm.running_mean"])
     assert (state.step, state.samples) == (expected.step, expected.samples) == (6, 24)
 
-    # The weights alone, and by name, into another structure around the same base.
+    # The weights alone, around the same base.
     _, _, fresh = make()
     found = ckpt.restore(ll.copy_state(fresh), weights_only=True)
     assert found.step == 0
@@ -97,7 +94,9 @@ def test_another_base_model_is_refused(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, select=trainable)
     ckpt.save(trained(step, state, 1))
     *_, other = make(base_seed=1)
-    message = "without the parameters of its base model.* 2 of the state.*load the weights that the run began with"
+    message = (
+        "without the parameters of its base model.* of the state's are others: .*/params/base.bias.*load the base"
+    )
     with pytest.raises(ValueError, match=message):
         ckpt.restore(other)
     *_, again = make()
@@ -110,8 +109,7 @@ def test_another_base_model_is_refused(tmp_path):
     state = ckpt.restore(state)
     with torch.no_grad():
         state.params["base.bias"].add_(1)
-    with pytest.warns(UserWarning, match="the 2 parameters that select leaves out have changed since the last save"):
-        ckpt.save(state.replace(step=2))
+    ckpt.save(state.replace(step=2))
     with pytest.raises(ValueError, match=message):
         ckpt.restore(make()[2])
 

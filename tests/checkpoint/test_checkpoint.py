@@ -5,13 +5,11 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,7 +79,7 @@ def damage(path, name=DATA):
 # Policies
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     keep_last=st.none() | st.integers(1, 4),
     keep_best=st.integers(0, 3),
@@ -142,24 +140,21 @@ def test_policies_that_cannot_be(tmp_path):
         ll.checkpoint_io(tmp_path).restore(fresh(), "best")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_monitor_that_is_missing_is_an_error_and_nothing_is_written(tmp_path, asynchronous):
-    ckpt = ll.checkpoint_io(tmp_path / "c", monitor="eval/loss", asynchronous=asynchronous)
-    for metrics, message in [
-        ({"loss": 1.0, "acc": 2.0}, r"'eval/loss' is not among the metrics given: loss, acc"),
-        ({}, r"'eval/loss' is not among the metrics given: none"),
+def test_a_monitor_that_is_missing_is_an_error_and_nothing_is_written(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path / "c", monitor="eval/loss", asynchronous=True)
+    for metrics, error, message in [
+        ({"loss": 1.0, "acc": 2.0}, ValueError, "'eval/loss' is not among the metrics given: loss, acc"),
+        ({}, ValueError, "'eval/loss' is not among the metrics given: none"),
+        ({"eval/loss": [1]}, TypeError, "the metric 'eval/loss' is a list; give a number"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             ckpt.save(fresh(), metrics)
-    with pytest.raises(TypeError, match="the metric 'eval/loss' is a list; give a number"):
-        ckpt.save(fresh(), {"eval/loss": [1]})
     assert not (tmp_path / "c").exists()
     ckpt.save(fresh(), {"eval/loss": torch.tensor(0.5), "other": float("nan"), "third": -float("inf")})
     ckpt.wait()
-    found = ckpt.best().metrics
-    assert found["eval/loss"] == 0.5
-    assert str(found) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
+    assert str(ckpt.best().metrics) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
     ckpt.save(fresh().replace(step=3))  # without metrics it is no candidate
+    ckpt.wait()
     assert ckpt.best().step == 0
     # A metric that was NaN when nobody monitored it is no candidate either.
     assert ll.checkpoint_io(tmp_path / "c", monitor="other", mode="min").best() is None
@@ -204,58 +199,27 @@ def test_a_full_disk_leaves_the_last_one_good(tmp_path, asynchronous, size):
     assert names_in(tmp_path) == ["step-00000001"]
 
 
-def test_a_run_can_start_on_a_full_disk(tmp_path):
-    """It clears what a killed one left before it needs space of its own."""
-    leftover = tmp_path / ".writing-step-00000005-abc123"
-    leftover.mkdir()
-    (leftover / DATA).write_bytes(bytes(100))
-    ckpt = ll.checkpoint_io(tmp_path)
-    with file_size_limit(0), pytest.raises(OSError, match="could not be saved"):
-        ckpt.save(unbound())
-    assert names_in(tmp_path) == []
-
-
-@contextmanager
-def unprivileged():
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        NotADirectoryError, match=rf"{tmp_path / 'file'} is a file, and checkpoint_io needs a directory"
-    ):
+    with pytest.raises(NotADirectoryError, match=r"file is a file, and checkpoint_io needs a directory"):
         ll.checkpoint_io(tmp_path / "file")
-    folder = tmp_path / "file" / "deeper"
-    ckpt = ll.checkpoint_io(folder)
+    ckpt = ll.checkpoint_io(tmp_path / "file" / "deeper")
     assert ckpt.latest() is None
-    with pytest.raises(OSError, match=rf"checkpoints cannot be written into {folder} \(.*\): give checkpoint_io"):
+    with pytest.raises(OSError, match=r"checkpoints cannot be written into .*deeper \(.*\): give checkpoint_io"):
         ckpt.save(unbound())
-    folder = Path(tempfile.mkdtemp())
+
+
+OTHER_RUN = """
+import sys, torch, looplib as ll
+ckpt = ll.checkpoint_io(sys.argv[1])
+for save in (lambda: ckpt.save(ll.TrainState(step=5, params={"w": torch.zeros(1)})), lambda: ckpt.delete(after=0)) * 2:
     try:
-        ll.checkpoint_io(folder).save(unbound())
-        ckpt = ll.checkpoint_io(folder)
-        folder.chmod(0o555)
-        with unprivileged():
-            with pytest.raises(OSError, match=r"cannot be written into .* \(Permission denied\)"):
-                ckpt.save(unbound().replace(step=1))
-            assert same(ckpt.restore(unbound(1)), unbound())
-        folder.chmod(0o777)
-        ckpt.save(unbound().replace(step=1))
-        folder.chmod(0o555)
-        with unprivileged(), pytest.raises(OSError, match="step-00000002 could not be saved: Permission denied"):
-            ckpt.save(unbound().replace(step=2))
-        assert here(ckpt) == [0, 1]
-    finally:
-        folder.chmod(0o755)
-        shutil.rmtree(folder)
+        save()
+        print(ckpt.latest().step, flush=True)
+    except BlockingIOError as error:
+        print(error, flush=True)
+    sys.stdin.readline()
+"""
 
 
 def test_two_processes_on_one_directory(tmp_path):
@@ -264,31 +228,21 @@ def test_two_processes_on_one_directory(tmp_path):
     second = ll.checkpoint_io(tmp_path)
     second.save(unbound().replace(step=1))  # the same process may have two
     (tmp_path / ".writing-step-00000009-0000").mkdir()  # as if a save of ours were under way
-    code = f"""
-import torch, looplib as ll
-ckpt = ll.checkpoint_io({str(tmp_path)!r})
-state = ll.TrainState(step=5, params={{"w": torch.zeros(1)}})
-try:
-    ckpt.save(state)
-except BlockingIOError as error:
-    print(error)
-print(ckpt.latest().step)
-try:
-    ckpt.delete(after=0)
-except BlockingIOError as error:
-    print("neither")
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert out.splitlines() == [
-        f"process {os.getpid()} is writing checkpoints into {tmp_path} already; give each run a directory of its "
-        "own, or end that process",
-        "1",
-        "neither",
-    ]
-    assert names_in(tmp_path) == [".writing-step-00000009-0000", "step-00000000", "step-00000001"]
-    del ckpt, second
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert out.splitlines() == ["5"]
+    command = [sys.executable, "-c", OTHER_RUN, str(tmp_path)]
+    refused = f"process {os.getpid()} is writing checkpoints into {tmp_path} already; give each run a directory"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        for _ in range(2):
+            assert other.stdout.readline().startswith(refused)
+            assert names_in(tmp_path) == [".writing-step-00000009-0000", "step-00000000", "step-00000001"]
+            if _:
+                del ckpt, second
+            other.stdin.write("\n")
+            other.stdin.flush()
+        assert other.stdout.readline() == "5\n"
+        assert names_in(tmp_path) == ["step-00000000", "step-00000001", "step-00000005"]
+        other.stdin.write("\n\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "0\n"
     assert names_in(tmp_path) == ["step-00000000"]
 
 
@@ -390,40 +344,29 @@ def test_nothing_there_is_a_start(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             ckpt.restore(state, which)
         assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
+    with pytest.raises(ValueError, match=r"none has no checkpoint, and required=True"):
+        ckpt.restore(state, required=True)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_checkpoint_that_is_required_and_not_there_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"runs has no checkpoint, and required=True"):
-        ll.checkpoint_io(tmp_path / "runs").restore(fresh(), required=True)
-    ll.checkpoint_io(tmp_path / "runs").save(unbound().replace(step=3))
-    assert ll.checkpoint_io(tmp_path / "runs").restore(fresh(), required=True).step == 3
 
 
 def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ckpt = ll.checkpoint_io("runs/first")
-    assert ckpt.restore(fresh()).step == 0
-    assert capsys.readouterr().out == ""
-    ckpt.save(unbound().replace(step=13, epoch=2, batch=1))
-    where = "from runs/first/step-00000013\n"
     ckpt.restore(fresh())
-    assert capsys.readouterr().out == "Restored step 13 (epoch 2, batch 1) " + where
-    ckpt.restore(fresh(), 13, weights_only=True)
-    assert capsys.readouterr().out == "Restored weights " + where
-    ckpt.restore(fresh(), names=lambda name: name.startswith("0."))
-    assert capsys.readouterr().out == "Restored some of the weights " + where
-    monkeypatch.chdir("runs/first")
-    ll.checkpoint_io(tmp_path / "runs/first").restore(fresh())
-    assert capsys.readouterr().out.endswith("from step-00000013\n")
+    ckpt.save(unbound().replace(step=13, epoch=2, batch=1))
+    ckpt.restore(fresh(), quiet=True)
+    assert capsys.readouterr().out == ""
+    for options, words in (
+        ({}, "step 13 (epoch 2, batch 1)"),
+        ({"weights_only": True}, "weights"),
+        ({"names": lambda name: name.startswith("0.")}, "some of the weights"),
+    ):
+        ckpt.restore(fresh(), 13, **options)
+        assert capsys.readouterr().out == f"Restored {words} from runs/first/step-00000013\n"
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     ckpt.restore(fresh())
-    assert (
-        capsys.readouterr().out == f"Restored step 13 (epoch 2, batch 1) from {tmp_path}/runs/first/step-00000013\n"
-    )
-    ckpt.restore(fresh(), quiet=True)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out.endswith(f" from {tmp_path}/runs/first/step-00000013\n")
 
 
 @pytest.mark.filterwarnings("ignore:.*other settings. seed was")
@@ -470,6 +413,9 @@ def test_a_pure_state_with_frozen_parameters_of_the_module_is_not_written_over(t
     assert same(restored, start)
     assert same(state, kept)
     assert restored.params["0.weight"].requires_grad is False
+    # Nor is it spent by a restore into the module, whose frozen parameters have these values already.
+    ckpt.restore(start)
+    assert same(state, kept)
 
 
 def test_a_restored_state_can_be_restored_into_again(tmp_path):
@@ -527,27 +473,14 @@ def test_a_bound_state_with_an_expanded_buffer(tmp_path):
 
 def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(
-        ll.TrainState(
-            params={
-                "kept": torch.ones(2),
-                "gone": torch.ones(2),
-                "wide": torch.ones(2, 3),
-                "half": torch.ones(2).half(),
-            },
-            extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)},
-        )
-    )
-    for bind in (False, True):
-        params = {
-            "kept": torch.zeros(2), "wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1),
-        }  # fmt: skip
-        if bind:
-            params = {name: nn.Parameter(tensor) for name, tensor in params.items()}
+    saved = {"gone": torch.ones(2), "wide": torch.ones(2, 3), "half": torch.ones(2).half()}
+    ckpt.save(ll.TrainState(params=saved, extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)}))
+    for kind in (torch.Tensor.clone, nn.Parameter):
+        params = {"wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1)}
+        params = {name: kind(tensor) for name, tensor in params.items()}
         state = ll.TrainState(params=params, extra={"best": torch.zeros(1), "note": 3, "tensor": 1.0})
         with pytest.raises(ValueError, match="does not fit the state") as error:
             ckpt.restore(state)
-        assert str(error.value).splitlines()[-1].endswith("or use another directory")
         assert str(error.value).splitlines()[1:-1] == [
             "  /params/new~1er is in the state, and not in the checkpoint",
             "  /params/gone is in the checkpoint, and not in the state",
@@ -559,25 +492,15 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
         ]
         assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
         assert not any(tensor.any() for tensor in state.params.values())
-    many = ll.TrainState(params={str(i): torch.zeros(1) for i in range(30)})
-    with pytest.raises(ValueError, match=r"(?s)/params/9 is in the state.*and 27 more"):
-        ckpt.restore(many)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path, asynchronous):
-    ckpt = ll.checkpoint_io(
-        tmp_path, keep_last=1, keep_best=1, monitor="score", mode="min", asynchronous=asynchronous
-    )
-    states = [advanced(unbound(), steps) for steps in (1, 2, 3)]
-    for state, score in zip(states, (0.5, 0.3, 0.4), strict=True):
-        ckpt.save(state.replace(opt_state=None), {"score": score})
-    ckpt.wait()
-    assert here(ckpt) == [2, 3]
-    numbers = sum(tensor.nbytes for tensor in (states[1].params | states[1].buffers).values())
-    assert sum(ckpt.best().parts.values()) == numbers
-    best = ckpt.restore(unbound(1), which="best", weights_only=True)
-    assert same(best, unbound(1).replace(params=states[1].params, buffers=states[1].buffers))
+def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    state = advanced(unbound(), 2)
+    ckpt.save(state.replace(opt_state=None))
+    assert ckpt.latest().parts.keys() == {"params", "buffers"}
+    best = ckpt.restore(unbound(1), weights_only=True)
+    assert same(best, unbound(1).replace(params=state.params, buffers=state.buffers))
     with pytest.raises(ValueError, match=r"/opt_state/state/0\.bias/exp_avg is in the state, and not in"):
         ckpt.restore(unbound())
 
@@ -720,49 +643,59 @@ def test_an_error_in_the_background_surfaces_once_and_saving_continues(tmp_path,
     assert here(ckpt) == [4]
 
 
-@pytest.mark.parametrize(
-    ("end", "outcome"),
-    [("pass", "whole"), ("sys.exit(3)", "whole"), ("raise KeyboardInterrupt", "whole"), ("os._exit(0)", "none")],
-)
-def test_a_process_that_ends_right_after_a_save_leaves_all_of_it_or_nothing(tmp_path, end, outcome):
-    code = f"""
-import os, sys, threading, time, torch, looplib as ll
+ENDS = """
+import contextlib, os, sys, threading, time, torch, looplib as ll
 fsync = os.fsync
-at_end = threading.Event()  # where the process ends without a word, the write is under way for ever
-def slow(*args):
-    at_end.wait()
-    time.sleep(0.1)
-    return fsync(*args)
-os.fsync = slow
-ckpt = ll.checkpoint_io({str(tmp_path)!r}, asynchronous=True)
-ckpt.save(ll.TrainState(step=5, params={{"w": torch.arange(10.0)}}))
-{"at_end.set()" if outcome == "whole" else ""}
-{end}
-"""
-    subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
-    ckpt = ll.checkpoint_io(tmp_path)
-    start = ll.TrainState(params={"w": torch.zeros(10)})
-    assert ckpt.restore(start).step == (5 if outcome == "whole" else 0)
-    ckpt.save(start.replace(step=6))
-    assert not [name for name in names_in(tmp_path) if not name.startswith("step-")]
 
+def run(folder, end):
+    ckpt = ll.checkpoint_io(folder, asynchronous=True)
+    at_end = threading.Event()  # where the process ends without a word, the write is under way for ever
 
-def test_an_error_is_told_at_exit_if_nobody_has_asked_for_it(tmp_path):
-    code = f"""
-import contextlib, os, torch, looplib as ll
-def failing(*args):
-    raise OSError(28, "No space left on device")
-os.fsync = failing
-ckpt = ll.checkpoint_io({str(tmp_path)!r}, asynchronous=True)
-for step in (4, 5):
-    ckpt.save(ll.TrainState(step=step, params={{"w": torch.zeros(1)}}))
-    if step == 4:
+    def slow(*args):
+        at_end.wait()
+        time.sleep(0.1)
+        return fsync(*args)
+
+    def failing(*args):
+        raise OSError(28, "No space left on device")
+
+    os.fsync = failing if end == "full" else slow
+    ckpt.save(ll.TrainState(step=4 if end == "full" else 5, params={"w": torch.arange(10.0)}))
+    if end == "full":
         with contextlib.suppress(OSError):
             ckpt.wait()
+        ckpt.save(ll.TrainState(step=5, params={"w": torch.arange(10.0)}))
+    if end == "killed":
+        os._exit(0)
+    at_end.set()
+    if end == "exit":
+        sys.exit(3)
+    if end == "interrupt":
+        raise KeyboardInterrupt
+
+for end in ("end", "exit", "interrupt", "killed", "full"):
+    os.mkdir(f"{sys.argv[1]}/{end}")
+    if not os.fork():
+        os.dup2(os.open(f"{sys.argv[1]}/{end}.txt", os.O_WRONLY | os.O_CREAT), 2)
+        run(f"{sys.argv[1]}/{end}", end)
+        sys.exit()
+for _ in range(5):
+    os.wait()
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert re.search(r"looplib: the last save failed: .*step-00000005 could not be saved: No space left", out.stderr)
-    assert "step-00000004" not in out.stderr
+
+
+def test_a_process_that_ends_right_after_a_save_leaves_all_of_it_or_nothing(tmp_path):
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, cwd=ROOT)
+    start = ll.TrainState(params={"w": torch.zeros(10)})
+    for end, step in {"end": 5, "exit": 5, "interrupt": 5, "killed": 0, "full": 0}.items():
+        ckpt = ll.checkpoint_io(tmp_path / end)
+        assert ckpt.restore(start).step == step
+        ckpt.save(start.replace(step=6))
+        assert all(name.startswith("step-") for name in names_in(tmp_path / end))
+    # An error is told at exit if nobody has asked for it.
+    told = (tmp_path / "full.txt").read_text()
+    assert re.search(r"looplib: the last save failed: .*step-00000005 could not be saved: No space left", told)
+    assert "step-00000004" not in told
 
 
 # Looking in
@@ -773,15 +706,13 @@ def test_the_table_reads_well(tmp_path):
     assert repr(ckpt.steps()) == "no checkpoints"
     state = ll.TrainState(params={"w": torch.zeros(300)}, opt_state={"m": torch.zeros(250_000)}, epoch=1, batch=3)
     ckpt.save(state.replace(step=500, samples=32_000))
-    ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456, "<b>": 2})
-    lines = repr(ckpt.steps()).splitlines()
-    assert lines[0].split() == [
-        *("step", "epoch", "batch", "samples", "saved", "size", "params", "opt_state", "eval/loss", "<b>")
-    ]
-    when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
-    assert re.fullmatch(rf"  500      1      3    32000  {when}  1 MB  1.2 kB       1 MB +", lines[1])
-    assert re.fullmatch(rf"12000      1      3   768000  {when}  1 MB  1.2 kB       1 MB    0.12346    2", lines[2])
-    assert len({len(line) for line in lines}) == 1
+    ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456})
+    title, first, second = [re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC", "when", line).split()
+                            for line in repr(ckpt.steps()).splitlines()]  # fmt: skip
+    assert " ".join(title) == "step epoch batch samples saved size params opt_state eval/loss"
+    assert " ".join(first) == "500 1 3 32000 when 1 MB 1.2 kB 1 MB"
+    assert " ".join(second) == "12000 1 3 768000 when 1 MB 1.2 kB 1 MB 0.12346"
+    assert len({*map(len, repr(ckpt.steps()).splitlines())}) == 1
     first = ckpt.steps()[0]
     assert first.parts == {"params": 1200, "opt_state": 1_000_000}
     assert first.bytes == (first.path / DATA).stat().st_size

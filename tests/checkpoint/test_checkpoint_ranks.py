@@ -1,24 +1,17 @@
 """Checkpoints of several ranks: whole or not there on all of them, and of n ranks into m, by real processes."""
 
-import builtins
-import contextlib
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
-import warnings
-import zlib
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from files import DATA, MANIFEST, forged
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from files import DATA, MANIFEST, forged_header
 from ranks import launch, run_script
 from torch import nn
 
@@ -468,82 +461,25 @@ def restored(folder):
 
 def test_forged_chunks_are_damage(copy):
     entry = copy / "step-00000003"
-    listed = entry / OWN.replace(".safetensors", ".json")
-    good = json.loads(listed.read_bytes())
-    boxes = [[5, 0], [2, 3]], [[-1, 0], [2, 3]], [[0], [6]], [[0, 0], [2**40, 2**40]], [[0, 0], [3, 3]], [3, 4], []
-    for box in boxes:
-        listed.write_text(json.dumps({**good, PLACE: [0, *box]}))
-        forged(entry, lambda manifest: manifest["files"][OWN].update(chunks=zlib.crc32(listed.read_bytes())))
-        with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=MANIFEST):
+    good = {name: (entry / name).read_bytes() for name in (MANIFEST, OWN)}
+    for box in ([[3, 5], [0, 3]], [[1, 3], [0, 3]], [[0, 3], [0, 2]], [[0, 2]], [[0, 2**40], [0, 2**40]], [2, 3], []):
+        for name, content in good.items():
+            (entry / name).write_bytes(content)
+        forged_header(entry, OWN, lambda header, box=box: header["__metadata__"].update({PLACE: json.dumps(box)}))
+        with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=r"tensors-00000|do not have all of"):
             restored(copy)
 
 
-junk = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63 - 1)
-    | st.sampled_from(["", "float32", "float64", "nn", PLACE, "[]", OWN, "tensors-00001.safetensors"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["value", "x"]), inner),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_junk_among_shards_never_crashes(copy, data):
-    folder = copy / "step-00000003"
-    good = (folder / MANIFEST).read_bytes()
-
-    def change(node):
-        """Put junk at one place, at whatever depth."""
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-        key = data.draw(st.sampled_from(keys))
-        if isinstance(node[key], (dict, list)) and node[key] and data.draw(st.integers(0, 4)):
-            change(node[key])
-        else:
-            node[key] = data.draw(junk)
-
-    forged(folder, change)
-    # Damage, another version, or a state that it does not fit.
-    with warnings.catch_warnings(), contextlib.suppress(ValueError):
-        warnings.simplefilter("ignore")
-        restored(copy)
-    (folder / MANIFEST).write_bytes(good)
-
-
-class Bomb:
-    def __reduce__(self):
-        return exec, ("import builtins; builtins.exploded = True",)
-
-
-@pytest.mark.parametrize("name", [MANIFEST, DATA, "tensors-00002.safetensors", ".metadata"])
-def test_a_hostile_pickle_among_shards_does_not_run(copy, name):
-    path = copy / "step-00000003" / name
-    size = path.stat().st_size if path.exists() else 1000
-    path.write_bytes(pickle.dumps(Bomb()).ljust(size, b"\0")[:size])
-    if name == ".metadata":  # where torch's own would keep a pickle
-        assert restored(copy).step == 3
-    else:
-        with pytest.warns(UserWarning, match=name), pytest.raises(ll.checkpoint.DamagedCheckpointError):
-            ll.checkpoint_io(copy).restore(state_of(net(5)))
-    assert not hasattr(builtins, "exploded")
-
-
-def test_safetensors_reads_the_shards(copy):
+def test_safetensors_reads_the_shards_and_all_their_bytes_are_counted(copy):
     found = ll.checkpoint_io(copy).restore(state_of(net(5)))
     files = sorted((copy / "step-00000003").glob("tensors-*.safetensors"))
     rows = [safetensors.torch.load_file(file).get(PLACE) for file in files]
     assert len(files) == 3  # of five rows the fourth rank has none, nor of any other
     assert torch.equal(torch.cat([row for row in rows if row is not None]), found.params["0.weight"])
-
-
-def test_a_sharded_one_counts_all_its_bytes(copy):
-    path = copy / "step-00000003"
     (about,) = ll.checkpoint_io(copy).steps()
-    assert about.bytes == sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    state = state_of(net(5))
-    assert about.parts["params"] == sum(tensor.nbytes for tensor in state.params.values())
-    assert about.parts["extra"] == sum(tensor.nbytes for tensor in state.extra["ema"].values())
+    assert about.bytes == sum(file.stat().st_size for file in [*files, copy / "step-00000003" / DATA])
+    assert about.parts["params"] == sum(tensor.nbytes for tensor in found.params.values())
+    assert about.parts["extra"] == sum(tensor.nbytes for tensor in found.extra["ema"].values())
 
 
 # SIGKILL
@@ -586,7 +522,7 @@ def rank_of_a_run(rank, number, form, asynchronous):
 
 last = {"sharded": 0, "whole": 0}
 for number in range(rounds):
-    form, asynchronous = ("sharded", "sharded", "whole")[number % 3], number % 2 == 0
+    form, asynchronous = ("sharded", "whole", "sharded")[number % 3], number % 2 == 0
     ranks = []
     for rank in range(world):
         if (process := os.fork()) == 0:
@@ -627,10 +563,10 @@ for form in last:
 """
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.large)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.large)])
 def test_a_killed_rank_takes_the_others_down_and_leaves_whole_ones(tmp_path, rounds):
     (tmp_path / "kill.py").write_text(KILL)
-    command = [sys.executable, str(tmp_path / "kill.py"), str(tmp_path), str(rounds), "3"]
+    command = [sys.executable, str(tmp_path / "kill.py"), str(tmp_path), str(rounds), "2"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )

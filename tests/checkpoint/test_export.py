@@ -105,57 +105,24 @@ def test_the_state_dict_of_a_bound_state_is_the_modules_own():
     assert not any(tensor.requires_grad for tensor in ours.values() if isinstance(tensor, torch.Tensor))
 
 
-def compiled(module):
-    return torch.compile(module)
-
-
-@given(
-    root=st.lists(st.sampled_from([compiled, nn.DataParallel]), unique=True),
-    inner=st.dictionaries(
-        st.sampled_from(["block", "again", "head", "last"]),
-        st.lists(st.sampled_from([compiled, nn.DataParallel, checkpoint_wrapper]), unique=True),
-    ),
-)
-@settings(max_examples=25, deadline=None)
-def test_wrappers_leave_no_trace_in_names(root, inner):
+@pytest.mark.parametrize("root", [[torch.compile, nn.DataParallel], [nn.DataParallel, torch.compile], []])
+def test_wrappers_leave_no_trace_in_names(root):
     plain = net()
     ours = unlike(plain)
     expected = state_dict(plain, ours)
     model = copy.deepcopy(plain)
-    for name, wrappers in inner.items():
-        for wrapper in wrappers:
-            setattr(model, name, wrapper(getattr(model, name)))
+    model.block = checkpoint_wrapper(torch.compile(model.block))
+    model.again = nn.DataParallel(model.again)
+    model.last = checkpoint_wrapper(nn.DataParallel(model.last))
     for wrapper in root:
         model = wrapper(model)
     found = state_dict(model, ours)
     assert equal(found, expected)
     assert set(expected._metadata) <= set(found._metadata)
     plain.load_state_dict(found)
-    for source in (expected, model.state_dict()):
-        loaded = load_state_dict(model, ll.init_state(model), source)
-        reference = ours if source is expected else ll.init_state(model)
-        assert all(
-            torch.equal(tensor, tensors_of(reference)[name])
-            for name, tensor in tensors_of(loaded).items()
-            if name != "mask"
-        )
-
-
-def test_a_spent_state_is_refused(tmp_path):
-    model = nn.Linear(2, 1)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).mean()), optimizer, donate=True)
-    state = ll.init_state(model, optimizer)
-    step(state, torch.ones(1, 2))
-    for call in (
-        lambda: state_dict(model, state),
-        lambda: load_state_dict(model, state, model.state_dict()),
-        lambda: save_safetensors(model, state, tmp_path / "file"),
-        lambda: optimizer_state_dict(model, state, torch.optim.SGD(model.parameters())),
-        lambda: load_optimizer_state_dict(model, state, torch.optim.SGD(model.parameters())),
-    ):
-        with pytest.raises(ll.DonatedStateError):
-            call()
+    for source, reference in ((expected, ours), (model.state_dict(), ll.init_state(model))):
+        loaded, reference = tensors_of(load_state_dict(model, ll.init_state(model), source)), tensors_of(reference)
+        assert all(torch.equal(loaded[name], reference[name]) for name in loaded if name != "mask")
 
 
 # --- load_state_dict ---
@@ -212,29 +179,19 @@ def test_dtypes_strides_and_gradients_are_the_states():
         assert tensor.is_leaf
 
 
-@given(chosen=st.sets(st.sampled_from(sorted(net().state_dict())), min_size=1), strict=st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_exactly_the_chosen_names_are_loaded(chosen, strict):
-    model, other = net(), net(1)
-    other.load_state_dict(state_dict(other, unlike(other)))
-    chosen |= {"last.bias"}
+@pytest.mark.parametrize("strict", [True, False])
+def test_exactly_the_chosen_names_are_loaded(strict):
+    model, other, chosen = net(), net(1), {"last.bias", "head.weight", "again.0.bias", "scale"}
+    other.scale.fill_(3)
     state = ll.init_state(model)
     source = {**other.state_dict(), "block.9.strange": torch.ones(3)}
-    if not strict:
-        source = {key: value for key, value in source.items() if key in chosen}
-        loaded = load_state_dict(model, state, source, strict=False)
-    else:
+    if strict:
         loaded = load_state_dict(model, state, source, names=lambda name: name in chosen)
-    places = {
-        key: name
-        for key, t in model.state_dict(keep_vars=True).items()
-        for name, own in tensors_of(state).items()
-        if t is own
-    }
-    taken = {places[key] for key in chosen if key in places}
+    else:
+        loaded = load_state_dict(model, state, {key: source[key] for key in chosen}, strict=False)
     theirs = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     for name, tensor in tensors_of(loaded).items():
-        if name in taken:
+        if name in {"last.bias", "embed.weight", "block.0.bias", "scale"}:  # the first names of tied ones
             assert torch.equal(tensor, theirs[name])
             assert tensor is not theirs[name]
         else:
@@ -515,7 +472,6 @@ OPTIMIZERS = {
     "NAdam": (torch.optim.NAdam, {"lr": 0.05}, {"momentum_decay": 0.01}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5}, {"centered": True, "momentum": 0.0}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {"weight_decay": 0.1}),
-    "schedule-free": (schedulefree.AdamWScheduleFree, {"lr": 0.05, "warmup_steps": 3}, {"lr": 0.01}),
 }
 
 
@@ -525,11 +481,7 @@ def both(cls, defaults, overrides, model, reverse):
     vectors = [p for p in model.parameters() if p.ndim < 2]
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     groups = [{"params": vectors, **overrides}, {"params": matrices[::-1] if reverse else matrices}]
-    if cls is schedulefree.AdamWScheduleFree:
-        reverse = False
     raw = cls(groups[::-1] if reverse else groups, **defaults, **fused)
-    if hasattr(raw, "train"):
-        raw.train()
     return ll.optimizer(cls, **defaults, groups=[(is_vector, overrides)]), raw
 
 
@@ -591,7 +543,7 @@ def equal_trees(one, other):
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "apply_if_finite"])
-def test_what_is_filled_is_torchs_own_state_dict(wrapped, tmp_path):
+def test_what_is_filled_is_torchs_own_state_dict(wrapped):
     model, reference = mlp(), mlp()
     optimizer, raw = both(*OPTIMIZERS["AdamW"], reference, True)
     raw_steps(reference, raw, 0, 3)
@@ -601,11 +553,9 @@ def test_what_is_filled_is_torchs_own_state_dict(wrapped, tmp_path):
     _, empty = both(*OPTIMIZERS["AdamW"], model, True)
     filled = optimizer_state_dict(nn.DataParallel(model), state, empty)
     assert empty.state_dict()["state"] == {}
-    assert filled["param_groups"] == raw.state_dict()["param_groups"]
     assert list(filled["state"]) == list(raw.state_dict()["state"])
-    assert equal_trees(filled["state"], raw.state_dict()["state"])
-    torch.save(filled, tmp_path / "optimizer.pt")
-    empty.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert equal_trees(filled, raw.state_dict())
+    empty.load_state_dict(filled)
     fresh = ll.init_state(model, optimizer).replace(step=3)
     assert equal_trees(load_optimizer_state_dict(model, fresh, empty).opt_state, state.opt_state)
 
@@ -636,6 +586,30 @@ def test_a_parameter_that_never_had_a_gradient_keeps_what_the_state_has():
     assert torch.equal(kept["used.weight"]["exp_avg"], raw.state[model["used"].weight]["exp_avg"])
     assert kept["unused.weight"]["step"].item() == 0
     assert not kept["unused.weight"]["exp_avg"].any()
+
+
+class Late(torch.optim.Optimizer):
+    """Momentum that begins with a parameter's own first gradient."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = p.grad.clone()
+                p.sub_(self.state[p]["momentum"].mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+def test_a_parameter_without_an_update_has_no_entry_where_the_class_makes_it_in_the_first():
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    optimizer = ll.optimizer(Late, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model["used"](x).sum(), allow_unused=True)
+    step = ll.make_train_step(grad_fn, optimizer)
+    state, _ = step(ll.init_state(model, optimizer), torch.ones(1, 2))
+    assert optimizer_state_dict(model, state, Late(model.parameters(), lr=0.1))["state"].keys() == {0, 1}
 
 
 def test_optimizers_that_do_not_match_are_refused():
@@ -679,8 +653,4 @@ def test_optimizers_that_do_not_match_are_refused():
         load_optimizer_state_dict(model, ll.init_state(model, momentum), sgd)
 
     free = ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.05, groups=[(is_vector, {"lr": 0.01})])
-    refused(
-        "AdamWScheduleFree has 1 groups, and the state's optimizer 2",
-        schedulefree.AdamWScheduleFree(params),
-        ll.init_state(model, free),
-    )
+    refused("keeps values in its groups", schedulefree.AdamWScheduleFree(params), ll.init_state(model, free))

@@ -13,12 +13,13 @@ import re
 import time
 import tracemalloc
 import warnings
+import zlib
 
 import pytest
 import safetensors
 import safetensors.torch
 import torch
-from files import DATA, MANIFEST, forged
+from files import DATA, MANIFEST, forged, forged_header
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ DTYPES = sorted(
 )
 pytree = torch.utils._pytree
 numbers = itertools.count()
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def save(folder, tree):
@@ -86,7 +87,7 @@ def test_what_cannot_be_kept_is_refused_with_its_path(tmp_path):
         warnings.simplefilter("ignore")  # torch's, that these are deprecated
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     for leaf, words in [
-        (quantized, "quantized tensor"),
+        (quantized, "qint8"),
         (torch.ones(2, 2).to_sparse(), r"torch\.sparse_coo"),
         (torch.ones(2, device="meta"), "meta"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
@@ -138,7 +139,7 @@ def addresses(tensor):
     return [tensor.data_ptr() + sum(map(operator.mul, index, steps)) for index in indices]
 
 
-@settings(few, max_examples=100)
+@settings(few, max_examples=50)
 @given(views(), st.booleans())
 def test_ties_come_back_as_ties_and_other_overlaps_are_refused_by_name(tmp_path, tree, asynchronous):
     layouts = {name: (t.shape, t.stride() if t.numel() > 1 else (), addresses(t)) for name, t in tree.items()}
@@ -238,28 +239,17 @@ def test_any_flipped_bit_and_any_cut_is_found_or_harmless(tmp_path):
         folder = tmp_path / name
         path = save(folder, tree_of_all()) / name
         expected, good, harmless = read(folder), path.read_bytes(), []
-        for at in range(len(good)):
+        for at in [*range(0, len(good), 5), len(good) - 1]:
             path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
             with warnings.catch_warnings(), contextlib.suppress(DAMAGED):
                 warnings.simplefilter("ignore")
                 assert read(folder) == expected
                 harmless.append(at)
         assert {*harmless} <= ({len(good) - 1} if name == MANIFEST else set())  # the line's end
-        for at in [*range(0, len(good) - 1, 97), len(good) - 2]:
+        for at in [*range(0, len(good) - 1, 397), len(good) - 2]:
             for changed in (good[:at], good[:at] + good[at + 1 :], good + good[at:]):
                 path.write_bytes(changed)
                 refused(folder, name)
-
-
-def test_what_a_restore_does_not_need_is_not_read(tmp_path):
-    state = ll.TrainState(params={"w": torch.zeros(3)}, extra=torch.zeros(5, dtype=torch.int8))
-    path = ll.checkpoint_io(tmp_path).save(state) / DATA
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DAMAGED, match=f"{DATA}.*/extra"):
-        ll.checkpoint_io(tmp_path).restore(state, 0)
-    assert ll.checkpoint_io(tmp_path).restore(state, weights_only=True).step == 0
 
 
 class Bomb:
@@ -326,7 +316,7 @@ junk = st.recursive(
 )
 
 
-@settings(few, max_examples=300)
+@settings(few, max_examples=100)
 @given(data=st.data())
 def test_a_forged_checkpoint_gives_damage_or_what_it_says_and_never_a_crash(tmp_path, data):
     """Junk at one place of the manifest, at whatever depth."""
@@ -365,26 +355,54 @@ def test_a_forged_manifest_is_damage_and_costs_neither_time_nor_memory(tmp_path)
     path = save(tmp_path, tree_of_all())
     good = (path / MANIFEST).read_bytes()
     shapes = (["x", 5 * 10**9], HUGE, [2**62] * 10**5, [3.0, 4.0], 3, None, [2, 4])
-    chunks = ([0, [0, 0], [2, 4]], [0, [1, 0], [3, 4]], [0, [0, -1], [3, 4]], [0, [0], [12]], [0, 3], [0], [], 3)
     for change in (
         *(of("tensors", "/extra/w", shape=shape) for shape in shapes),
         *(of("tensors", "/extra/w", dtype=dtype) for dtype in ("float128", "load", "qint8", "int16", 3)),
         *(of("tensors", **{"/extra/w": entry}) for entry in (3, {})),
-        *(of("files", DATA, "chunks", **{"/extra/w": chunk}) for chunk in chunks),
-        of("files", DATA, "chunks", **{"/extra/other": [0]}),
-        lambda manifest: manifest["files"][DATA]["chunks"].pop("/extra/w"),
         *(of("files", DATA, bytes=size) for size in (-1, 2**40, "x")),
-        *(of("files", DATA, start=start) for start in (-64, 7, 2**40, "x", None)),
-        of("files", **{"../../secret": {"bytes": 7, "start": 7, "crc32": 0, "chunks": {}}}),
+        *(of("files", DATA, crc32=checksum) for checksum in (0, "x", None)),
+        of("files", **{"../../secret": {"bytes": 7, "crc32": 0}}),
         of(files={}),
         of("ties", **{"/extra/w": "/nowhere"}),
         *(of("counts", **{name: -1}) for name in COUNTS),
         *(of("counts", **change) for change in ({"seed": "x"}, {"seed": None}, {"step": 1.5}, {"more": 1})),
         of(counts=[]),
         of(metrics={"x": "much"}),
-        *(of(left_out=left) for left in (3, {}, [])),
+        *(of(left_out=left) for left in (3, [])),
         lambda manifest: manifest.pop("created"),
     ):
         (path / MANIFEST).write_bytes(good)
         forged(path, change)
         refused(tmp_path)
+
+
+def test_a_forged_header_is_damage_and_costs_neither_time_nor_memory(tmp_path):
+    path = save(tmp_path, tree_of_all())
+    good = {name: (path / name).read_bytes() for name in (MANIFEST, DATA)}
+    entry = {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}
+    boxes = ([[0, 2], [0, 4]], [[1, 4], [0, 4]], [[0, 3], [-1, 4]], [[0, 12]], [[0, 3, 1], [0, 4]], [3, 4], [], {}, 3)
+    boxes += ([[0, 2**40], [0, 2**40]], [[3, 0], [4, 0]], HUGE)
+    for change in (
+        *(of(**{"__metadata__": {"/extra/w": json.dumps(box)}}) for box in boxes),
+        *(of(**{"__metadata__": boxes}) for boxes in ({"/extra/w": "{"}, {"/extra/w": 3}, [], "/extra/w")),
+        *(of("/extra/w", data_offsets=offsets) for offsets in ([8, 56], [-48, 0], [0, 2**40], [0], 3, None)),
+        *(of(**{"/extra/w": junk}) for junk in (3, {}, [])),
+        of(**{"/extra/other": entry}),
+        lambda header: header.pop("/extra/w"),
+        lambda header: dict(reversed(header.items())),
+        lambda header: [3],
+        lambda header: {"/extra/w": entry},
+    ):
+        for name, content in good.items():
+            (path / name).write_bytes(content)
+        forged_header(path, DATA, change)
+        refused(tmp_path)
+    for length in (0, 7, 2**40, 2**63):
+        (path / DATA).write_bytes(length.to_bytes(8, "little") + good[DATA][8:])
+        forged(path, of("files", DATA, crc32=zlib.crc32((path / DATA).read_bytes()), bytes=len(good[DATA])))
+        refused(tmp_path)
+    # A file that is longer than its tensors is not read to its end.
+    (path / DATA).write_bytes(good[DATA])
+    os.truncate(path / DATA, 2**40)
+    forged(path, of("files", DATA, bytes=2**40))
+    refused(tmp_path)

@@ -64,11 +64,12 @@ def logits(model, batch=BATCH):
     return model.eval()(**batch).logits
 
 
-def test_a_run_stopped_within_an_epoch_resumes_from_its_adapter_with_the_bits_of_one_that_was_not(tmp_path):
-    expected = trained(*started(adapted("default")), until=7)
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["adapter", "and a module"])
+def test_a_run_stopped_within_an_epoch_resumes_from_its_adapter_with_the_bits_of_one_that_was_not(tmp_path, options):
+    expected = trained(*started(adapted("default", **options)), until=7)
     ckpt = ll.checkpoint_io(tmp_path, select=trainable)
-    ckpt.save(trained(*started(adapted("default")), until=4))
-    step, state = started(adapted("default"))
+    ckpt.save(trained(*started(adapted("default", **options)), until=4))
+    step, state = started(adapted("default", **options))
     with torch.no_grad():
         for name in [name for name, tensor in state.params.items() if tensor.requires_grad]:
             state.params[name].normal_()  # whatever the adapter began with
@@ -125,8 +126,7 @@ def test_the_merged_model_gives_the_outputs_of_the_adapted_one(tmp_path):
         trained(step, state, until=6)
 
 
-@pytest.mark.parametrize("select", [lambda name, tensor: "lora_" in name, trainable], ids=["both", "one"])
-def test_one_adapter_is_trained_after_the_other_and_the_second_run_resumes(tmp_path, select):
+def test_one_adapter_is_trained_after_the_other_and_the_second_run_resumes(tmp_path):
     def begun():
         """The first adapter as its own run left it, and a step and a state for the second."""
         model = adapted("first", "second")
@@ -142,7 +142,7 @@ def test_one_adapter_is_trained_after_the_other_and_the_second_run_resumes(tmp_p
     model.train().set_adapter("second")
     kept = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if ".first." in name}
     step, state = started(model)
-    second = ll.checkpoint_io(tmp_path / "second", select=select)
+    second = ll.checkpoint_io(tmp_path / "second", select=trainable)
     state = trained(step, state, until=4)
     second.save(state)
     expected = trained(step, state, until=6)
@@ -150,29 +150,15 @@ def test_one_adapter_is_trained_after_the_other_and_the_second_run_resumes(tmp_p
 
     other, step, state = begun()
     assert equal(trained(step, second.restore(state), until=6).params, expected.params)
-    two = logits(other)
-    assert torch.equal(two, logits(model))
+    assert torch.equal(logits(other), logits(model))
     other.set_adapter("first")
     assert torch.equal(logits(other), one)
-    assert not torch.equal(one, two)
-
-    ll.checkpoint.save_pretrained(other, ll.init_state(other), tmp_path / "folders")
-    loaded = peft.PeftModel.from_pretrained(base_model(), tmp_path / "folders/first", adapter_name="first")
-    loaded.load_adapter(tmp_path / "folders/second", adapter_name="second")
-    for name, expected_logits in (("first", one), ("second", two)):
-        loaded.set_adapter(name)
-        assert torch.equal(logits(loaded), expected_logits)
-
     # With a first adapter that has not been trained, the checkpoint of the second alone is refused.
     model = adapted("first", "second")
     model.set_adapter("second")
     _, state = started(model)
-    if select is trainable:
-        with pytest.raises(ValueError, match="load the weights that the run began with"):
-            second.restore(state)
-    else:
-        params = second.restore(state).params
-        assert equal({name: params[name] for name in kept}, kept)
+    with pytest.raises(ValueError, match=r"others: .*\.first\..*load the base model"):
+        second.restore(state)
 
 
 def test_a_base_model_that_merging_has_rounded_is_named(tmp_path):
@@ -184,17 +170,7 @@ def test_a_base_model_that_merging_has_rounded_is_named(tmp_path):
     model.merge_adapter()  # writes through .data, which torch does not count
     model.unmerge_adapter()
     state = trained(step, state, until=3)
-    with pytest.warns(UserWarning, match=r"parameters that select leaves out have changed.*copy\.deepcopy"):
-        ckpt.save(state)
-    with pytest.raises(ValueError, match="load the weights that the run began with"):
+    ckpt.save(state)
+    with pytest.raises(ValueError, match=r"load the base model.*copy\.deepcopy"):
         ckpt.restore(started(adapted("default"))[1])
     assert ckpt.restore(started(adapted("default"))[1], 2).step == 2
-
-
-def test_modules_trained_in_full_beside_an_adapter_are_in_its_checkpoint(tmp_path):
-    options = {"modules_to_save": ["lm_head"]}
-    expected = trained(*started(adapted("default", **options)), until=4)
-    ckpt = ll.checkpoint_io(tmp_path, select=trainable)
-    ckpt.save(trained(*started(adapted("default", **options)), until=2))
-    step, state = started(adapted("default", **options))
-    assert equal(trained(step, ckpt.restore(state), until=4).params, expected.params)

@@ -111,52 +111,40 @@ def test_parameters_that_are_views_of_one_memory(tmp_path, overlap):
 # Epochs of a different length
 
 
-def states_of_a_run(batch_size, samples=12, epochs=2):
-    """Every state of a run over this many samples."""
-    model = net()
-    loader = ll.make_loader(torch.randn(samples, 3), batch_size=batch_size)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
-    states = [ll.init_state(model, adamw, epoch_length=len(loader))]
-    while states[-1].epoch < epochs:
-        for batch in loader(states[-1]):
-            states.append(step(states[-1], batch)[0])
-    return states
+@pytest.mark.filterwarnings("ignore:.*other settings")
+@pytest.mark.parametrize("describe", [False, True])
+def test_within_an_epoch_the_message_names_two_ways_that_keep_everything(tmp_path, describe):
+    def run(batch_size, state, until, seen):
+        loader = ll.make_loader(torch.arange(24.0), batch_size=batch_size, seed=5)
+        step = ll.make_train_step(ll.make_grad_fn(net(), lambda m, x: m(x[:, None] * torch.ones(3)).sum()), adamw)
+        while state.samples < until:
+            for batch in loader(state):
+                seen += batch.tolist()
+                state, _ = step(state, batch)
+                if state.samples >= until:
+                    break
+        return state
 
-
-@pytest.mark.filterwarnings("ignore:.*epoch_length")
-@pytest.mark.parametrize(("batch_size", "samples"), [(3, 12), (6, 12), (4, 40)])
-def test_another_batch_size_or_more_data_from_the_end_of_an_epoch(tmp_path, batch_size, samples):
-    saved = states_of_a_run(batch_size=4)[3]
-    assert (saved.epoch, saved.batch) == (1, 0)
-    ll.checkpoint_io(tmp_path).save(saved)
-    model = net(1)
-    loader = ll.make_loader(torch.randn(samples, 3), batch_size=batch_size)
-    state = ll.checkpoint_io(tmp_path).restore(ll.init_state(model, adamw, epoch_length=len(loader)))
-    assert (state.step, state.epoch, state.batch, state.samples) == (3, 1, 0, 12)
-    assert state.epoch_length == len(loader)
-    assert equal(values(state.params), values(saved.params))
-    moments = [each.opt_state["state"]["0.weight"]["exp_avg"] for each in (state, saved)]
-    assert torch.equal(*moments)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
-    with pytest.warns(UserWarning, match="loader (batch_size was 4|samples was 12), is"):
-        rest = loader(state)
-    for batch in rest:
-        state, _ = step(state, batch)
-    assert (state.epoch, state.batch, state.samples) == (2, 0, 12 + samples)
-
-
-def test_within_an_epoch_the_message_names_a_way_that_keeps_everything(tmp_path):
-    saved = states_of_a_run(batch_size=4)[4]
-    assert (saved.epoch, saved.batch) == (1, 1)
-    ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(saved)
-    state = ll.init_state(net(1), adamw, epoch_length=7)
-    with pytest.raises(ValueError, match="stands within an epoch, after batch 1") as error:
-        ckpt.restore(state)
-    advice = re.search(r"state = (ckpt\.restore\(.*\)\.replace\(.*\))", str(error.value))[1]
-    state = eval(advice, {"ckpt": ckpt, "state": state})
-    assert (state.step, state.epoch, state.batch, state.epoch_length) == (4, 2, 0, 7)
-    assert equal(values(state.params), values(saved.params))
-    assert torch.equal(
-        state.opt_state["state"]["0.weight"]["exp_avg"], saved.opt_state["state"]["0.weight"]["exp_avg"]
-    )
+    seen = []
+    loaders = {size: ll.make_loader(torch.arange(24.0), batch_size=size, seed=5) for size in (4, 8)}
+    ckpts = [ll.checkpoint_io(tmp_path, describe={"loader": loaders[n]} if describe else None) for n in (4, 8)]
+    saved = run(4, ll.init_state(net(), adamw, epoch_length=6), 40, seen)
+    assert (saved.epoch, saved.batch) == (1, 4)
+    ckpts[0].save(saved)
+    names = {"ckpt": ckpts[1], "state": ll.init_state(net(1), adamw, epoch_length=3), "loader": loaders[8]}
+    with pytest.raises(ValueError, match="stands within an epoch, after batch 4") as error:
+        ckpts[1].restore(names["state"])
+    resumed, skipped = re.findall(r"state = (\w.*?\))(?:\.|$)(?: To|$)", str(error.value))
+    skipped = eval(skipped, names)
+    assert (skipped.step, skipped.epoch, skipped.batch, skipped.epoch_length) == (10, 2, 0, 3)
+    names["state"] = ll.init_state(net(1), adamw, epoch_length=3)
+    resumed = eval(resumed, names)
+    for state in (resumed, skipped):
+        assert equal(values(state.params), values(saved.params))
+        assert torch.equal(*[each.opt_state["state"]["0.weight"]["exp_avg"] for each in (state, saved)])
+    assert (resumed.step, resumed.epoch, resumed.batch, resumed.epoch_length) == (10, 1, 2, 3)
+    # Each sample of the epoch is seen once, in the order of a run that was not stopped.
+    after = run(8, resumed, 48, seen)
+    assert (after.epoch, after.batch, after.samples, after.step) == (2, 0, 48, 11)
+    (order,) = ll.make_loader(torch.arange(24.0), batch_size=24, seed=5)(ll.TrainState(epoch=1, epoch_length=1))
+    assert seen[24:] == order.tolist()

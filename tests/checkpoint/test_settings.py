@@ -1,13 +1,11 @@
 """A run that continues with other settings than it began with says so by name."""
 
 import argparse
-import copy
 import dataclasses
 import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from files import manifest_of
 from torch import nn
 
 import looplib as ll
-from looplib.types import TREES
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,31 +66,11 @@ def test_a_changed_hyperparameter_is_named_though_nobody_described_it(tmp_path):
     [
         (adamw, lambda: ll.optimizer(torch.optim.Adam, lr=0.1), "class was torch.optim.adamw.AdamW, is torch.optim.adam.Adam"),
         (
-            lambda: adamw(lr=ll.warmup_cosine(0.1, warmup=3, total=10)),
-            lambda: adamw(lr=ll.warmup_cosine(0.1, warmup=3, total=20)),
-            "lr total was 10, is 20",
-        ),
-        (
             lambda: adamw(lr=lambda step: 0.1 * step),
             lambda: adamw(lr=lambda step: 0.2 * step),
             "lr was lambda step: ... (0.1), is lambda step: ... (0.2)",
         ),
-        (
-            lambda: ll.ema(adamw(), decay=0.9),
-            lambda: ll.ema(adamw(), decay=0.99),
-            "ema decay was 0.9, is 0.99",
-        ),
-        (
-            lambda: ll.optim.apply_if_finite(adamw(), max_consecutive=3),
-            lambda: ll.optim.apply_if_finite(adamw(), max_consecutive=4),
-            "apply_if_finite max_consecutive was 3, is 4",
-        ),
         (lambda: ll.ema(adamw(), decay=0.9), lambda: ll.ema(adamw(lr=0.5), decay=0.9), "lr was 0.1, is 0.5"),
-        (
-            lambda: adamw(groups=[(lambda name, tensor: tensor.ndim == 1, {"weight_decay": 0.0})]),
-            lambda: adamw(groups=[(lambda name, tensor: tensor.ndim == 1, {"weight_decay": 0.1})]),
-            "group 0 weight_decay was 0.0, is 0.1",
-        ),
         (
             lambda: ll.optim.partition({"a": adamw(), "b": adamw()}, lambda name, tensor: "ab"[tensor.ndim == 1]),
             lambda: ll.optim.partition({"a": adamw(), "b": adamw(lr=0.3)}, lambda name, tensor: "ab"[tensor.ndim == 1]),
@@ -134,33 +111,17 @@ def grad_fn():
     return ll.make_grad_fn(nn.Linear(3, 2), lambda model, x: model(x).square().mean())
 
 
-def stepped(state, donate=False, wrapper=lambda step: step, optimizer=None):
-    step = wrapper(ll.make_train_step(grad_fn(), optimizer or adamw(), donate=donate))
+def stepped(state, donate=False):
+    step = ll.make_train_step(grad_fn(), adamw(), donate=donate)
     return step(state, torch.ones(4, 3))[0]
 
 
-def after_a_restore(state):
-    with tempfile.TemporaryDirectory() as folder:
-        ll.checkpoint_io(folder).save(state)
-        return ll.checkpoint_io(folder).restore(ll.TrainState(**{name: getattr(started(), name) for name in TREES}))
-
-
-def stacked(state):
-    return ll.transforms.stack_states([state, state])
-
-
 PATHS = {
-    "replace": lambda state: state.replace(step=1, extra={"note": 1}, opt_state=state.opt_state),
-    "end_epoch": ll.end_epoch,
-    "pure step": stepped,
     "donated steps": lambda state: stepped(stepped(state, donate=True), donate=True),
-    "copy_state": ll.copy_state,
+    "replace": lambda state: state.replace(step=1, extra={"note": 1}, opt_state=state.opt_state),
     "bind": lambda state: ll.bind(nn.Linear(3, 2), state),
-    "cast": lambda state: ll.state.cast(state, torch.float64),
-    "stack": stacked,
-    "deepcopy": copy.deepcopy,
+    "stack": lambda state: ll.transforms.stack_states([state, state]),
     "pickle": lambda state: pickle.loads(pickle.dumps(state)),
-    "restore into a state made by hand": after_a_restore,
 }
 
 
@@ -183,13 +144,13 @@ ll.checkpoint_io(sys.argv[1], describe={"names": {"a", "b", "c"}, "clip": len}).
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_settings_of_another_process_equal_those_of_this_one(tmp_path):
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS, str(tmp_path / seed)], check=True, env=environment
-        )
-    one, other = (manifest_of(tmp_path / seed / "step-00000000")["made_with"] for seed in ("1", "2"))
+def test_the_settings_of_another_process_equal_those_of_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "here")])
+    exec(OTHER_PROCESS, {})
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    command = [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS, str(tmp_path / "there")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+    one, other = (manifest_of(tmp_path / place / "step-00000000")["made_with"] for place in ("here", "there"))
     assert one == other
     assert one.keys() == {"optimizer", "loaders", "names", "clip"}
 
@@ -318,35 +279,3 @@ def test_weights_alone_are_taken_without_a_word(tmp_path):
     ll.checkpoint_io(tmp_path).save(started())
     ckpt = ll.checkpoint_io(tmp_path)
     assert warned(lambda: ckpt.restore(started(adamw(lr=0.5)), weights_only=True)) == []
-
-
-@pytest.mark.parametrize("batch_size", [2, 8])
-def test_a_run_continues_within_an_epoch_with_another_batch_size(tmp_path, batch_size):
-    """Each sample of the epoch is seen once, and the run ends where its counts say."""
-
-    def script(batch_size, until):
-        loader = ll.make_loader(torch.arange(24.0), batch_size=batch_size, seed=5)
-        ckpt = ll.checkpoint_io(tmp_path, describe={"loader": loader})
-        torch.manual_seed(0)
-        model = nn.Linear(1, 1)
-        step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x[:, None]).square().mean()), adamw(lr=1e-4))
-        state = ckpt.restore(ll.init_state(model, adamw(lr=1e-4), epoch_length=len(loader)))
-        seen = []
-        while state.samples < until:
-            for batch in loader(state):
-                seen += batch.tolist()
-                state, _ = step(state, batch)
-                if state.samples >= until:
-                    break
-        ckpt.save(state)
-        return state, seen
-
-    before, first = script(4, 24 + 16)
-    assert (before.epoch, before.batch) == (1, 4)
-    with pytest.warns(UserWarning, match=f"loader batch_size was 4, is {batch_size}; epoch_length was 6, is"):
-        after, rest = script(batch_size, 48)
-    assert sorted(first[24:] + rest) == [*range(24)]
-    assert (after.epoch, after.batch, after.samples, after.step) == (2, 0, 48, 10 + 8 // batch_size)
-    whole = ll.make_loader(torch.arange(24.0), batch_size=24, seed=5)
-    (order,) = whole(ll.TrainState(epoch=1, epoch_length=1))
-    assert first[24:] + rest == order.tolist()

@@ -1,22 +1,26 @@
-"""`state_dict`: weights of a state in the form of plain torch, and back."""
+"""`state_dict`: weights of a state in the form of plain torch, and back from a mapping or a file."""
 
 from __future__ import annotations
 
+import functools
 import os
+import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import subset
+from looplib._core.misuse import export
 from looplib._core.trees import map_tensors
-from looplib.checkpoint.interop._files import read_state_dict
-from looplib.checkpoint.interop._names import check_state, cleaner, lend, state_names
 from looplib.checkpoint.interop._whole import copied_like, same_values, shape_of, whole
 from looplib.types import TrainState
+
+R = TypeVar("R")
 
 
 def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -200,3 +204,80 @@ def _hint(unexpected: list[str], chosen: Mapping[str, Any], name_of: Mapping[str
     if all(key.startswith(prefix) and key.removeprefix(prefix) in name_of for key in unexpected):
         return f' (they fit without "{prefix}": give {{name.removeprefix("{prefix}"): ... for each}})'
     return ""
+
+
+# Names of tensors: those of a module's `state_dict` and those of a state
+
+
+def check_state(model: nn.Module, state: TrainState) -> None:
+    """Raise ValueError for a state of a different module."""
+    slots = _modules.members(model)
+    _modules.check_names("parameters", state.params, slots.params, model)
+    _modules.check_names("buffers", state.buffers, slots.buffers, model)
+
+
+def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
+    """Call `body()` while the module holds the state's values."""
+    check_state(model, state)
+    return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
+
+
+def cleaner(model: nn.Module) -> Callable[[str], str]:
+    """Make a function that removes what wrappers add to the names in a module's `state_dict`."""
+    modules = model.named_modules(remove_duplicate=False)
+    parallel = [_parts_of(path) for path, module in modules if _modules.is_parallel(module)]
+
+    def cleaned(key: str) -> str:
+        parts = _parts_of(key)
+        return ".".join(part for i, part in enumerate(parts) if part != "module" or parts[:i] not in parallel)
+
+    return cleaned
+
+
+def _parts_of(path: str) -> list[str]:
+    return [part for part in path.split(".") if part not in ("", *_modules.TRANSPARENT)]
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Map each name in the module's `state_dict` to the tensor's name in a state."""
+    clean = cleaner(model)
+    names = {
+        id(tensor): name for slots in _modules.members(model) for name, tensor in _modules.tensors(slots).items()
+    }
+    with export(model):
+        entries = model.state_dict(keep_vars=True)
+    return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}
+
+
+# Weight files: safetensors, and `torch.save` without executing anything
+
+
+def safetensors_package() -> Any:
+    """Import safetensors, or raise an ImportError that says how to install it."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors files need the package: pip install safetensors") from error
+    return safetensors
+
+
+def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Names and tensors of a safetensors or `torch.save` file."""
+    with open(path, "rb") as file:
+        head = file.read(9)
+    load: Callable[..., Any]
+    if head[8:] == b"{":  # safetensors starts with the length of a JSON header, then the header
+        load = safetensors_package().torch.load_file
+    else:
+        mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+        load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=mapped)
+    try:
+        content = load(path)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises errors of many types for a damaged file
+        raise ValueError(
+            f"{os.fspath(path)} is damaged, or holds more than tensors and plain values, and was not loaded"
+        ) from error
+    check(isinstance(content, Mapping), f"{os.fspath(path)} holds a {type(content).__name__}, not a state_dict")
+    return content  # type: ignore[no-any-return]

@@ -1,16 +1,62 @@
-"""Retention policy: which checkpoints are kept, and which one is the best."""
+"""Checkpoint descriptions: the record of one, a table of several, and the policy that says which are kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from looplib._core.checks import check, check_optional_count, warn
 from looplib._core.directions import mode_of
+from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
-from looplib.checkpoint._describe import Checkpoint
+from looplib.checkpoint._directory import in_words
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Description of one checkpoint, from its manifest.
+
+    Attributes:
+        path: the checkpoint's directory.
+        step, epoch, batch, samples: the state's counts.
+        metrics: the metrics passed to `save`.
+        bytes: size of the tensor files, in bytes.
+        parts: bytes of the tensors in params, buffers, opt_state and extra, if there are any.
+        created: time of the save, in UTC.
+    """
+
+    path: Path
+    step: int
+    epoch: int
+    batch: int
+    samples: int
+    metrics: dict[str, float]
+    bytes: int
+    parts: dict[str, int]
+    created: str
+
+
+class Checkpoints(list[Checkpoint]):
+    """List of the checkpoints in a directory, oldest first, which prints as a table."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no checkpoints"
+        parts = dict.fromkeys(chain.from_iterable(checkpoint.parts for checkpoint in self), "")
+        names = dict.fromkeys(chain.from_iterable(checkpoint.metrics for checkpoint in self), "")
+        rows = [["step", "epoch", "batch", "samples", "saved", "size", *parts, *names]]
+        for checkpoint in self:
+            counts = checkpoint.step, checkpoint.epoch, checkpoint.batch, checkpoint.samples
+            saved = checkpoint.created.replace("T", " ").replace("Z", " UTC")
+            sizes = parts | mapped(in_words, checkpoint.parts)
+            scores = names | mapped("{:.5g}".format, checkpoint.metrics)
+            size = in_words(checkpoint.bytes)
+            rows.append([*map(str, counts), saved, size, *sizes.values(), *scores.values()])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +101,11 @@ class Policy:
         self.check_monitors()
         return next(iter(self.ranked(checkpoints)), None)
 
-    def dropped(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
-        """Paths of the checkpoints to delete, given a list ordered oldest first."""
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> set[Path]:
+        """Paths of the checkpoints to keep, given a list ordered oldest first."""
         best = self.ranked(checkpoints)[: max(self.keep_best, 1)]
         latest = checkpoints[-(self.keep_last or len(checkpoints)) :]
-        kept = {checkpoint.path for checkpoint in (*best, *latest)}
-        return [
-            checkpoint.path
-            for checkpoint in checkpoints
-            if checkpoint.path not in kept and not self._asks_for(checkpoint)
-        ]
+        return {each.path for each in (*best, *latest, *filter(self._asks_for, checkpoints))}
 
     def _asks_for(self, checkpoint: Checkpoint) -> bool:
         every = self.keep_every is not None and checkpoint.step % self.keep_every == 0
