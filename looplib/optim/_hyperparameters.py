@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.trees import map_leaves
 from looplib.optim._recipe import Recipe, value_at
-from looplib.optim._wrong_state import of_another
+from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, TrainState
 
 
@@ -49,6 +49,19 @@ class injected:
 
     def __call__(self, step: int) -> float:
         return self.value
+
+
+def values_to_inject(moving: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The injected among a group's moving hyperparameters, as they are kept in the state."""
+    for key, value in moving.items():
+        check(
+            callable(value) or injected not in map(type, value),
+            f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a number or a "
+            "schedule there",
+            TypeError,
+        )
+    values = {key: value.value for key, value in moving.items() if isinstance(value, injected)}
+    return {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
 
 
 def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -> dict[str, float]:

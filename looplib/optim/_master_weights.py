@@ -11,7 +11,7 @@ from torch import Tensor
 from looplib._core.checks import check
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.updates import updated
-from looplib.optim._optimizer import Updated, wrap
+from looplib.optim._wrap import Updated, wrap
 from looplib.types import Grads, Optimizer, Params
 
 

@@ -14,9 +14,8 @@ from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib._core.tracing import on_host
 from looplib._core.updates import Decision, any_of, decided, flags_of, leaves_of, update_where, updated
-from looplib.optim._optimizer import Updated, update_within, wrap
 from looplib.optim._recipe import chosen_by_kind
-from looplib.optim._wrong_state import name_of, wrong_state
+from looplib.optim._wrap import Updated, name_of, update_within, wrap, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 

@@ -21,7 +21,7 @@ from looplib._core.tracing import tracing
 from looplib._core.updates import Decision
 from looplib._core.widening import stacked
 from looplib._objective import value_over_ranks
-from looplib.optim._optimizer import kept_by_wrappers, wrap, zero_count
+from looplib.optim._wrap import kept_by_wrappers, wrap, zero_count
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 

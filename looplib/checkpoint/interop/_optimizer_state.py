@@ -20,7 +20,7 @@ from looplib._core.mappings import pick
 from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._names import check_state
 from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
-from looplib.optim._first_state import kept_by_class
+from looplib.optim._update import kept_by_class
 from looplib.types import TrainState
 
 
