@@ -49,8 +49,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a
     parameter, such as GaLore's `projector`, the object's attributes are stored as a dict.
 
-    A class whose `step` needs a closure (LBFGS) evaluates the loss several times per update, with a function that the
-    train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
+    A class whose `step` has a `closure` without a default (LBFGS) evaluates the loss several times per update, with a
+    function that the train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
     BatchNorm's statistics are those of the first evaluation. LBFGS's history is allocated in full, `history_size`
     times twice the size of the parameters.
 
@@ -64,7 +64,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
-            and that are dense and share their strides, and torch's default otherwise. `repr(optimizer)` says which.
+            and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
+            `repr(optimizer)` says which.
             SGD with momentum and `foreach=True` in half precision may differ from torch by a rounding in an update in
             which a further parameter gets its first gradient.
             So may SGD with momentum, but without dampening, for sparse gradients that contain an index twice: its
@@ -75,7 +76,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             third-party class, almost spelled like a known one. From `init`: the class keeps state outside `state` and
             `param_groups`, in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps
             more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. To
-            detect this, a few steps on the smallest parameters are compared with a raw loop.
+            detect this, three steps on the smallest parameters are compared with a raw loop, so a class is not refused
+            for what has no effect in these.
         ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
             depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`

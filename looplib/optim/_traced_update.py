@@ -113,9 +113,7 @@ def _lent(
 
 
 def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """A state in its previous dtypes, or the previous state if the class has not created one yet."""
-    if old and not state:
-        return old
+    """A state in its previous dtypes."""
     return {
         key: value.to(old[key].dtype) if isinstance(value, Tensor) and isinstance(old.get(key), Tensor) else value
         for key, value in state.items()

@@ -56,39 +56,6 @@ def test_two_optimizers_have_the_bits_of_two_raw_ones(donate, bound):
         assert equal(kept["state"][name], raw.state[p])
 
 
-@both_steps
-def test_where_one_skips_the_others_go_on_and_where_all_do_the_step_is_skipped(donate):
-    # The gradients of the last layer's bias are made infinite, or those of the weights, or both.
-    def loss_fn(model, batch):
-        x, bad = batch
-        total = (model(x) - 1).square().mean()
-        for name, p in model.named_parameters():
-            if by_rank(name, p) in bad:
-                total = total + (p * torch.inf).sum().nan_to_num(0, 0, 0)
-        return total
-
-    optimizer = ll.optim.partition(
-        {"matrices": ll.optim.apply_if_finite(sgd(), 9), "rest": ll.optim.apply_if_finite(adamw(), 9)}, by_rank
-    )
-    model = net()
-    step = step_of(model, optimizer, donate, loss_fn)
-    state = ll.init_state(model, optimizer)
-    for x in batches(3):
-        state, _ = step(state, (x, ()))
-    for bad in (("matrices",), ("rest",), ("matrices", "rest")):
-        before = ll.copy_state(state)
-        state, _ = step(state, (x, bad))
-        skipped = len(bad) == 2
-        assert (state.step - before.step, state.batch - before.batch, state.skipped) == (not skipped, 1, skipped)
-        assert equal(state.buffers, before.buffers) == skipped
-        for name, p in state.params.items():
-            assert torch.equal(p, before.params[name]) == (by_rank(name, p) in bad)
-        for key, old in before.opt_state["inner_states"].items():
-            now = state.opt_state["inner_states"][key]
-            assert now["total_notfinite"] - old["total_notfinite"] == (key in bad)
-            assert (bits(now["inner_state"]) == bits(old["inner_state"])) == (key in bad)
-
-
 def split(**members):
     return ll.optim.partition(members, by_rank)
 

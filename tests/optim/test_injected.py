@@ -44,18 +44,6 @@ def test_an_injected_number_is_the_number(cls, options):
     assert found.opt_state["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
 
 
-def test_it_stands_beside_schedules_and_within_wrappers():
-    schedule = ll.warmup_cosine(0.1, warmup=2, total=9)
-    options = {"lr": schedule, "betas": (0.8, 0.9)}
-    found = train(ll.ema(ll.optimizer(torch.optim.Adam, eps=ll.optim.injected(1e-3), **options), 0.9))
-    assert equal(found.params, train(ll.ema(ll.optimizer(torch.optim.Adam, eps=1e-3, **options), 0.9)).params)
-    assert found.opt_state["inner_state"]["hyperparameters"] == [{"eps": 1e-3}]
-
-
-def test_without_it_the_state_has_no_place_for_it():
-    assert "hyperparameters" not in ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=0.1)).opt_state
-
-
 def test_a_checkpoint_has_the_values_that_were_set(tmp_path):
     optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(0.1)))
     step, data = step_of(net := model(), optimizer), batches(4)
