@@ -25,7 +25,7 @@ from looplib._core.checks import check
 from looplib._core.mappings import pick, subset, without
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.optim._first_state import with_created, without_state
-from looplib.optim._kernels import FUSED, Part, aligned, parts_of
+from looplib.optim._kernels import FUSED, Part, aligned, columns_of, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
@@ -275,25 +275,12 @@ def parts_for_kernels(
         parts = parts_of(recipe, given, recipe.members(given))
     fit = all(
         part.kernel
-        and _uniform([(params[name], grads[name], states[name]) for name in part.names])
+        and params[part.names[0]].device.type == "cpu"
+        and columns_of(part.names, params, params, states)  # the operation copies gradients with other strides
         and _settled(groups[part.group])
         for part in parts
     )
     return parts if fit else []
-
-
-def _uniform(rows: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> bool:
-    """True if parameters, gradients and states are float tensors on the CPU that differ in shape only."""
-    keys = rows[0][2].keys()
-    entries = [entry for *_, state in rows for entry in state.values()]
-    if any(state.keys() != keys for *_, state in rows) or not all(isinstance(entry, Tensor) for entry in entries):
-        return False
-    moments = [[param, *(state[key] for key in keys if key != "step")] for param, _, state in rows]
-    kinds = {(tensor.device.type, tensor.dtype) for column in moments for tensor in column}
-    kinds |= {(grad.device.type, grad.dtype) for _, grad, _ in rows}
-    counts = {state["step"].dtype for *_, state in rows if "step" in state}
-    plain = len(kinds) == 1 and kinds.pop()[0] == "cpu" and counts <= {torch.float32}
-    return plain and aligned([*zip(*moments, strict=True)])
 
 
 def _settled(group: Mapping[str, Any]) -> bool:
