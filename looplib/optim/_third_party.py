@@ -182,10 +182,11 @@ def update_of_others(
     if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
         instance = recipe.build(params, plan.members)
     else:
-        instance = plan.instance(deepcopy(plan.values))  # with lists that the class may write to
+        instance = plan.instance(plan.values)
     values = recipe.values_at(instance.param_groups, opt_state, step)
     for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
-        group.update(numbers, params=[tensors[name] for name in names if name in tensors])
+        group.update({key: deepcopy(v) if isinstance(v, (list, dict, set)) else v for key, v in numbers.items()})
+        group["params"] = [tensors[name] for name in names if name in tensors]
     of_constructor, instance.state = instance.state, defaultdict(dict)
     for name, tensor in tensors.items():
         kept = of_constructor[tensor] if name in first else opt_state["state"][name]

@@ -295,11 +295,9 @@ def test_a_first_state_of_the_learning_rate_has_that_of_its_own_first_update(cls
     assert same(updates(ll.optimizer(cls, lr=rate), params, late, donate)[0], expected)
 
 
-def test_compiled_a_parameter_begins_at_its_own_first_update():
+def ends_compiled_and_plain(optimizer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)).double()
-    inner = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
-    optimizer = ll.optim.freeze(inner, lambda name, step: name.startswith("0.") and step < 3)
     plain = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
     ends = []
     for step in (plain, ll.compile_step(plain, backend="eager")):
@@ -308,7 +306,33 @@ def test_compiled_a_parameter_begins_at_its_own_first_update():
             state, _ = step(state, x)
         ends.append(state)
     torch.testing.assert_close(ends[1].params, ends[0].params, rtol=1e-12, atol=1e-12)
-    assert all(state.opt_state["inner_state"]["started"].all() for state in ends)
+    return ends
+
+
+def test_compiled_a_parameter_begins_at_its_own_first_update():
+    inner = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    optimizer = ll.optim.freeze(inner, lambda name, step: name.startswith("0.") and step < 3)
+    for state in ends_compiled_and_plain(optimizer):
+        assert state.opt_state["inner_state"]["started"].all()
+
+
+def moving(step):
+    return 0.5 + 0.01 * step
+
+
+MOVING = {
+    optim.Rprop: {"etas": (moving, 1.2)},
+    optim.RAdam: {"betas": (moving, 0.99)},
+    optim.Adafactor: {"lr": moving, "eps": (None, moving)},
+    optim.RMSprop: {"alpha": moving, "momentum": ll.optim.injected(0.9), "centered": True},
+    optim.SGD: {"lr": moving, "weight_decay": moving},
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("cls", MOVING)
+def test_compiled_numbers_that_move_are_those_of_the_eager_step(cls):
+    ends_compiled_and_plain(ll.optimizer(cls, **{"lr": 0.02, **MOVING[cls]}))
 
 
 @donated
