@@ -19,7 +19,7 @@ Members = Sequence[Sequence[str]]
 
 
 def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int] = frozenset()) -> States:
-    """What one of torch's classes keeps for each parameter. `fused` has the groups that take a fused kernel."""
+    """State that one of torch's classes keeps for each parameter. `fused` has the groups that take a fused kernel."""
     return _OF_CLASS.get(recipe.cls, _of_torch)(recipe, params, members, fused)
 
 

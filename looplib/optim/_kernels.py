@@ -71,7 +71,7 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
 
 
 def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
-    """True if a fused kernel may update these tensors: torch's others than Adam's do not accept DTensors."""
+    """True if a fused kernel may update these tensors: of torch's, Adam's alone also update DTensors."""
     sharded = any(map(is_sharded, tensors))
     return (not sharded or recipe.cls in _OF_SHARDS) and all(map(is_dense, shards(tensors)))
 

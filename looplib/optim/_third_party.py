@@ -42,7 +42,7 @@ _PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
 
 @dataclass
 class Probe:
-    """What a class keeps after a step on copies.
+    """Record of what a class keeps after a step on copies.
 
     Attributes:
         state: name -> state of a parameter, as `packed` stores it.

@@ -430,33 +430,8 @@ def test_an_update_that_fails_spends_a_donated_state_and_leaves_a_pure_one(name,
     assert bits(kept.params) == bits(dict(net().named_parameters()))
 
 
-class Halving(nn.Module):
-    """Its forward pass writes a parameter that has no gradient, as `max_norm=` does with a frozen embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.scale.mul_(0.5)
-        return self.first(x) * self.scale.detach()
-
-
-def test_what_a_forward_pass_writes_is_given_up_with_the_rest():
-    model = Halving()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw(), donate=True)
-    state = ll.init_state(model, adamw())
-    for x in batches(2):
-        older = ll.TrainState(params={"scale": state.params["scale"]})
-        state, _ = step(state, x)
-        with pytest.raises(ll.DonatedStateError):
-            _ = older.params
-    assert state.params["scale"].tolist() == [0.25, 0.25]
-
-
 def test_a_donated_step_of_another_run_inside_the_loss_is_not_this_ones_write():
-    """Issue 29 (b): a skipped batch leaves this run's state valid, and the other run continues."""
+    """A skipped batch leaves this run's state valid, and the other run continues."""
     other, model = nn.Linear(2, 1), net()
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
     inner = ll.make_train_step(ll.make_grad_fn(other, lambda model, x: model(x).mean()), sgd, donate=True)

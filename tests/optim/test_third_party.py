@@ -271,6 +271,26 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         assert_refused(TypeError, words, lambda cls=cls, params=params: ll.optimizer(cls, lr=1e-2).init(params))
 
 
+class OwnList(torch.optim.Optimizer):
+    """Its constructor keeps its parameters in a list of its own."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        self.own = self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.own:
+            p.sub_(p.grad, alpha=self.defaults["lr"])
+
+
+@donated
+def test_what_a_constructor_keeps_is_that_of_each_update(donate):
+    raw = smooth()
+    raw_loop(raw, OwnList(raw.parameters()), batches(4))
+    assert equal(run(smooth(), ll.optimizer(OwnList, lr=1e-2), batches(4), donate).params, raw.named_parameters())
+
+
 # torchao's classes, whose moments are tensor subclasses of few bits
 
 
