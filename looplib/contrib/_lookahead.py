@@ -12,8 +12,9 @@ from looplib._core.checks import check, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import detached_copies, pick
 from looplib._core.ranks import shards
+from looplib._core.tracing import on_host
 from looplib.optim._averaging import Tensors
-from looplib.optim._optimizer import act_after_updates
+from looplib.optim._wrap import Updated, update_within, wrap
 from looplib.types import Grads, Optimizer, Params
 
 
@@ -53,20 +54,24 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     def first_weights(params: Params, **extra: Any) -> Params:
         return detached_copies(params)
 
-    def moment(before: Tensor) -> tuple[dict[str, Tensor], bool | None]:
+    def moment(before: Tensor) -> tuple[Tensor, bool]:
         updates = int(before) + 1
-        return {"updates": torch.tensor(updates)}, updates % sync_period == 0 or None
+        return torch.tensor(updates), updates % sync_period == 0
 
-    def act(meets: bool, params: Params, opt_state: Any, grads: Grads, **info: Any) -> tuple[Params, Any]:
-        with torch.no_grad():
-            slow, fast = [*pick(opt_state["slow"], grads).values()], [*pick(params, grads).values()]
-            slow, fast = shards(slow), shards(fast)
-            torch_private.foreach_lerp_(slow, fast, slow_step_size)
-            torch_private.foreach_copy_(fast, slow)
-        return params, opt_state
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
+        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
+        opt_state["updates"], due = on_host(moment, opt_state["updates"])
+        if due:
+            with torch.no_grad():
+                slow, fast = [*pick(opt_state["slow"], grads).values()], [*pick(params, grads).values()]
+                slow, fast = shards(slow), shards(fast)
+                torch_private.foreach_lerp_(slow, fast, slow_step_size)
+                torch_private.foreach_copy_(fast, slow)
+        return params, opt_state, more
 
+    keeps = {"slow": first_weights, "updates": lambda params, **extra: torch.tensor(0)}
     settings = {"sync_period": sync_period, "slow_step_size": slow_step_size}
-    return act_after_updates(optimizer, lookahead, settings, {"slow": first_weights}, moment, act, _slow_weights)
+    return wrap(optimizer, lookahead, settings, keeps, update_=update_, evaluation=_slow_weights)
 
 
 def _slow_weights(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:

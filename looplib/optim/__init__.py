@@ -3,9 +3,8 @@
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
-from looplib.optim._master_weights import master_weights
 from looplib.optim._optimizer import optimizer
-from looplib.optim._partition import freeze, partition
+from looplib.optim._parameters import freeze, master_weights, partition
 from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale, skip_spikes
 
 __all__ = [

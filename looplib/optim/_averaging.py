@@ -19,9 +19,9 @@ from looplib._core.checks import check, check_argument, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
+from looplib._core.tracing import on_host
 from looplib._core.trees import map_leaves
-from looplib.optim._optimizer import First, act_after_updates
-from looplib.optim._wrong_state import of_another
+from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
 from looplib.types import Grads, Optimizer, Params, TrainState
 
 Tensors = dict[str, Tensor]
@@ -130,19 +130,6 @@ def _averaging(
         f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1",
     )
 
-    def act(
-        plan: tuple[bool, float],
-        params: Params,
-        opt_state: Any,
-        grads: Grads,
-        buffers: Tensors | None = None,
-        **info: Any,
-    ) -> tuple[Params, Any]:
-        now = {"params": params, "buffers": buffers or {}}
-        for kind, average in opt_state["average"].items():
-            _move(average, now[kind], *plan)
-        return params, opt_state
-
     def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
         """Counters after this update, and the averaging plan (first average?, weight), or None for no average."""
         updates = int(before) + 1
@@ -151,6 +138,16 @@ def _averaging(
             return {"updates": torch.tensor(updates)}, None
         counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
         return counted, (count == 0, float(weight(count)) if count else 1.0)
+
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
+        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
+        counters, plan = on_host(moment, opt_state["updates"])
+        opt_state.update(counters)
+        if plan is not None:
+            now = {"params": params, "buffers": info.get("buffers") or {}}
+            for kind, average in opt_state["average"].items():
+                _move(average, now[kind], *plan)
+        return params, opt_state, more
 
     def first_average(params: Params, buffers: Tensors | None = None, **extra: Any) -> dict[str, Tensors]:
         averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
@@ -161,9 +158,10 @@ def _averaging(
 
     keeps: dict[str, First] = {
         "average": first_average,
+        "updates": lambda params, **extra: torch.tensor(0),
         "n_averaged": lambda params, **extra: torch.tensor(int(start == 0)),
     }
-    return act_after_updates(optimizer, factory, settings, keeps, moment, act, partial(_evaluated, optimizer))
+    return wrap(optimizer, factory, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer))
 
 
 def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:

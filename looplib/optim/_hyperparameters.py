@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.trees import map_leaves
 from looplib.optim._recipe import Recipe, value_at
-from looplib.optim._wrong_state import of_another
+from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, TrainState
 
 
@@ -49,6 +49,19 @@ class injected:
 
     def __call__(self, step: int) -> float:
         return self.value
+
+
+def values_to_inject(moving: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The injected among a group's moving hyperparameters, as they are kept in the state."""
+    for key, value in moving.items():
+        check(
+            callable(value) or injected not in map(type, value),
+            f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a number or a "
+            "schedule there",
+            TypeError,
+        )
+    values = {key: value.value for key, value in moving.items() if isinstance(value, injected)}
+    return {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
 
 
 def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -> dict[str, float]:
@@ -170,20 +183,19 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     return state.replace(opt_state=opt_state)
 
 
-def _present(opt_state: Any) -> dict[str, tuple[dict[str, Tensor], str]]:
-    """Injected hyperparameters by name: the dict that holds each, and its key there."""
-    return {key + place: (numbers, key) for place, numbers in _injected_in(opt_state) for key in numbers}
-
-
-def _injected_in(record: Any, label: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The dicts of injected hyperparameters within wrappers and partitions, each with the ending of its names."""
-    if isinstance(record, dict):
-        *groups, defaults = record.get("hyperparameters") or [{}]
-        yield from ((f"{label}/{number}", numbers) for number, numbers in enumerate(groups))
-        yield label, defaults
-        yield from _injected_in(record.get("inner_state"), label)
-        for key, member in record.get("inner_states", {}).items():
-            yield from _injected_in(member, f"{label}/{key}")
+def _present(record: Any, label: str = "") -> dict[str, tuple[dict[str, Tensor], str]]:
+    """Injected hyperparameters by name, within wrappers and partitions: the dict that holds each, and its key there."""
+    present: dict[str, tuple[dict[str, Tensor], str]] = {}
+    if not isinstance(record, dict):
+        return present
+    groups = record.get("hyperparameters", [])
+    for number, numbers in enumerate(groups):
+        ending = label if number == len(groups) - 1 else f"{label}/{number}"  # the defaults come last
+        present |= {key + ending: (numbers, key) for key in numbers}
+    present |= _present(record.get("inner_state"), label)
+    for key, member in record.get("inner_states", {}).items():
+        present |= _present(member, f"{label}/{key}")
+    return present
 
 
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:

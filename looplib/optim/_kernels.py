@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check, few
 from looplib._core.ranks import is_sharded, shards
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
@@ -29,24 +30,50 @@ _OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
 _WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 
-def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
-    """For each group, True if looplib uses the fused kernel without having been asked to."""
-    return [
-        recipe.has_fused
-        and KERNEL_OPTIONS.isdisjoint(values)  # otherwise the user has chosen the kernel
-        and bool(names)
-        and _all_supported(recipe, [params[name] for name in names])
-        for values, names in zip(recipe.values, members, strict=True)
-    ]
+Values = Mapping[str, Any]
+Tensors = Sequence[Tensor]
+Entries = Mapping[str, Tensors]
+Kernel = Callable[[Values, Tensors, Tensors, Entries], None]
 
 
-def _all_supported(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
-    if any(map(is_sharded, tensors)):
-        if recipe.cls not in _OF_SHARDS:
-            return False  # torch's other fused kernels do not accept DTensors
-        tensors = shards(tensors)
-    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-    return all(is_dense(tensor) for tensor in tensors) and all(_supports(recipe, *kind) for kind in kinds)
+class Part(NamedTuple):
+    """Parameters of a group that share their device and dtype, as a fused kernel needs them.
+
+    Attributes:
+        group: number of the group.
+        names: names of the parameters.
+        kernel: the fused kernel that updates them if their strides permit, or None for the class's own step.
+        asked: True if the user has asked for the fused kernel, so that strides that do not permit it are an error.
+    """
+
+    group: int
+    names: list[str]
+    kernel: Kernel | None
+    asked: bool
+
+
+def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[Part]:
+    """Parameters that are updated together, by looplib's choice of a kernel or by the user's."""
+    parts = []
+    for number, (names, values) in enumerate(zip(members, recipe.values, strict=True)):
+        alike: dict[Any, list[str]] = {}
+        for name in names:
+            alike.setdefault((params[name].device, params[name].dtype), []).append(name)
+        special = recipe.makes_state_late or values.get("differentiable") or values.get("capturable")
+        asked = bool(values.get("fused")) and not special
+        chosen = recipe.has_fused and KERNEL_OPTIONS.isdisjoint(values)  # otherwise the user has chosen the kernel
+        for kind, some in alike.items():
+            fused = asked or (
+                chosen and _supports(recipe, *kind) and _permit(recipe, [params[name] for name in some])
+            )
+            parts.append(Part(number, some, FUSED.get(recipe.cls) if fused else None, asked))
+    return parts
+
+
+def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
+    """True if a fused kernel may update these tensors: of torch's, Adam's alone also update DTensors."""
+    sharded = any(map(is_sharded, tensors))
+    return (not sharded or recipe.cls in _OF_SHARDS) and all(map(is_dense, shards(tensors)))
 
 
 def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
@@ -56,7 +83,9 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     try:
         tensor = torch.zeros(1, device=device, dtype=dtype)
         tensor.grad = torch.zeros_like(tensor)
-        recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]], [*[False] * len(recipe.groups), True]).step()
+        made = recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]])
+        made.param_groups[-1]["fused"] = True
+        made.step()
     except (RuntimeError, TypeError):
         return False
     return True
@@ -106,14 +135,8 @@ def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]
                 )
 
 
-def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
-    """Gradient with the parameter's strides, for a user's `fused=True`. Raises if moments have different strides."""
-    for key, moment in state.items():
-        if isinstance(moment, Tensor) and moment.shape == param.shape and not aligned([[param], [moment]]):
-            raise ValueError(
-                f"fused=True for {name}: its {key} has strides {moment.stride()}, and the parameter {param.stride()}; "
-                "fused kernels need the same. Leave fused= out, or create the state again with ll.init_state"
-            )
+def laid_out_like(param: Tensor, grad: Tensor) -> Tensor:
+    """Gradient with the parameter's strides, for a user's `fused=True`."""
     if grad.layout is not torch.strided or aligned([[param], [grad]]):
         return grad
     return torch.empty_like(param).copy_(grad)
@@ -128,31 +151,20 @@ def kernel_name(recipe: Recipe, plans: Sequence[Any]) -> str:
         return "torch's default" if recipe.is_torch_optim else "the class's own"
     if not plans:
         return "fused where torch has one for the parameters and strides permit, else torch's default"
-    taken = set().union(*(plan.taken for plan in plans))
+    taken = {part.kernel is not None for plan in plans for part in plan.parts}
     return " and ".join(["fused"] * (True in taken) + ["torch's default"] * (False in taken))
 
 
 # Calls of fused kernels, whose own functions first sort the lists again by device and dtype
 
-Values = Mapping[str, Any]
-Tensors = Sequence[Tensor]
-Entries = Mapping[str, Tensors]
-Kernel = Callable[[Values, Tensors, Tensors, Entries], None]
-
-
-def direct_kernel(recipe: Recipe, tensors: Tensors, values: Values, ours: bool) -> Kernel | None:
-    """The kernel to call for a group if its tensors permit, by looplib's choice or the user's; None for the class's step."""
-    special = recipe.makes_state_late or values.get("differentiable") or values.get("capturable")
-    alike = len({(tensor.device, tensor.dtype) for tensor in tensors}) < 2
-    return FUSED.get(recipe.cls) if alike and not special and (ours or values.get("fused")) else None
-
 
 def columns_of(
-    names: Sequence[str], params: Params, grads: Params, states: Mapping[str, Mapping[str, Any]]
+    names: Sequence[str], params: Params, grads: Params, states: Mapping[str, Mapping[str, Any]], asked: bool = False
 ) -> tuple[Tensors, Tensors, dict[str, Any]] | None:
     """This rank's parameters, gradients and entries of the state, each as a list, as fused kernels take them.
 
-    None if a kernel would pair their elements wrongly.
+    None if a kernel would pair their elements wrongly. If the user has asked for it, that is an error instead, but
+    gradients are brought to the strides of their parameters.
     """
     rows = [*map(states.__getitem__, names)]
     keys = rows[0].keys()
@@ -166,9 +178,18 @@ def columns_of(
     if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
         own, given = shards(own), shards(given)
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
-    if not aligned([own, given, *(column for key, column in entries.items() if key != "step")]):
+    moments = {key: column for key, column in entries.items() if key != "step"}
+    if aligned([own, given, *moments.values()]):
+        return own, given, entries
+    if not asked:
         return None
-    return own, given, entries
+    for key, column in moments.items():
+        check(
+            aligned([own, column]),
+            f"fused=True for {few(names)}, whose strides are not those of their {key} in the state; fused kernels need "
+            "the same. Leave fused= out, or create the state again with ll.init_state",
+        )
+    return own, [*map(laid_out_like, own, given)], entries
 
 
 def count_update(counts: Tensors) -> None:

@@ -16,7 +16,7 @@ from looplib._core.checks import check
 from looplib._core.mappings import mapped, pick
 from looplib._objective import loss_over_ranks
 from looplib.optim._recipe import Recipe, drop_grads, restored_grads
-from looplib.optim._wrong_state import wrong_state
+from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Params
 
 Evaluate = Callable[[Params], tuple[Any, Grads]]
@@ -54,9 +54,9 @@ def is_lbfgs(recipe: Recipe) -> bool:
     return recipe.cls is torch.optim.LBFGS
 
 
-def first_state_of_lbfgs(recipe: Recipe, made: Any, params: Params) -> dict[str, dict[str, Any]]:
+def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any, fused: Any) -> dict[str, dict[str, Any]]:
     """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
-    size = int(made.param_groups[0]["history_size"])
+    size = int(recipe.build(params, members).param_groups[0]["history_size"])
     flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
     zeros, count = flat.new_zeros, flat.numel()
     state = {

@@ -6,29 +6,21 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from looplib._core.advice import explain_arguments
-from looplib._core.checks import check_type
+from looplib._core.checks import check
 from looplib._core.descriptions import described
-from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.tracing import entered, on_host, tracing
-from looplib._core.updates import decided, updated
-from looplib.optim._first_state import first_state
+from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
-from looplib.optim._kernels import check_fused, kernel_name
+from looplib.optim._kernels import kernel_name
 from looplib.optim._lbfgs import check_lbfgs, is_lbfgs, lbfgs_update
 from looplib.optim._recipe import Groups, NotGiven, Recipe, check_class, check_groups, check_lr
 from looplib.optim._third_party import check_against_raw_loop, evaluated
-from looplib.optim._update import Plan, check_update, eager_update
-from looplib.optim._wrong_state import name_of, wrong_state
-from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params
+from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
+from looplib.types import Grads, Metrics, Optimizer, Params
 
 
 @explain_arguments(check_class)
@@ -57,8 +49,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a
     parameter, such as GaLore's `projector`, the object's attributes are stored as a dict.
 
-    A class whose `step` needs a closure (LBFGS) evaluates the loss several times per update, with a function that the
-    train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
+    A class whose `step` has a `closure` without a default (LBFGS) evaluates the loss several times per update, with a
+    function that the train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
     BatchNorm's statistics are those of the first evaluation. LBFGS's history is allocated in full, `history_size`
     times twice the size of the parameters.
 
@@ -72,7 +64,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
-            and that are dense and share their strides, and torch's default otherwise. `repr(optimizer)` says which.
+            and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
+            `repr(optimizer)` says which.
             SGD with momentum and `foreach=True` in half precision may differ from torch by a rounding in an update in
             which a further parameter gets its first gradient.
             So may SGD with momentum, but without dampening, for sparse gradients that contain an index twice: its
@@ -83,7 +76,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             third-party class, almost spelled like a known one. From `init`: the class keeps state outside `state` and
             `param_groups`, in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps
             more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. To
-            detect this, a few steps on the smallest parameters are compared with a raw loop.
+            detect this, three steps on the smallest parameters are compared with a raw loop, so a class is not refused
+            for what has no effect in these.
         ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
             depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
@@ -97,11 +91,14 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     plans: list[Plan] = []
     lbfgs = is_lbfgs(recipe)
 
+    def begin(params: Params) -> dict[str, Any]:
+        check(params, f"{cls.__name__} got no parameters to optimize")
+        return first_state(plan_for(plans, recipe, params, params), params)
+
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        opt_state = first_state(recipe, params)
-        check_fused(recipe, params, recipe.members(params))
+        opt_state = begin(params)
         if not recipe.is_torch_optim:
-            check_against_raw_loop(recipe, params, made.update)
+            check_against_raw_loop(recipe, params, begin, made.update)
         return opt_state
 
     def decide(grads: Grads, opt_state: Any, metrics: Metrics, params: Params, **info: Any) -> tuple[bool, Any]:
@@ -144,115 +141,3 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         partial(kernel_name, recipe, plans),
     )
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
-
-
-# Wrappers
-
-
-Updated = tuple[Params, Any, Mapping[str, Any]]
-First = Callable[..., Any]
-Moment = Callable[[Tensor], tuple[dict[str, Tensor], Any]]
-
-
-def wrap(
-    optimizer: Optimizer,
-    factory: Callable[..., Optimizer],
-    settings: Mapping[str, Any],
-    keeps: Mapping[str, First],
-    *,
-    update_: Callable[..., Any] | None = None,
-    decide: Callable[..., Any] | None = None,
-    evaluation: Evaluation | None = None,
-    within: Callable[[Grads, Params, Any], tuple[Grads, Params]] | None = None,
-) -> Optimizer:
-    """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state, beside the entries that it `keeps`.
-
-    `keeps` has a function for each entry that returns its first value, from the arguments of `init`.
-
-    `factory(optimizer, **settings)` is the call that makes it, from which its repr and its description are made.
-    `decide(flag, opt_state, grads, metrics, step)` is given what the inner optimizer has decided, and returns the same
-    with its own part. By default, an update is that of the inner optimizer. `within(grads, params, opt_state)` returns the
-    gradients and parameters that the inner optimizer decides about, if they are different ones.
-    """
-    advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
-    check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
-    expected = dict.fromkeys(("inner_state", *keeps))
-
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        kept = {key: first(params, **extra) for key, first in keeps.items()}
-        seen = params if within is None else within({}, params, kept)[1]
-        return {"inner_state": optimizer.init(seen, **extra), **kept}
-
-    def decide_both(
-        grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
-    ) -> tuple[Any, Any]:
-        if type(opt_state) is not dict or opt_state.keys() != expected.keys():
-            raise wrong_state(opt_state, name_of(description, name), expected)
-        seen, of = (grads, params) if within is None else within(grads, params, opt_state)
-        flag, inner = decided(optimizer, seen, opt_state["inner_state"], metrics, of, step)
-        if inner is not opt_state["inner_state"]:
-            opt_state = {**opt_state, "inner_state": inner}
-        return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
-
-    name = factory.__name__
-    description = {**optimizer.description, name: {"wraps": True, **mapped(described, settings)}}
-    made = Optimizer(
-        init,
-        update_ or partial(update_within, optimizer),
-        decide_both,
-        evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, own["inner_state"])),
-        lambda own, step: optimizer.hyperparameters(own["inner_state"], step),
-        description,
-        optimizer.kernel,
-    )
-    return with_repr(made, factory, optimizer, **settings)
-
-
-def update_within(
-    optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
-) -> Updated:
-    """Update by the inner optimizer, whose new state takes its place in the wrapper's. Its metrics are passed on."""
-    new, opt_state["inner_state"], more = updated(optimizer, grads, opt_state["inner_state"], params, step, info)
-    return new, opt_state, more
-
-
-def act_after_updates(
-    optimizer: Optimizer,
-    factory: Callable[..., Optimizer],
-    settings: Mapping[str, Any],
-    keeps: Mapping[str, First],
-    moment: Moment,
-    act: Callable[..., Any],
-    evaluation: Evaluation,
-) -> Optimizer:
-    """Wrap an optimizer so that it acts on the weights after some of its updates, for example to average them.
-
-    The number of updates is kept in `opt_state["updates"]`. `moment` runs on the host and returns the new counters
-    and the plan for this update: None, or a value that is passed to `act(plan, params, opt_state, grads, **info)`, which
-    may overwrite the parameters and the state, and returns both.
-    """
-
-    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
-        counters, plan = on_host(moment, opt_state["updates"])
-        opt_state.update(counters)
-        if plan is not None:
-            params, opt_state = act(plan, params, opt_state, grads, **info)
-        return params, opt_state, more
-
-    counted = {**keeps, "updates": lambda params, **extra: torch.tensor(0)}
-    return wrap(optimizer, factory, settings, counted, update_=update_, evaluation=evaluation)
-
-
-def zero_count(params: Params, **extra: Any) -> Tensor:
-    """A count from 0 on, on the device of the parameters, so that nothing waits for it."""
-    return torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
-
-
-def kept_by_wrappers(opt_state: Any, name: str) -> Any:
-    """The entry `name` that a wrapper, or one inside it, keeps next to `inner_state`; None if there is none."""
-    while isinstance(opt_state, dict):
-        if name in opt_state:
-            return opt_state[name]
-        opt_state = opt_state.get("inner_state")
-    return None

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from looplib._core.advice import SCHEDULES
 from looplib._core.checks import check, few, named
-from looplib._core.updates import copied, keywords
+from looplib._core.updates import keywords
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -49,28 +48,9 @@ class Recipe:
 
     @cached_property
     def needs_closure(self) -> bool:
-        """True if the class's `step` evaluates the loss itself."""
+        """True if the class's `step` evaluates the loss itself, which its signature says by a closure without a default."""
         closure = inspect.signature(self.cls.step).parameters.get("closure")
-        if closure is None or closure.default is inspect.Parameter.empty:
-            return closure is not None
-        return not self.is_torch_optim and self._fails_without_closure()
-
-    def _fails_without_closure(self) -> bool:
-        """True if a step fails without a closure and succeeds with one, although its signature has a default for it."""
-        tensor = torch.zeros(2, 2, requires_grad=True)
-
-        def closure() -> Tensor:
-            tensor.grad = torch.ones_like(tensor)
-            return torch.ones(())
-
-        def fails(*arguments: Any) -> bool:
-            try:  # without a gradient, so that other classes have nothing to do
-                self.cls.step(self.build({"": tensor}, [[""], *[[]] * len(self.groups)]), *arguments)
-            except Exception:
-                return True
-            return False
-
-        return fails() and not fails(closure)
+        return closure is not None and closure.default is inspect.Parameter.empty
 
     @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
@@ -107,35 +87,36 @@ class Recipe:
     def makes_state_late(self) -> bool:
         """True if the values of a parameter's state are known only in its own first update.
 
-        Of torch's classes, this is SGD with dampening, whose first momentum buffer is not an average with zeros.
+        Of torch's classes, these are SGD with dampening, whose first momentum buffer is not an average with zeros, and
+        those whose state begins with the learning rate, if that moves.
         """
-        dampened = self.cls is torch.optim.SGD and any(map(bool, self.group_values("dampening")))
-        return dampened or not self.is_torch_optim
+        if self.cls is torch.optim.SGD:
+            return any(self.group_values("dampening"))
+        holds_rate = self.cls in (torch.optim.ASGD, torch.optim.Rprop) and any("lr" in group for group in self.moving)
+        return holds_rate or not self.is_torch_optim
 
     @cached_property
     def has_fused(self) -> bool:
-        """True for torch's classes with a fused kernel."""
-        return self.is_torch_optim and "fused" in inspect.signature(self.cls).parameters
+        """True if looplib may choose a fused kernel of torch's: those know nothing of a first update."""
+        takes = self.is_torch_optim and "fused" in inspect.signature(self.cls).parameters
+        return takes and not self.makes_state_late
 
     def values_at(
         self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int
     ) -> list[dict[str, Any]]:
         """Hyperparameters of these groups of the class at a step, with the numbers that a state has for them."""
-        numbers = [
-            {**values, **{key: as_kept(value_at(value, step), values[key]) for key, value in moving.items()}}
-            for values, moving in zip(groups, self.moving, strict=True)
-        ]
-        for values, injected in zip(numbers, opt_state.get("hyperparameters", ()), strict=False):
-            values.update({key: as_kept(value.item(), values[key]) for key, value in injected.items()})
-        for values, kept in zip(numbers, opt_state.get("groups", ()), strict=False):
-            values.update({key: copied(value) for key, value in kept.items() if value is not None})
+        nothing: list[dict[str, Any]] = [{}] * len(groups)
+        injected, kept = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
+        numbers = []
+        for values, moving, mine, own in zip(groups, self.moving, injected, kept, strict=True):
+            now = values_at(moving, step)
+            now |= {key: value.item() for key, value in mine.items()}
+            now |= {key: value for key, value in own.items() if value is not None}
+            numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
 
-    def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
-        """An instance over these tensors, with the hyperparameters of step 0.
-
-        `fused` marks the groups that use the fused kernel without the user having asked for it.
-        """
+    def build(self, params: Params, members: Sequence[Sequence[str]]) -> Any:
+        """An instance over these tensors, with the hyperparameters of step 0."""
         overrides = self.overrides
         if not self.is_torch_optim and not members[-1]:
             # A class may need a key of its own in each group (`use_muon`), which the default group, here empty, lacks.
@@ -144,8 +125,6 @@ class Recipe:
             {"params": [params[name] for name in names], **values_at(values, 0)}
             for names, values in zip(members, overrides, strict=True)
         ]
-        for group in compress(groups, fused):
-            group["fused"] = True
         try:
             made = self.cls(groups, **values_at(self.defaults, 0))
         except (KeyError, ValueError) as error:

@@ -21,7 +21,7 @@ from looplib._core.tracing import tracing
 from looplib._core.updates import Decision
 from looplib._core.widening import stacked
 from looplib._objective import value_over_ranks
-from looplib.optim._optimizer import kept_by_wrappers, wrap, zero_count
+from looplib.optim._wrap import kept_by_wrappers, wrap, zero_count
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
@@ -148,16 +148,13 @@ def skip_spikes(
     check_count("max_consecutive", max_consecutive, 0, advice)
 
     def no_losses(params: Params, **extra: Any) -> Tensor:
-        device = next(iter(params.values())).device  # on the loss's device, so that nothing waits for it
-        device = torch.device("cpu") if device.type == "mps" else device  # which does not support float64
-        return torch.full((window,), torch.nan, dtype=torch.float64, device=device)
-
-    def no_spikes(params: Params, **extra: Any) -> Tensor:
-        return zero_count(params).to(no_losses(params).device)
+        device = zero_count(params).device  # on the loss's device, so that nothing waits for it
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not support
+        return torch.full((window,), torch.nan, dtype=dtype, device=device)
 
     def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
         recent, seen = opt_state["recent"], opt_state["seen"]
-        value = _value(metrics, monitor).to(recent.device, torch.float64)
+        value = _value(metrics, monitor).to(recent)
         known = ~recent.isnan()
         count, finite = known.sum(), value.isfinite()
         mean = recent.nansum() / count
@@ -175,7 +172,7 @@ def skip_spikes(
         return Decision(~spike, [check]) & flag, {**opt_state, **record}
 
     settings = {"window": window, "sigmas": sigmas, "monitor": monitor, "max_consecutive": max_consecutive}
-    counts = dict.fromkeys(("seen", "spikes_in_a_row", "total_spikes"), no_spikes)
+    counts = dict.fromkeys(("seen", "spikes_in_a_row", "total_spikes"), zero_count)
     return wrap(optimizer, skip_spikes, settings, {"recent": no_losses, **counts}, decide=decide)
 
 

@@ -1,97 +1,220 @@
-"""Updates of third-party classes: their own step, on an instance that is given a state and whose state is taken out."""
+"""Classes of third parties: what they keep, updates by their own step, and a comparison with a raw loop.
+
+A pure update can pass in and take out what a class keeps in `state` and `param_groups`. Whatever it keeps elsewhere is out
+of reach, and the comparison reveals it. Each update has an instance of its own, into which the state is put.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from looplib._core import random as draws
+from looplib._core import torch_private, trees
+from looplib._core.checks import check
 from looplib._core.mappings import detached_copies, mapped, pick, subset
-from looplib._core.random import mix
-from looplib._core.ranks import is_sharded
+from looplib._core.modules import _generators
+from looplib._core.random import mix, restored
+from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
-from looplib._core.trees import same
 from looplib._core.updates import copied
-from looplib.optim._first_state import first_state, with_created, without_state
+from looplib.optim._first_state import with_created, without_state
 from looplib.optim._lbfgs import Evaluate, closure_over
 from looplib.optim._recipe import Recipe, restored_grads
-from looplib.optim._state_probe import leaf_copies, own_attributes, packed, sample_gradient, streams_at, unpacked
-from looplib.types import Params
+from looplib.types import Grads, Params
 
 STREAM = 0x0F71  # separates an update's random draws from those of a forward pass
+_PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
+
+
+# What a class keeps
+
+
+@dataclass
+class Probe:
+    """Record of what a class keeps after a step on copies.
+
+    Attributes:
+        state: name -> state of a parameter, as `packed` stores it.
+        makers: name -> key -> function that makes an object kept for a parameter again.
+        shared: key -> entry of `state` that belongs to all parameters together, as before the first step.
+        groups: for each group, the numbers that the class changes there, as before the first step; None for those
+            that the first step creates.
+        writes_grads: True if the class writes into the gradients, as schedule-free optimizers do.
+    """
+
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    makers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    writes_grads: bool = False
+
+
+def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Probe:
+    """Step once on copies, and raise if the class keeps something that a pure update cannot copy."""
+    copies = _leaves(params)
+    made = recipe.build(copies, members)
+    groups, shared = [*map(dict, made.param_groups)], copied(_for_all(made.state))
+    _raw_step(recipe, made, copies, 0)
+    known = {*inspect.signature(recipe.cls).parameters, *chain.from_iterable(recipe.overrides)}
+    found = Probe()
+    for old, group, moving in zip(groups, made.param_groups, recipe.moving, strict=True):
+        numbers = [
+            key for key, value in group.items() if isinstance(value, (int, float, Tensor)) and key not in moving
+        ]
+        own = [key for key in numbers if key not in known or old.get(key) != group[key]]
+        found.groups.append({key: copied(old.get(key)) for key in own})
+    for key, value in _for_all(made.state).items():
+        _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
+        found.shared[key] = shared.get(key)
+    for name, tensor in copies.items():
+        found.state[name], found.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
+        written = tensor.grad is not None and not trees.same(*shards([tensor.grad, sample_gradient(tensor, 0)]))
+        found.writes_grads |= written and not recipe.needs_closure
+    return found
+
+
+def _for_all(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Entries of a class's `state` that belong to all parameters together."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def _leaves(params: Params) -> Params:
+    """Copies of parameters that a class can step on."""
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
+
+
+def sample_gradient(tensor: Tensor, phase: int) -> Tensor:
+    """Noise-like numbers, none of them 0, the same at each call."""
+    if is_sharded(tensor):
+        return torch.full_like(tensor, 0.1)
+    count = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float32)
+    values = 0.1 * torch.sin(count * 1.7 + phase).reshape(tensor.shape)
+    return torch.empty_like(tensor).copy_(values)
+
+
+def _sample_loss(phase: int, params: Params) -> tuple[Any, Grads]:
+    """A loss and its gradients, for classes that evaluate it: half the sum of squares."""
+    loss = sum(tensor.detach().abs().square().sum() for tensor in params.values()) / 2
+    return loss, {name: tensor.detach() + sample_gradient(tensor, phase) for name, tensor in params.items()}
+
+
+def _raw_step(recipe: Recipe, made: Any, params: Params, phase: int) -> None:
+    """A step as in a raw loop, on sample gradients."""
+    for tensor in params.values():
+        tensor.grad = sample_gradient(tensor, phase)
+    closure = [closure_over(partial(_sample_loss, phase), recipe.cls, params, [])] if recipe.needs_closure else []
+    with streams_at(mix(0, phase, STREAM), params.values()):
+        made.step(*closure)
+
+
+@contextmanager
+def streams_at(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Seed the random streams of these tensors' devices inside the block and restore them afterwards."""
+    generators = _generators(*(tensor.device for tensor in tensors))
+    with draws.turn, restored(*generators):
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+
+
+# Objects that a class keeps for a parameter: tensor subclasses such as torchao's, or of its own, such as GaLore's
+
+
+def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State of a parameter as a pytree of plain tensors and numbers, and functions that make its objects again.
+
+    The attributes of an object, and the tensors within a tensor subclass, are stored as dicts.
+    """
+    plain, makers = dict(state), {}
+    for key, value in state.items():
+        kind: Any = type(value)
+        if torch_private.wraps_tensors(value) and not is_sharded(value):
+            parts, context = value.__tensor_flatten__()
+            plain[key] = {part: getattr(value, part) for part in parts}
+            makers[key] = partial(_subclass, kind, context, value.size(), value.stride())
+        elif kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
+            plain[key], makers[key] = dict(vars(value)), partial(_object, kind)
+        _check_plain(recipe, f"for {name}, under {key!r},", plain[key])
+    return plain, makers
+
+
+def _subclass(kind: Any, context: Any, size: Any, stride: Any, parts: dict[str, Tensor]) -> Any:
+    return kind.__tensor_unflatten__(parts, context, size, stride)
+
+
+def _object(kind: Any, attributes: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
+    """Raise for state that a pure update cannot copy or a checkpoint cannot hold."""
+    for _, leaf in trees.leaves(value, lambda node: not isinstance(node, (dict, list, tuple))):
+        check(
+            isinstance(leaf, _PLAIN),
+            f"{recipe.cls.__name__} keeps {where} a {type(leaf).__name__}, which a pure update cannot copy; looplib "
+            "takes optimizers that keep tensors and numbers, in dicts and lists of a fixed length, or in an object",
+            TypeError,
+        )
+
+
+# Updates
 
 
 def update_of_others(
-    plan: Any,
-    values: Sequence[Mapping[str, Any]],
-    grads: Params,
-    opt_state: Mapping[str, Any],
-    params: Params,
-    step: int,
-    seed: int,
-    evaluate: Evaluate | None,
-) -> tuple[Params, dict[str, Any]]:
+    plan: Any, grads: Grads, opt_state: Any, params: Params, step: int, seed: int, evaluate: Evaluate | None
+) -> dict[str, Any]:
     """Run the step of a third-party class on these tensors, and return a new record of what it keeps."""
     recipe, makers = plan.recipe, plan.probe.makers
-    tensors, late = pick(params, grads), without_state(recipe, opt_state, step)
-    first = late & grads.keys()
-    lent = _lent(plan, values, opt_state, params, tensors, late, first)
-    instance = lent[0]
-    run = partial(plan.step, instance)
+    tensors, first = pick(params, grads), without_state(opt_state) & grads.keys()
+    if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
+        instance = recipe.build(params, plan.members)
+    else:
+        instance = plan.instance(plan.values)
+    values = recipe.values_at(instance.param_groups, opt_state, step)
+    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
+        group.update({key: deepcopy(v) if isinstance(v, (list, dict, set)) else v for key, v in numbers.items()})
+        group["params"] = [tensors[name] for name in names if name in tensors]
+    of_constructor, instance.state = instance.state, defaultdict(dict)
+    for name, tensor in tensors.items():
+        kept = of_constructor[tensor] if name in first else opt_state["state"][name]
+        made = {} if name in first else makers[name]
+        instance.state[tensor] = {key: made[key](value) if key in made else value for key, value in kept.items()}
+    shared = opt_state.get("shared", {})
+    instance.state.update({key: value for key, value in shared.items() if value is not None})
+    closure = []
     if recipe.needs_closure:
-        run = partial(run, closure=closure_over(evaluate, recipe.cls, tensors, []))
+        closure = [closure_over(evaluate, recipe.cls, tensors, [])]
     elif plan.probe.writes_grads:
         grads = copied(grads)
-    created: dict[str, dict[str, Any]] = {}
     with restored_grads(tensors.values()), streams_at(mix(seed, step, STREAM), params.values()):
         for name, tensor in tensors.items():
             tensor.grad = grads[name]
-        run()
+        plan.step(instance, *closure)
+    created: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         created[name] = instance.state[tensor]
-        if name in first or makers.get(name):
+        if name in first or makers[name]:
             created[name], makers[name] = packed(recipe, name, created[name])
     new = with_created(opt_state, created, first)
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        new["groups"] = [{key: copied(group.get(key)) for key in own} for group, own in groups]
-    if "shared" in opt_state:
-        new["shared"] = {key: instance.state.get(key) for key in opt_state["shared"]}
-    plan.release(lent)
-    return params, new
-
-
-def _lent(
-    plan: Any,
-    values: Sequence[Mapping[str, Any]],
-    opt_state: Mapping[str, Any],
-    params: Params,
-    tensors: Params,
-    late: Set[str],
-    first: Set[str],
-) -> tuple[Any, dict[str, Any]]:
-    """An instance over these tensors, with their state, or for a first update with what its constructor keeps."""
-    states = opt_state["state"]
-    if first or plan.recipe.needs_closure:  # its constructor may make state, or keep the parameters that it is given
-        made = plan.recipe.build(params, plan.members)
-        lent = made, own_attributes(made)
-    else:
-        lent = plan.acquire(params)
-    instance = lent[0]
-    for flag in plan.probe.flags:
-        setattr(instance, flag, len(late) < len(states))
-    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
-        group.update({k: deepcopy(v) if isinstance(v, (list, dict, set)) else v for k, v in numbers.items()})
-        group["params"] = [tensors[name] for name in names if name in tensors]
-    of_constructor, instance.state = instance.state, defaultdict(dict)
-    for name, tensor in tensors.items():
-        kept = of_constructor[tensor] if name in first else states[name]
-        makers = plan.probe.makers.get(name)
-        instance.state[tensor] = unpacked(kept, makers) if makers else dict(kept)
-    instance.state.update({key: value for key, value in opt_state.get("shared", {}).items() if value is not None})
-    return lent
+        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
+    if shared:
+        new["shared"] = {key: instance.state.get(key) for key in shared}
+    return new
 
 
 def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
@@ -104,7 +227,7 @@ def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
     states = opt_state["state"]
     copies = detached_copies(pick(params, states))
     made = recipe.build(copies, recipe.members(copies))
-    for name in states.keys() - without_state(recipe, opt_state, 1):
+    for name in states.keys() - without_state(opt_state):
         made.state[copies[name]] = copied(states[name])
     for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
         group.update({key: copied(value) for key, value in values.items() if value is not None})
@@ -117,51 +240,43 @@ def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
 _STEPS = 3
 
 
-def check_against_raw_loop(recipe: Recipe, params: Params, update: Callable[..., Any]) -> None:
+def check_against_raw_loop(
+    recipe: Recipe, params: Params, begin: Callable[[Params], Any], update: Callable[..., Any]
+) -> None:
     """Raise if a class's pure updates differ from its own `step()` in a raw loop.
 
-    This reveals state that a class keeps out of sight: in closures, in attributes of its module, or in lists of
-    parameters. A few steps on the smallest parameters of each group and number of dimensions are compared bit by bit.
+    This reveals state that a class keeps out of sight: in closures, in attributes of the optimizer or of its module, in
+    lists of parameters; and draws from the random streams of Python and NumPy. A few steps on the smallest parameters of
+    each group and number of dimensions (of DTensors, on this rank's shards) are compared bit by bit. What has no effect
+    in these steps is not noticed.
     """
+    with torch.no_grad():
+        params = dict(zip(params, shards(params.values()), strict=True))
     falling = sorted(params, key=lambda name: params[name].numel(), reverse=True)
     chosen = {(recipe.group_of(name, params[name]), params[name].ndim): name for name in falling}
-    smallest = leaf_copies(subset(params, {*chosen.values()}))
-    if recipe.needs_closure or any(map(is_sharded, smallest.values())):
-        return
+    smallest = subset(params, {*chosen.values()})
+    raw, pure = _leaves(smallest), _leaves(smallest)
     try:
-        raw = _raw_loop(recipe, leaf_copies(smallest))
+        made = recipe.build(raw, recipe.members(raw))
+        for step in range(_STEPS):
+            for group, values in zip(made.param_groups, recipe.values_at(made.param_groups, {}, step), strict=True):
+                group.update(values)
+            _raw_step(recipe, made, raw, step)
     except (RuntimeError, ValueError, ArithmeticError):
         return  # the class cannot step on these numbers, so the comparison shows nothing
     try:
-        pure, structures = _pure_loop(recipe, smallest, update)
+        opt_state, structures = begin(pure), []
+        for step in range(_STEPS):
+            grads = mapped(partial(sample_gradient, phase=step), pure)
+            pure, opt_state, _ = update(grads, opt_state, pure, step, evaluate=partial(_sample_loss, step))
+            structures.append(pytree.tree_structure(opt_state))
     except Exception as error:
         shown = f"which fails where a raw loop does not ({type(error).__name__}: {error})"
         raise _out_of_reach(recipe, shown) from error
-    if changed := [name for name, tensor in raw.items() if not same(tensor.detach(), pure[name].detach())]:
+    if changed := [name for name, tensor in raw.items() if not trees.same(tensor.detach(), pure[name].detach())]:
         raise _out_of_reach(recipe, f"after {_STEPS} of which {changed[0]} is not what it is in a raw loop")
     if structures[0] != structures[-1]:
         raise _out_of_reach(recipe, "since it keeps more after some updates than after one")
-
-
-def _raw_loop(recipe: Recipe, params: Params) -> Params:
-    made = recipe.build(params, recipe.members(params))
-    for step in range(_STEPS):
-        for group, values in zip(made.param_groups, recipe.values_at(made.param_groups, {}, step), strict=True):
-            group.update(values)
-        for tensor in params.values():
-            tensor.grad = sample_gradient(tensor, step)
-        with streams_at(mix(0, step, STREAM), params.values()):
-            made.step()
-    return params
-
-
-def _pure_loop(recipe: Recipe, params: Params, update: Callable[..., Any]) -> tuple[Params, list[Any]]:
-    opt_state, structures = first_state(recipe, params), []
-    for step in range(_STEPS):
-        grads = mapped(partial(sample_gradient, phase=step), params)
-        params, opt_state, _ = update(grads, opt_state, params, step)
-        structures.append(pytree.tree_structure(opt_state))
-    return params, structures
 
 
 def _out_of_reach(recipe: Recipe, shown: str) -> TypeError:

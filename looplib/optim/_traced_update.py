@@ -22,12 +22,11 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check
-from looplib._core.mappings import pick, subset
+from looplib._core.mappings import pick, subset, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._first_state import without_state
-from looplib.optim._kernels import FUSED, aligned, fused_groups
+from looplib.optim._first_state import with_created, without_state
+from looplib.optim._kernels import FUSED, Part, aligned, columns_of, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
-from looplib.optim._update import LR_IN_STATE
 from looplib.types import Grads, Params
 
 # Their plain forms need the value of a count, or of a parameter without dimensions (Rprop), which torch.compile does
@@ -39,15 +38,14 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     """Update these tensors in place, as operations of a graph."""
     _check(recipe, grads, opt_state)
     states = opt_state["state"]
-    late = _without_state(recipe, opt_state, step)
+    late = _without_state(opt_state)
     tensors = pick(params, grads)
     instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
-    if not late and fits(recipe, grads, params, states, instance.param_groups):
-        by_kernels(recipe, grads, states, tensors, instance.param_groups)
+    parts = [] if late else parts_for_kernels(recipe, grads, params, states, instance.param_groups)
+    if parts:
+        by_kernels(recipe, grads, states, params, parts, instance.param_groups)
         return params, opt_state
     working = {name: {} if name in late else _working(states[name]) for name in grads}
-    if recipe.cls in LR_IN_STATE:
-        _take_rates(instance, LR_IN_STATE[recipe.cls], tensors, working)
     for name, grad in grads.items():
         tensors[name].grad = grad
         instance.state[tensors[name]] = working[name]
@@ -56,9 +54,7 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
         (_taking_tensors(step_in_place) if recipe.is_torch_optim else step_in_place)(instance)
     made = {name: _as_before(dict(instance.state[tensor]), states[name]) for name, tensor in tensors.items()}
     drop_grads(tensors.values())
-    states = {**states, **made}
-    starts = _with_started(opt_state, states) if late & grads.keys() else {}
-    return params, {**opt_state, "state": states, **starts}
+    return params, with_created(opt_state, made, late & grads.keys())
 
 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
@@ -86,27 +82,12 @@ def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
     )
 
 
-def _without_state(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
+def _without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
     """Parameters whose state the class creates now. There is one graph for each set of them."""
-    if not recipe.makes_state_late:
+    if "started" not in opt_state:
         return frozenset()
     names = dict.fromkeys(opt_state["state"])
-
-    def late(started: Tensor | None, step: int) -> frozenset[str]:
-        return without_state(recipe, {"state": names, "started": started}, step)
-
-    return on_host(late, opt_state.get("started"), step)
-
-
-def _with_started(opt_state: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Flags of the parameters that have had an update, which are those whose state is a new one."""
-    if "started" not in opt_state:
-        return {}
-    started, begun = opt_state["started"], [*map(operator.is_not, states.values(), opt_state["state"].values())]
-    if all(begun):
-        return {"started": torch.ones_like(started)}
-    flags = [torch.ones_like(flag) if now else flag for flag, now in zip(torch.split(started, 1), begun, strict=True)]
-    return {"started": torch.cat(flags)}
+    return on_host(lambda started: without_state({"state": names, "started": started}), opt_state["started"])
 
 
 def _lent(
@@ -131,21 +112,8 @@ def _lent(
     return instance, numbers
 
 
-def _take_rates(instance: Any, key: str, tensors: Params, working: Mapping[str, dict[str, Any]]) -> None:
-    """Put this update's learning rate into an initial state that was made for a different one."""
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    for group in instance.param_groups:
-        for tensor in group["params"] if isinstance(group["lr"], Tensor) else ():
-            state = working[names[id(tensor)]]
-            old = state[key]
-            rate = (group["lr"] * (1 + 1j if old.is_complex() else 1)).to(old.device, old.dtype)
-            state[key] = torch.where(state["step"].to(old.device) == 0, rate, old)
-
-
 def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """A state in its previous dtypes, or the previous state if the class has not created one yet."""
-    if old and not state:
-        return old
+    """A state in its previous dtypes."""
     return {
         key: value.to(old[key].dtype) if isinstance(value, Tensor) and isinstance(old.get(key), Tensor) else value
         for key, value in state.items()
@@ -246,6 +214,12 @@ def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
     return into.add_((end - into) * weight) if isinstance(weight, Tensor) else func(into, end, weight)
 
 
+def _full_like(func: Any, like: Tensor, number: Any, **kwargs: Any) -> Any:
+    if not isinstance(number, Tensor):
+        return func(like, number, **kwargs)
+    return torch.zeros_like(like, **kwargs) + number.to(like.device, like.dtype)
+
+
 _WITH_TENSORS: dict[str, Callable[..., Any]] = {
     "item": _item,
     **dict.fromkeys(("pow", "__pow__"), _power),
@@ -253,6 +227,7 @@ _WITH_TENSORS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
     "lerp_": _lerp,
     "eq": _equal,
+    "full_like": _full_like,
 }
 
 
@@ -285,41 +260,27 @@ def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., An
 _CLASSES = {cls.__name__: cls for cls in FUSED}
 
 
-def fits(
+def parts_for_kernels(
     recipe: Recipe,
     grads: Grads,
     params: Params,
     states: Mapping[str, dict[str, Any]],
     groups: Sequence[dict[str, Any]],
-) -> bool:
-    """True if fused kernels are to update these parameters in the current trace, as they would without one."""
+) -> list[Part]:
+    """All parameters, if fused kernels are to update them in the current trace as they would without one, or none."""
     if recipe.cls not in FUSED or not _tracing.takes_kernel(len(grads)):
-        return False
-    members = recipe.members({name: params[name] for name in grads})
+        return []
+    given = pick(params, grads)
     with torch_private.disable_current_modes():  # it takes a step on a number
-        fused = fused_groups(recipe, params, members)
-    asked = recipe.group_values("fused")
-    return all(
-        (ours or users)
-        and _uniform([(params[name], grads[name], states[name]) for name in names])
-        and _settled(group)
-        for names, ours, users, group in zip(members, fused, asked, groups, strict=True)
-        if names
+        parts = parts_of(recipe, given, recipe.members(given))
+    fit = all(
+        part.kernel
+        and params[part.names[0]].device.type == "cpu"
+        and columns_of(part.names, params, params, states)  # the operation copies gradients with other strides
+        and _settled(groups[part.group])
+        for part in parts
     )
-
-
-def _uniform(rows: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> bool:
-    """True if parameters, gradients and states are float tensors on the CPU that differ in shape only."""
-    keys = rows[0][2].keys()
-    entries = [entry for *_, state in rows for entry in state.values()]
-    if any(state.keys() != keys for *_, state in rows) or not all(isinstance(entry, Tensor) for entry in entries):
-        return False
-    moments = [[param, *(state[key] for key in keys if key != "step")] for param, _, state in rows]
-    kinds = {(tensor.device.type, tensor.dtype) for column in moments for tensor in column}
-    kinds |= {(grad.device.type, grad.dtype) for _, grad, _ in rows}
-    counts = {state["step"].dtype for *_, state in rows if "step" in state}
-    plain = len(kinds) == 1 and kinds.pop()[0] == "cpu" and counts <= {torch.float32}
-    return plain and aligned([*zip(*moments, strict=True)])
+    return parts if fit else []
 
 
 def _settled(group: Mapping[str, Any]) -> bool:
@@ -330,25 +291,25 @@ def _settled(group: Mapping[str, Any]) -> bool:
 
 
 def by_kernels(
-    recipe: Recipe, grads: Grads, states: Mapping[str, Any], tensors: Params, groups: Sequence[dict[str, Any]]
+    recipe: Recipe,
+    grads: Grads,
+    states: Mapping[str, Any],
+    params: Params,
+    parts: Sequence[Part],
+    groups: Sequence[dict[str, Any]],
 ) -> None:
-    """Update these tensors and their states in place, by one operation for each group."""
-    names_of = {id(tensor): name for name, tensor in tensors.items()}
-    for group in groups:
-        names = [names_of[id(tensor)] for tensor in group["params"]]
-        if not names:
-            continue
-        values = {key: value for key, value in group.items() if key not in {"params", *KERNEL_OPTIONS}}
+    """Update these parameters and their states in place, by one operation for each part."""
+    for number, names, _, _ in parts:
+        values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        settled = {key: value for key, value in values.items() if key not in moving}
         keys = [*states[names[0]]]
         FUSED_UPDATE(
             recipe.cls.__name__,
-            json.dumps(settled, default=float),
+            json.dumps(without(values, moving), default=float),
             [*moving],
             [*moving.values()],
             [grads[name] for name in names],
-            group["params"],
+            [params[name] for name in names],
             keys,
             [states[name][key] for key in keys for name in names],
         )

@@ -6,40 +6,33 @@ dtypes and devices of the parameters.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.mappings import pick, without
+from looplib._core.mappings import mapped, pick, subset, without
+from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
-from looplib.optim._first_state import States, first_state, with_created, without_state
-from looplib.optim._kernels import (
-    PLAIN,
-    check_fused,
-    columns_of,
-    count_update,
-    direct_kernel,
-    fused_groups,
-    realigned,
-)
+from looplib.optim._first_state import States, states_of_torch, with_created, without_state
+from looplib.optim._hyperparameters import values_to_inject
+from looplib.optim._kernels import PLAIN, check_fused, columns_of, count_update, laid_out_like, parts_of
 from looplib.optim._lbfgs import Evaluate
-from looplib.optim._recipe import Recipe, restored_grads
-from looplib.optim._state_probe import Probe, own_attributes, probe
-from looplib.optim._third_party import update_of_others
-from looplib.optim._wrong_state import wrong_state
+from looplib.optim._recipe import Recipe, chosen_by_kind, restored_grads
+from looplib.optim._third_party import Probe, probe, update_of_others
+from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Params
 
 _dtype = operator.attrgetter("dtype")
 _is_sparse = operator.attrgetter("is_sparse")
 _TAKE_BOTH: set[Any] = {torch.optim.SGD, torch.optim.Adagrad}
-
-# Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
-LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
+_SETTLED = (int, float, complex, str, type(None))
 
 
 class Plan:
@@ -48,69 +41,54 @@ class Plan:
     Attributes:
         members: parameter names in each group.
         values: for each group, its hyperparameters as completed by the class.
-        fused: for each group, True if looplib uses the fused kernel, strides permitting.
-        taken: True if looplib has chosen a fused kernel, and False if it has chosen torch's default, for the repr.
-        kernels: for each group, the fused kernel to call instead of the class's `step`, or None.
-        step: the class's step, for torch's classes without its hooks.
+        parts: parameters that are updated together, each with its kernel.
         probe: what a third party's class keeps.
-        sample: keys under which the class keeps the state of the first parameter of each group.
-        pool: instances of the class that are not in use, each with its original attributes.
+        keys: keys under which the class keeps the state of the first parameter of each group.
+        step: the class's step, for torch's classes without its hooks.
+        attributes: those that the class's constructor gives an instance beside its state and its groups; None if some of
+            them may change.
     """
 
-    def __init__(self, recipe: Recipe, params: Params, states: Mapping[str, Any], key: Any) -> None:
+    def __init__(self, recipe: Recipe, params: Params, key: Any = None) -> None:
         self.recipe, self.key = recipe, key
         self.members = recipe.members(params)
         check_fused(recipe, params, self.members)
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
-        self.fused = fused_groups(recipe, params, self.members)
-        self.taken = {fused for names, fused in zip(self.members, self.fused, strict=True) if names}
-        self.kernels = [
-            direct_kernel(recipe, [params[name] for name in names], values, fused)
-            for names, values, fused in zip(self.members, self.values, self.fused, strict=True)
-        ]
-        self.probe, self.sample = _sample(recipe, params, self.members, states)
-        self.step = inspect.unwrap(recipe.cls.step) if recipe.is_torch_optim else recipe.cls.step
-        self.pool: list[tuple[Any, dict[str, Any]]] = []
-        self.release((made, own_attributes(made)))
+        self.parts = parts_of(recipe, params, self.members)
+        first = [[*names[:1]] for names in self.members]
+        if recipe.is_torch_optim:
+            states = states_of_torch(recipe, {name: _tiny(params[name]) for (name,) in filter(None, first)}, first)
+            self.probe, self.step = Probe(), inspect.unwrap(recipe.cls.step)
+        else:
+            self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
+            states = self.probe.state
+        self.keys = {name: states[name].keys() for (name,) in filter(None, first)}
+        attributes = without(vars(made), {"state", "param_groups"})
+        settled = all(isinstance(value, _SETTLED) for value in without(attributes, _given_by_torch()).values())
+        self.attributes = attributes if settled and not recipe.needs_closure else None
 
-    def acquire(self, params: Params) -> tuple[Any, dict[str, Any]]:
-        """An instance of the class for one update, so that updates in several threads share none."""
-        if self.pool:
-            return self.pool.pop()
-        made = self.recipe.build(params, self.members)
-        return made, own_attributes(made)
-
-    def release(self, lent: tuple[Any, dict[str, Any]]) -> None:
-        """Empty an instance: tensors belong to states, and attributes are restored."""
-        instance, attributes = lent
-        instance.state = defaultdict(dict)
-        for group in instance.param_groups:
-            group["params"] = []
-        vars(instance).update(attributes)
-        # A class with a closure may keep its parameters elsewhere too.
-        if len(self.pool) < 4 and not self.recipe.needs_closure:
-            self.pool.append(lent)
+    def instance(self, values: Sequence[dict[str, Any]]) -> Any:
+        """An instance for one update, so that updates in several threads share none. Calling the class takes longer."""
+        instance = object.__new__(self.recipe.cls)
+        vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=[*map(dict, values)])
+        return instance
 
 
-def _sample(
-    recipe: Recipe, params: Params, members: Sequence[Sequence[str]], states: Mapping[str, Any]
-) -> tuple[Probe, dict[str, Any]]:
-    """Probe of a third party's class, and the keys of the state of the first parameter of each group."""
-    first = [names[0] for names in members if names]
-    if recipe.is_torch_optim:
-        found, kept = Probe(), first_state(recipe, pick(params, first))["state"]
-    else:
-        nested = [name for name, state in states.items() if any(isinstance(value, dict) for value in state.values())]
-        probed = pick(params, dict.fromkeys([*first, *nested]))
-        found = probe(recipe, probed, recipe.members(probed))
-        kept = found.state
-    return found, {name: kept[name].keys() for name in first}
+@functools.cache
+def _given_by_torch() -> frozenset[str]:
+    """Attributes that torch.optim.Optimizer gives. Computed late, since creating the first one imports much of torch."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)))
 
 
-def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
+def _tiny(tensor: Tensor) -> Tensor:
+    """A tensor of as many dimensions, with one element."""
+    return torch.zeros((1,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+
+
+def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[str]) -> Plan:
     """The plan for these parameters, created if none of the most recent ones fits."""
-    names = [*states]
+    names = [*names]
     tensors = [*map(params.__getitem__, names)]
     # Predicates of groups may depend on shapes, and so may the entries that Adafactor or a third party's class keeps.
     by_shape = recipe.groups or not recipe.is_torch_optim or recipe.cls is torch.optim.Adafactor
@@ -121,10 +99,34 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     for plan in plans:
         if plan.key == key:
             return plan
-    plan = Plan(recipe, dict(zip(names, tensors, strict=True)), states, key)
+    plan = Plan(recipe, dict(zip(names, tensors, strict=True)), key)
     plans.insert(0, plan)
     del plans[8:]
     return plan
+
+
+def first_state(plan: Plan, params: Params) -> dict[str, Any]:
+    """State before the first update, with the structure that it keeps for the whole run.
+
+    `state` holds what the class keeps for each parameter, by name. If the class creates those values only in a
+    parameter's own first update, they are zeros until then, and `started` records which parameters have had an
+    update. `groups` and `shared` hold what the class keeps for a group and for all parameters, and `hyperparameters`
+    holds the injected ones.
+    """
+    recipe, found = plan.recipe, plan.probe
+    chosen_by_kind(recipe.group_of, params, "group")
+    kept: dict[str, Any] = {}
+    if recipe.is_torch_optim:
+        fused = {part.group for part in plan.parts if part.kernel}
+        kept["state"] = states_of_torch(recipe, mapped(Tensor.detach, params), plan.members, fused)
+    else:
+        kept["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, found.state)
+        kept |= {"groups": found.groups} if any(found.groups) else {}
+        kept |= {"shared": found.shared} if found.shared else {}
+    if recipe.makes_state_late:
+        kept["started"] = torch.zeros(len(params), dtype=torch.bool)
+    numbers = [*map(values_to_inject, recipe.moving)]
+    return {**kept, "hyperparameters": numbers} if any(numbers) else kept
 
 
 def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any, params: Params) -> None:
@@ -141,16 +143,16 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
     if entered and tracing():
         return
     plan = plan_for(plans, recipe, params, states)
-    for name, kept in plan.sample.items():
+    for name, kept in plan.keys.items():
         if states[name].keys() != kept and not _continues(recipe, states[name].keys(), kept):
             raise wrong_state(opt_state, cls, kept)
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
-    sparse = {*map(_is_sparse, grads.values())}
+    takes = {recipe.cls is torch.optim.SparseAdam}
     if (
         recipe.is_torch_optim
         and recipe.cls not in _TAKE_BOTH
-        and not sparse <= {recipe.cls is torch.optim.SparseAdam}
+        and not takes.issuperset(map(_is_sparse, grads.values()))
     ):
         kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
         raise ValueError(
@@ -190,30 +192,27 @@ def eager_update(
     """Update these parameters and this state by the class's own arithmetic, in place."""
     states: States = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
-    moving = "groups" in opt_state or any(recipe.moving)
-    values = recipe.values_at(plan.values, opt_state, step) if moving else plan.values
     grad_mode = torch.is_grad_enabled()
     torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
     try:
         if not recipe.is_torch_optim:
-            return update_of_others(plan, values, grads, opt_state, params, step, seed, evaluate)
+            return params, update_of_others(plan, grads, opt_state, params, step, seed, evaluate)
+        values = recipe.values_at(plan.values, opt_state, step) if any(recipe.moving) else plan.values
         ready: list[Any] = []
-        left: dict[int, list[str]] = {}  # groups that the class's own step updates
-        for number, names in enumerate(plan.members):
+        left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
+        for number, names, kernel, asked in plan.parts:
             if len(grads) < len(states):
                 names = [name for name in names if name in grads]
-            if not names:
-                continue
-            columns = columns_of(names, params, grads, states) if plan.kernels[number] else None
+            columns = columns_of(names, params, grads, states, asked) if kernel and names else None
             if columns is None:
-                left[number] = names
+                left[number] += names
             else:
-                ready.append((plan.kernels[number], values[number], columns))
-        for kernel, numbers, (own, given, entries) in ready:  # after all groups were looked at
+                ready.append((kernel, values[number], columns))
+        for kernel, numbers, (own, given, entries) in ready:  # after all parts were looked at
             if "step" in entries:
                 count_update(entries["step"])
             kernel(numbers, own, given, entries)
-        return params, _by_class(plan, values, left, grads, opt_state, params, step) if left else opt_state
+        return params, _by_class(plan, values, left, grads, opt_state, params) if any(left) else opt_state
     finally:
         torch_private.set_grad_enabled(grad_mode)
 
@@ -221,47 +220,57 @@ def eager_update(
 def _by_class(
     plan: Plan,
     values: Sequence[dict[str, Any]],
-    groups: Mapping[int, Sequence[str]],
+    members: Sequence[Sequence[str]],
     grads: Grads,
     opt_state: Any,
     params: Params,
-    step: int,
 ) -> Any:
-    """Update groups by the step of one of torch's classes, and return the state."""
+    """Update these parameters of each group by the step of one of torch's classes, and return the state."""
     states: States = opt_state["state"]
-    late = without_state(plan.recipe, opt_state, step)
-    lent = instance, _ = plan.acquire(params)
-    used = {name: params[name] for names in groups.values() for name in names}
+    late = without_state(opt_state)
+    used = {name: params[name] for names in members for name in names}
+    instance = plan.instance(values)
+    for group, names in zip(instance.param_groups, members, strict=True):
+        group["params"] = [used[name] for name in names]
+    instance.state.update({tensor: {} if name in late else states[name] for name, tensor in used.items()})
     with restored_grads(used.values()):
-        for number, group in enumerate(instance.param_groups):
-            names = groups.get(number, ())
-            tensors = [used[name] for name in names]
-            rows = {name: {} if name in late else states[name] for name in names}
-            instance.state.update(zip(tensors, rows.values(), strict=True))
-            group.update(values[number], params=tensors)
-            for name, tensor in zip(names, tensors, strict=True):
-                asked = group.get("fused")
-                tensor.grad = realigned(name, grads[name], tensor, rows[name]) if asked else grads[name]
-            if plan.fused[number] and names:
-                group["fused"] = columns_of(names, params, grads, rows) is not None
-                plan.taken.add(group["fused"])
-        if plan.recipe.cls in LR_IN_STATE:
-            _take_rates(plan, values, groups, states)
+        for numbers, names in zip(values, members, strict=True):
+            for name in names:
+                used[name].grad = laid_out_like(used[name], grads[name]) if numbers.get("fused") else grads[name]
         plan.step(instance)
-        first = late & used.keys()
-        if first:
-            opt_state = with_created(opt_state, {name: instance.state[used[name]] for name in first}, first)
-    plan.release(lent)
-    return opt_state
+    first = late & used.keys()
+    return (
+        with_created(opt_state, {name: instance.state[used[name]] for name in first}, first) if first else opt_state
+    )
 
 
-def _take_rates(
-    plan: Plan, values: Sequence[Mapping[str, Any]], groups: Mapping[int, Sequence[str]], states: States
-) -> None:
-    """Put this update's learning rate into an initial state that was made for a different one."""
-    key = LR_IN_STATE[plan.recipe.cls]
-    for number, names in groups.items():
-        for name in names if "lr" in plan.recipe.moving[number] else ():
-            if not states[name]["step"]:
-                rate, old = float(values[number]["lr"]), states[name][key]
-                old.fill_(complex(rate, rate) if old.is_complex() else rate)
+# Conversion to and from plain torch
+
+
+class Kept(NamedTuple):
+    """State that a class keeps for parameters.
+
+    Attributes:
+        entries: for each parameter, values with the keys and types of the real ones.
+        late: parameters without state so far, because they have had no update.
+        empty: True if no parameter has state yet, although a state has the structure.
+    """
+
+    entries: States
+    late: frozenset[str]
+    empty: bool
+
+
+def kept_by_class(
+    cls: type,
+    group: Mapping[str, Any],
+    params: Mapping[str, Tensor],
+    names: Iterable[str],
+    opt_state: Mapping[str, Any],
+    step: int,
+) -> Kept:
+    """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
+    recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
+    tiny = mapped(_tiny, pick(params, names))
+    entries: States = first_state(Plan(recipe, tiny), tiny)["state"]
+    return Kept(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)

@@ -122,17 +122,6 @@ def test_a_decay_that_moves_is_asked_for_the_averages_so_far(donate):
     assert equal(run(net(), optimizer, batches(40), donate).opt_state["average"]["params"], average)
 
 
-def test_eval_state_leaves_the_state_alone():
-    optimizer, model = ll.ema(adamw(), 0.5, buffers=True), net()
-    state = run(model, optimizer, batches(5))
-    before = bits(state)
-    chosen = ll.eval_state(optimizer, state)
-    ll.evaluate(loss_of(model), chosen, batches(2))
-    assert bits(state) == before
-    assert bits(chosen) != before
-    assert (chosen.step, chosen.samples, chosen.opt_state) == (state.step, state.samples, state.opt_state)
-
-
 @both_states
 def test_a_donated_step_spends_an_eval_state_that_shares_its_averages(bound):
     for optimizer in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1), ll.contrib.lookahead(adamw(), 2)):
@@ -165,23 +154,6 @@ def wrapped(name):
             lambda name, tensor: "first" if name[0] in "01" else "last",
         ),
     }[name]()
-
-
-@both_steps
-@pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
-def test_a_saved_state_continues_to_the_bit(name, donate, tmp_path):
-    data = batches(24)
-    whole = run(net(), wrapped(name), data, donate)
-    ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(run(net(), wrapped(name), data[:11], donate))
-    ckpt.wait()
-    optimizer, model = wrapped(name), net()
-    state = ckpt.restore(ll.init_state(model, optimizer))
-    assert state.step > 5
-    step = step_of(model, optimizer, donate)
-    for batch in data[11:]:
-        state, _ = step(state, batch)
-    assert bits(state) == bits(whole)
 
 
 @pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
@@ -241,22 +213,6 @@ def test_averages_inside_master_weights_are_those_of_the_masters(donate):
                 name: old.lerp(averaged(state)[name].detach().float(), 1 - 0.9) for name, old in average.items()
             }
         assert equal(ll.eval_state(optimizer, state).params, {name: a.bfloat16() for name, a in average.items()})
-
-
-@both_steps
-def test_ema_on_one_group_only(donate):
-    optimizer = ll.optim.partition(
-        {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},
-        lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
-    )
-    model = net()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    averaged.update_parameters(model)
-    raw_loop(model, raw_adamw(model), batches(20), lambda step: averaged.update_parameters(model))
-    state = run(net(), optimizer, batches(20), donate)
-    own, average = dict(model.named_parameters()), dict(averaged.module.named_parameters())
-    expected = {name: average[name] if p.ndim == 2 else p for name, p in own.items()}
-    assert equal(ll.eval_state(optimizer, state).params, expected)
 
 
 def test_a_group_that_is_frozen_or_skips_where_its_average_would_begin():

@@ -7,7 +7,6 @@ import torch
 from problem import QUICK, WAYS, adamw, raw_adamw
 from shared import bits, make_train_step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import looplib as ll
 
@@ -272,51 +271,7 @@ def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
         assert "loss" in metrics
 
 
-def test_master_weights_pass_on_the_metrics_of_an_update():
-    model, optimizer = net().bfloat16(), ll.optim.master_weights(report(adamw()))
-    _, metrics = made_step(model, optimizer, "donated")(ll.init_state(model, optimizer), batches(1)[0].bfloat16())
-    assert ll.compute(metrics)["moved"] > 0
-
-
 # What it costs
-
-
-class Reads(TorchDispatchMode):
-    """Counts how often the host asks for the value of a tensor."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda inner: ll.optim.apply_if_finite(inner, 3),
-        lambda inner: ll.optim.dynamic_loss_scale(ll.ema(ll.optim.apply_if_finite(inner, 3))),
-        lambda inner: skip_large(ll.optim.apply_if_finite(ll.optim.skip_spikes(inner), 3), 1e3),
-        lambda inner: ll.optim.dynamic_loss_scale(ll.contrib.lookahead(skip_large(ll.optim.skip_spikes(inner), 1e3))),
-    ],
-    ids=["one", "two around an average", "three", "three around lookahead"],
-)
-def test_conditional_updates_cost_one_read_together(wrap, donate):
-    def reads(optimizer):
-        model = net()
-        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-        state = ll.init_state(model, optimizer)
-        for x in batches(3):
-            state, _ = step(state, x)
-        with Reads() as counter:
-            step(state, batches(4)[3])
-        return counter.count
-
-    # The average and lookahead count their updates on tensors of the host, which they read.
-    plain = reads(ll.ema(adamw())) if "ema" in wrap.__code__.co_names else reads(adamw())
-    plain = reads(ll.contrib.lookahead(adamw())) if "lookahead" in wrap.__code__.co_names else plain
-    assert reads(wrap(adamw())) == plain + 1
 
 
 # Refused before anything is spent
@@ -475,33 +430,8 @@ def test_an_update_that_fails_spends_a_donated_state_and_leaves_a_pure_one(name,
     assert bits(kept.params) == bits(dict(net().named_parameters()))
 
 
-class Halving(nn.Module):
-    """Its forward pass writes a parameter that has no gradient, as `max_norm=` does with a frozen embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.scale.mul_(0.5)
-        return self.first(x) * self.scale.detach()
-
-
-def test_what_a_forward_pass_writes_is_given_up_with_the_rest():
-    model = Halving()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw(), donate=True)
-    state = ll.init_state(model, adamw())
-    for x in batches(2):
-        older = ll.TrainState(params={"scale": state.params["scale"]})
-        state, _ = step(state, x)
-        with pytest.raises(ll.DonatedStateError):
-            _ = older.params
-    assert state.params["scale"].tolist() == [0.25, 0.25]
-
-
 def test_a_donated_step_of_another_run_inside_the_loss_is_not_this_ones_write():
-    """Issue 29 (b): a skipped batch leaves this run's state valid, and the other run continues."""
+    """A skipped batch leaves this run's state valid, and the other run continues."""
     other, model = nn.Linear(2, 1), net()
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
     inner = ll.make_train_step(ll.make_grad_fn(other, lambda model, x: model(x).mean()), sgd, donate=True)

@@ -44,18 +44,6 @@ def test_an_injected_number_is_the_number(cls, options):
     assert found.opt_state["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
 
 
-def test_it_stands_beside_schedules_and_within_wrappers():
-    schedule = ll.warmup_cosine(0.1, warmup=2, total=9)
-    options = {"lr": schedule, "betas": (0.8, 0.9)}
-    found = train(ll.ema(ll.optimizer(torch.optim.Adam, eps=ll.optim.injected(1e-3), **options), 0.9))
-    assert equal(found.params, train(ll.ema(ll.optimizer(torch.optim.Adam, eps=1e-3, **options), 0.9)).params)
-    assert found.opt_state["inner_state"]["hyperparameters"] == [{"eps": 1e-3}]
-
-
-def test_without_it_the_state_has_no_place_for_it():
-    assert "hyperparameters" not in ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=0.1)).opt_state
-
-
 def test_a_checkpoint_has_the_values_that_were_set(tmp_path):
     optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(0.1)))
     step, data = step_of(net := model(), optimizer), batches(4)
@@ -81,23 +69,6 @@ def test_values_that_are_set_are_those_that_a_schedule_gives(options):
         state, _ = step(ll.optim.set_hyperparameters(state, lr=0.1 * 0.5**state.step), x)
     expected = ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 * 0.5**step, momentum=0.9)
     assert equal(state.params, train(ll.optim.apply_if_finite(expected, 0), **options).params)
-
-
-def test_a_plateau_lowers_the_rates_of_all_groups_as_torchs_own_does():
-    optimizer = ll.optimizer(
-        torch.optim.SGD, lr=ll.optim.injected(0.1), groups=[(is_vector, {"lr": ll.optim.injected(0.02)})]
-    )
-    state = ll.init_state(net := model(), optimizer)
-    torchs = torch.optim.SGD([{"params": net[0].bias, "lr": 0.02}, {"params": net[0].weight}], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torchs, factor=0.3, patience=0)
-    best = float("inf")
-    for loss in (1.0, 2.0, 0.5, 0.7, 0.8):
-        if loss >= best:
-            state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr * 0.3)
-        best = min(best, loss)
-        scheduler.step(loss)
-    vectors, rest = (group["lr"] for group in torchs.param_groups)
-    assert ll.optim.hyperparameters(optimizer, state) == {"lr": rest, "lr/0": vectors}
 
 
 def stood(opt_state):

@@ -135,7 +135,7 @@ REFUSED = {
     ),
     "by identity": (ValueError, "group 4. name, shape dtype", by_identity),
     "gaps": (ValueError, "fused=True w, (6, 1)", lambda: adamw(fused=True).init({"w": torch.ones(4, 6)[:, :3]})),
-    "strides": (ValueError, "fused=True w: exp_avg init_state", fused_with_other_strides),
+    "strides": (ValueError, "fused=True w exp_avg init_state", fused_with_other_strides),
     "a gradient": (ValueError, "'other' trainable=", unknown_gradient),
 }
 for name in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):

@@ -110,22 +110,6 @@ def test_200_steps_with_overflows_have_the_bits_of_grad_scaler(name, donate):
     assert equal(state.params, model.named_parameters())
 
 
-@WAYS
-@pytest.mark.parametrize("pieces", [[20, 7, 5], [1] * 32])
-def test_accumulation_of_ragged_pieces_within_scale_loss_is_the_whole_batchs_gradient(pieces, donate):
-    model, (batch,) = net(), batches(1, size=32)
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), init_scale=2.0**10)
-    state = ll.init_state(model, optimizer)
-    grad_fn = ll.grads.scale_loss(ll.accumulate(ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))))
-    parts = list(zip(*(tensor.split(pieces) for tensor in batch), strict=True))
-    grads = grad_fn(state, parts, ll.types.GradRequest(donate=donate)).grads
-    whole = net().double()
-    loss_fn(whole, (batch[0].double(), batch[1])).backward()
-    for name, p in whole.named_parameters():
-        # float16 keeps 11 bits, and the errors of 32 examples do not all have one sign.
-        assert (grads[name].double() - p.grad).norm() < 2**-9 * p.grad.norm()
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_scale_that_cannot_be_the_cause_ends_the_run(donate):
     optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), init_scale=4.0, min_scale=1.0)
@@ -255,26 +239,6 @@ def test_a_cast_state_outlives_the_one_it_was_made_from(donate):
     assert ll.state.cast(new, torch.bfloat16).step == 1
 
 
-def test_a_cast_state_is_exported_in_its_dtype_and_trained_on_with_moments_of_its_own(tmp_path):
-    from safetensors.torch import load_file
-
-    model, adamw = net(), ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    half, batch = copy.deepcopy(model).bfloat16(), batches(1)[0]
-    state = ll.state.cast(ll.init_state(model, adamw), torch.bfloat16)
-    ll.checkpoint.save_safetensors(model, state, tmp_path / "half.safetensors")
-    assert not ll.debug.differences(load_file(tmp_path / "half.safetensors"), dict(half.state_dict()))
-
-    def step_of(model, optimizer):
-        return ll.make_train_step(ll.make_grad_fn(model, mixed_loss), optimizer)
-
-    optimizer = ll.optim.master_weights(adamw)
-    new, _ = step_of(model, optimizer)(state.replace(opt_state=optimizer.init(state.params)), batch)
-    expected, _ = step_of(half, optimizer)(ll.init_state(half, optimizer), batch)
-    assert not ll.debug.differences((new.params, new.opt_state), (expected.params, expected.opt_state))
-    with pytest.raises(RuntimeError, match="BFloat16"):  # torch's own refusal of moments in float32
-        step_of(model, adamw)(state, batch)
-
-
 def mixed_net(dtype=torch.bfloat16):
     model = net().to(dtype)
     model[2].float()  # the LayerNorm, as many keep it
@@ -362,25 +326,6 @@ def test_master_weights_have_the_bits_of_a_loop_by_hand(name, make, donate):
 
 
 @WAYS
-def test_an_update_too_small_for_bfloat16_moves_the_master_and_in_time_the_weight(donate):
-    grown = {}
-    for wrap in (ll.optim.master_weights, lambda optimizer: optimizer):
-        model = nn.Linear(1, 1, bias=False).bfloat16()
-        nn.init.ones_(model.weight)
-        optimizer = wrap(ll.optimizer(torch.optim.SGD, lr=2**-12))
-        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).sum())  # a gradient of 1
-        train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-        state, grown[wrap] = ll.init_state(model, optimizer), []
-        for _ in range(16):
-            state, _ = train_step(state, torch.ones(1, 1).bfloat16())
-            grown[wrap].append(state.params["weight"].item())
-    with_master, without = grown.values()
-    # Below 1 there is 1 - 2**-8, and halfway to it goes back to 1, which is even.
-    assert with_master == [1.0] * 8 + [1 - 2**-8] * 8
-    assert without == [1.0] * 16
-
-
-@WAYS
 @pytest.mark.parametrize("outermost", ["scale", "masters"])
 def test_masters_and_a_loss_scale_together(outermost, donate):
     # The scale around the masters or within them; bfloat16 does not overflow, so a batch of infinities does it.
@@ -417,20 +362,6 @@ def test_no_clipping_hides_an_overflow(clip):
     state, _ = ll.make_train_step(clip(grad_fn, 0.5), optimizer)(ll.init_state(model, optimizer), batches(23)[22])
     assert state.skipped
     assert state.opt_state["loss_scale"] == 2.0**9
-
-
-def test_gradients_in_float16_are_not_divided_there():
-    """torch's GradScaler refuses them as well."""
-    model = nn.Linear(2, 1, bias=False).half()
-    optimizer = ll.optim.dynamic_loss_scale(ll.optim.master_weights(ll.optimizer(torch.optim.SGD, lr=1.0)))
-    state, x = ll.init_state(model, optimizer), torch.ones(1, 2).half()
-    grad_fn = ll.make_grad_fn(model, lambda model, x: 1e-8 * model(x).float().sum())
-    with pytest.raises(ValueError, match=r"weight .*float16.*accumulate\(.*dtype="):
-        ll.grads.scale_loss(grad_fn)(state, x)
-    wide = ll.grads.scale_loss(ll.accumulate(grad_fn, 1, dtype=torch.float32))
-    torch.testing.assert_close(wide(state, x).grads["weight"], torch.full((1, 2), 1e-8), rtol=1e-3, atol=0)
-    new, _ = ll.make_train_step(wide, optimizer)(state, x)
-    assert new.step == 1
 
 
 # Refusals

@@ -159,22 +159,6 @@ def test_a_spike_changes_nothing_but_the_record(monitor, donate, bound):
     assert (record["seen"].item(), record["total_spikes"].item()) == (len(recent), len(skips))
 
 
-def test_a_loss_that_has_changed_for_good_is_accepted_in_the_end():
-    optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=1.0), window=8, sigmas=3.0, max_consecutive=0)
-    params, skipped = {"w": torch.zeros(1)}, []
-    opt_state = optimizer.init(params)
-    for at in range(40):
-        loss = (1.0 if at < 20 else 10.0) + 0.01 * (at % 2)
-        new, opt_state, _ = optimizer.update(
-            {"w": torch.ones(1)}, opt_state, params, at, metrics={"loss": ll.Mean(loss)}
-        )
-        skipped += [at] if new is params else []
-        params = new
-    assert skipped[0] == 20
-    assert 1 <= len(skipped) <= 4
-    assert skipped == list(range(20, 20 + len(skipped)))
-
-
 def test_the_messages_of_skip_spikes():
     for name, value in (("window", 1), ("sigmas", 0.0), ("sigmas", math.nan), ("max_consecutive", -1)):
         with pytest.raises(ValueError, match=f"{name} is {value}"):

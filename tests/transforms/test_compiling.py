@@ -134,7 +134,7 @@ def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
     model, rtol = seeded(with_a_number), ROUGH.get(name, 1e-10)
     grad_fn = ll.make_grad_fn(model, loss_fn)
     step, _ = compare(model, grad_fn, optimizer_of(name), batches(30), donate, rtol=rtol, atol=rtol)
-    assert step.compiler.compilations == (2 if name == "SGD, dampening" else 1)
+    assert step.compiler.compilations == (2 if name in ("SGD, dampening", "ASGD") else 1)  # one of first updates
 
 
 def test_every_first_order_class_of_torch_is_among_these():

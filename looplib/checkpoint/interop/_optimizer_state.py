@@ -17,7 +17,7 @@ from looplib._core.checks import check, check_type, few
 from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._state_dict import check_state
 from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
-from looplib.optim._first_state import kept_by_class
+from looplib.optim._update import kept_by_class
 from looplib.types import TrainState
 
 
