@@ -184,6 +184,10 @@ def test_records_read_as_the_code_that_made_them(text):
     assert not hasattr(made, "__dict__")
 
 
+def test_settings_of_a_record_are_given_by_name():
+    assert BestSoFar.__match_args__ == ("monitor",)
+
+
 # Errors
 
 
