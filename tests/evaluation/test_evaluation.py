@@ -147,6 +147,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+@pytest.mark.every_case
 def test_wrong_arguments_are_named(call, error, words, tmp_path, monkeypatch):
     model, _, state = parts()
     monkeypatch.chdir(tmp_path)

@@ -123,6 +123,7 @@ def test_the_size_that_fits_is_remembered_and_outputs_keep_the_order_of_the_batc
         (RuntimeError, "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
+@pytest.mark.every_case
 def test_one_example_that_does_not_fit_raises_the_original_with_a_note(error, message):
     tight, _ = models(0, error=error, message=message)
     with pytest.raises(error) as raised:
@@ -153,6 +154,7 @@ X = rows(4)
         (lambda model, x: [model(x)] * (1 + int(x[0, 0] == X[0, 0])), X, ValueError, "differ in their structure"),
     ],
 )
+@pytest.mark.every_case
 def test_what_cannot_be_cut_or_put_together_is_refused(predict_fn, batch, error, words):
     tight, _ = models(2)
     with pytest.raises(error, match=words):

@@ -228,6 +228,7 @@ SHUFFLED = [
 
 
 @pytest.mark.parametrize("loader_of", SHUFFLED)
+@pytest.mark.every_case
 def test_shuffled_batches_are_refused_and_leave_no_folder(tmp_path, loader_of):
     *_, state = parts()
     loader = loader_of(torch.zeros(8, 3))
@@ -259,6 +260,7 @@ X = torch.zeros(2, 3)
         ([torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)], TypeError, "'output' .* nested"),
     ],
 )
+@pytest.mark.every_case
 def test_what_cannot_be_written_is_refused(tmp_path, outputs, error, words):
     *_, state = parts()
     numbers = list(range(len(outputs)))

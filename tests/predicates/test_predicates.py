@@ -258,6 +258,7 @@ def test_the_right_side_is_asked_only_where_the_left_leaves_it_open():
     ],
     ids=str,
 )
+@pytest.mark.every_case
 def test_a_predicate_is_a_record_that_reads_as_its_code(predicate, text):
     assert repr(predicate) == text
     assert eval(text, vars(ll.predicates)) == predicate
@@ -303,6 +304,7 @@ def test_a_function_is_a_predicate_under_its_name():
         (lambda: ll.predicates.every_seconds(0), r"every_seconds\(0\)"),
     ],
 )
+@pytest.mark.every_case
 def test_a_bad_value_is_named(make, named):
     with pytest.raises(ValueError, match=named):
         make()
@@ -326,6 +328,7 @@ EVERY_KIND = [
 
 
 @pytest.mark.parametrize("predicate", [*EVERY_KIND, ll.predicates.every_seconds(60)], ids=repr)
+@pytest.mark.every_case
 def test_what_a_predicate_cannot_do_is_refused_by_name(predicate):
     for found in (5, None, (TrainState(), {}), {"loss": 1.0}, torch.tensor(5), SimpleNamespace(n=5)):
         if not isinstance(predicate, ll.predicates.every_seconds):

@@ -345,6 +345,7 @@ def test_a_process_told_to_end_saves_and_continues_to_the_same_bits(tmp_path):
         ((signal.SIGTERM, signal.SIGKILL), r"\(.*9.*\)"),
     ],
 )
+@pytest.mark.every_case
 def test_signals_that_cannot_be_caught_are_refused_and_nothing_is_installed(given, found):
     with pytest.raises(ValueError, match=rf"after_signal{found}: expected one or more signals that can be caught"):
         after_signal(*given)

@@ -171,6 +171,7 @@ def test_several_records_stand_side_by_side():
         "BestSoFar(monitor='a', mode='max'",
     ],
 )
+@pytest.mark.every_case
 def test_records_read_as_the_code_that_made_them(text):
     text += (
         ", min_delta=0.5, cumulative=True, best=1.0, best_step=2, reference=1.0, waited=0)"
@@ -207,6 +208,7 @@ def test_settings_of_a_record_are_given_by_name():
         (lambda: update_best(begin(0.5), {}), r"state.extra\['best'\].* float"),
     ],
 )
+@pytest.mark.every_case
 def test_errors_name_what_was_found(make, named):
     with pytest.raises(ValueError, match=named):
         make()
@@ -220,6 +222,7 @@ def test_errors_name_what_was_found(make, named):
         ("score eval/sum x -loss neg_loss 1-accuracy one_minus_acc accuracy_drop best_loss_step", None),
     ],
 )
+@pytest.mark.every_case
 def test_a_name_that_everyone_knows_chooses_its_direction_and_others_are_asked_for_it(names, mode, tmp_path):
     for name in names.split():
         if mode is None:
