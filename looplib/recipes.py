@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import importlib.util
 import shlex
 import shutil
 import sys
-from itertools import filterfalse
 from pathlib import Path
 
 from looplib._core.checks import check
@@ -94,21 +92,6 @@ def _commands(recipe: Path) -> str:
     return "\n".join(lines[first:last]).replace(f"recipes/{recipe.name}", shlex.quote(str(recipe)))
 
 
-def _missing(recipe: Path) -> list[str]:
-    """Modules that a recipe imports and that are not installed here."""
-    files = [path for path in (recipe, *recipe.rglob("*.py")) if path.suffix == ".py"]
-    packages = set().union(*map(_packages, files)).difference(file.stem for file in files)
-    return sorted(filterfalse(importlib.util.find_spec, packages))
-
-
-def _packages(file: Path) -> set[str]:
-    """Packages that a file imports."""
-    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names}
-
-
 def _main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m looplib.recipes",
@@ -142,8 +125,6 @@ def _copy(name: str, folder: str) -> None:
         sys.exit(str(error))
     commands = _commands(recipe)
     print(f"copied to {recipe}" + (f"; to run it:\n\n{commands}\n" if commands else ""))
-    if missing := _missing(recipe):
-        print(f"it imports packages that are not installed: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

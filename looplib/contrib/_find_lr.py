@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from looplib._core.checks import check, check_argument, check_count
 from looplib._core.kinds import checked
 from looplib._core.random import restored
-from looplib.log._plots import dress, figure_of, save, smoothed
+from looplib.log._plots import smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
 from looplib.types import GradFn, Optimizer, Schedule, TrainState
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,8 @@ class LRCurve:
     >>> curve = ll.contrib.LRCurve(lrs=(1e-3, 1e-2, 1e-1), losses=(1.0, 0.5, 4.0), smoothed=(1.0, 0.7, 2.0), suggestion=1e-2)
     >>> curve.lrs[curve.losses.index(min(curve.losses))]
     0.01
+
+    To plot it: `plt.semilogx(curve.lrs, curve.smoothed)` of matplotlib, and `plt.axvline(curve.suggestion)`.
 
     Attributes:
         lrs: learning rates, one for each update.
@@ -45,36 +43,6 @@ class LRCurve:
     smoothed: tuple[float, ...]
     suggestion: float | None
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Plot the loss over the learning rate, with the suggestion, and save it if a path is given.
-
-        >>> import looplib as ll
-        >>> curve = ll.contrib.LRCurve((0.1, 1.0), (2.0, 1.0), (2.0, 1.5), 0.3)
-        >>> curve.plot().axes[0].get_xlabel()
-        'learning rate'
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = figure_of(figsize=(6.4, 4.0), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(self.lrs, self.losses, color="C0", alpha=0.25, linewidth=1, label="loss")
-        axes.plot(self.lrs, self.smoothed, color="C0", linewidth=1.6, label="loss, smoothed")
-        if self.suggestion is not None:
-            label = f"suggestion: {self.suggestion:.2g}"
-            axes.axvline(self.suggestion, color="C1", linestyle="--", linewidth=1.6, label=label)
-        dress(axes, "", "learning rate", [])
-        axes.set_xscale("log")
-        axes.set_ylabel("loss")
-        # Diverging losses would flatten the rest of the curve.
-        kept = self.losses[: self.smoothed.index(min(self.smoothed)) + 1]
-        room = 0.1 * (max(kept) - min(self.losses)) or 1.0
-        axes.set_ylim(min(self.losses) - room, max(kept) + room)
-        axes.legend(frameon=False)
-        if path is not None:
-            save(figure, path)
-        return figure
-
 
 def find_lr(
     grad_fn: GradFn,
@@ -85,7 +53,6 @@ def find_lr(
     low: float = 1e-7,
     high: float = 10.0,
     steps: int = 100,
-    smooth: float = 0.9,
     diverged: float = 4.0,
 ) -> LRCurve:
     """Learning-rate range test: try rates from `low` to `high` on a copy of a run, one update each.
@@ -105,8 +72,8 @@ def find_lr(
 
     The suggestion is the rate at which the loss falls fastest: the steepest slope of a line fitted to a tenth of the
     points over the logarithm of the learning rate, before the minimum of the smoothed loss. Use it as a first guess
-    for the peak of a schedule. It depends on batch size, weight decay and warmup, so look at the plot,
-    `curve.plot()`.
+    for the peak of a schedule. It depends on batch size, weight decay and warmup, so look at a plot of the
+    curve.
 
     Args:
         grad_fn: from `make_grad_fn`, with or without wrappers.
@@ -116,13 +83,12 @@ def find_lr(
         batches: an iterable that can be repeated, such as a list, a DataLoader or a looplib loader.
         low, high: first and last learning rate, above 0.
         steps: number of updates, at least 10.
-        smooth: weight of the past in the smoothed loss, from 0 to below 1, as in `plot`.
         diverged: factor, above 1. End when the smoothed loss exceeds its minimum by `diverged - 1` times the
             minimum's magnitude; with 4, at four times the minimum. `math.inf` continues to the end unless the loss is
             infinite or NaN.
 
     Raises:
-        ValueError: the range is empty, there are too few steps, `smooth` or `diverged` is out of range, the batches
+        ValueError: the range is empty, there are too few steps, `diverged` is not above 1, the batches
             run out and cannot be repeated, the state has no optimizer state, or the loss is infinite or NaN from the
             start.
         TypeError: an optimizer is passed instead of the function that makes it.
@@ -131,7 +97,7 @@ def find_lr(
     Source: Smith, "Cyclical learning rates for training neural networks", 2017 (arXiv 1506.01186).
     """
     grad_fn = checked(grad_fn, "find_lr", "grad_fn")
-    _check(optimizer_of_lr, state, low, high, steps, smooth, diverged)
+    _check(optimizer_of_lr, state, low, high, steps, diverged)
     first = state.step
 
     def lr(step: int) -> float:
@@ -151,7 +117,7 @@ def find_lr(
                 break
             lrs.append(at)
             losses.append(loss)
-            averages = smoothed(losses, smooth)
+            averages = smoothed(losses, 0.9)
             best = min(averages)
             if averages[-1] - best > (diverged - 1) * abs(best):
                 break
@@ -160,13 +126,9 @@ def find_lr(
     return LRCurve(tuple(lrs), tuple(losses), tuple(averages), _steepest(lrs, losses, averages, steps // 10))
 
 
-def _check(
-    optimizer_of_lr: Any, state: TrainState, low: float, high: float, steps: int, smooth: float, diverged: float
-) -> None:
+def _check(optimizer_of_lr: Any, state: TrainState, low: float, high: float, steps: int, diverged: float) -> None:
     check(0 < low < high < math.inf, f"low is {low} and high is {high}; give learning rates with 0 < low < high")
     check_count("steps", steps, 10, "give at least 10, for a curve")
-    advice = "give the share of the past to keep at each loss, from 0 to below 1"
-    check_argument(0 <= smooth < 1, "smooth", smooth, advice)
     advice = "give the multiple of the lowest loss at which to end, above 1, such as 4, or math.inf to go to the end"
     check_argument(diverged > 1, "diverged", diverged, advice)
     check(

@@ -133,11 +133,6 @@ def add_noise(
     def noisy(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         total = RunningSum()
         out = grad_fn(state, batch, dataclasses.replace(request, sum=total))
-        check(
-            "clipped" in out.metrics,
-            "add_noise got gradients that are not clipped sample by sample, which no noise makes private: "
-            "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...)",
-        )
         size = expected_batch_size or out.samples
         check(size, "the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, (total.normalizer or 1) / size)

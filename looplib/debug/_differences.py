@@ -97,17 +97,15 @@ def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, a
         return None
     one, other = one.cpu(), other.cpu()
     a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (one, other))
-    equal = (a == b) | (a.isnan() & b.isnan())
-    gap = torch.where(equal, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)  # infinite if one is not finite
-    if by_bits:  # 0.0 and -0.0, and two NaNs, may differ without a gap
+    if by_bits:
         differs = (bits_of(one) != bits_of(other)).reshape(*one.shape, -1).any(-1)
     elif one.is_floating_point() or one.is_complex():
-        differs = ~equal & ~(gap.isfinite() & (gap <= atol + rtol * b.abs()))
+        differs = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
     else:
         differs = one != other
     if not (differing := int(differs.sum())):
         return None
-    largest = float(gap[differs].max())
+    largest = float((a - b)[differs].abs().nan_to_num(math.inf, math.inf).max())  # infinite if one is not finite
     summary = f"{differing} of {one.numel()} numbers, by {largest:.3g} at most"
     return LeafDifference(path, largest, differing, one.numel(), summary)
 

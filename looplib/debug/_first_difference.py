@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from looplib._core.checks import check, few
 from looplib.debug._differences import LeafDifference, differences
 from looplib.debug._fingerprint import Fingerprint
-from looplib.debug._keep import _Saved
-from looplib.debug._replay import Batches, Replayed, States, _by_step, _indices, _walk
+from looplib.debug._replay import Batches, Replayed, States, _by_step, _walk
 from looplib.state import copy_state
 from looplib.types import GradFn, TrainState, TrainStep
 
@@ -45,7 +43,8 @@ class Difference:
         equal: last step at which their states were the same; None if the first ones differ.
         different: next step that was compared, at which the states differ.
         leaves: leaves that differ there, in the order in which the differences arose.
-        replayed: the step in between, of each run, if it was replayed.
+        replayed: the step in between, of each run, if it was replayed. Its `indices` are None;
+            `loader.indices(replayed.state)` gives them.
     """
 
     equal: int | None
@@ -84,8 +83,7 @@ def first_difference(
     None
 
     For two mappings from steps to states or fingerprints (`keep`, `saved_states`, `read_fingerprints`), the steps
-    that both have are compared. Checkpoints are searched by bisection, so of a thousand pairs only ten are read. This
-    assumes that runs that differ at one step differ at all later ones.
+    that both have are compared one after another. Checkpoints are read up to the first that differ.
 
     For two `Run`s, their kept states are compared first. From the last equal ones, both runs are replayed side by
     side until they differ, up to the first kept states that differ or to `stop`. The differences in that step are
@@ -125,17 +123,12 @@ def first_difference(
 
     compare = partial(differences, rtol=rtol, atol=atol)
 
-    def differ(step: int) -> bool:
-        return bool(compare(first[step], second[step]))
-
-    if isinstance(first, _Saved) or isinstance(second, _Saved):  # few are read: those after the first differ too
-        index = bisect_left(steps, True, key=differ)
-    else:
-        index = next((index for index, step in enumerate(steps) if differ(step)), len(steps))
-    equal = steps[index - 1] if index else None
-    kept = None
-    if index < len(steps):
-        kept = Difference(equal, steps[index], compare(first[steps[index]], second[steps[index]]))
+    equal, kept = None, None
+    for step in steps:
+        if leaves := compare(first[step], second[step]):
+            kept = Difference(equal, step, leaves)
+            break
+        equal = step
     if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
         return kept
     check(
@@ -160,25 +153,19 @@ def _side_by_side(
     """Continue both runs from equal states until they differ or reach a step."""
     walks = [_walk(run.train_step, copy_state(start), run.loader) for run, start in zip(runs, starts, strict=True)]
     before: list[tuple[TrainState, Any]] = []
-    for pair in zip(*walks, strict=True):
-        states = [state for state, *_ in pair]
-        step = max(state.step for state in states)
-        if before and compare(*states):
-            replayed = _replayed(runs, before, pair)
-            return Difference(before[0][0].step, step, compare(*replayed), replayed)
+    for one, other in zip(*walks, strict=True):
+        step = max(one[0].step, other[0].step)
+        if before and compare(one[0], other[0]):
+            first, second = map(_replayed, runs, before, (one, other))
+            return Difference(before[0][0].step, step, compare(first, second), (first, second))
         if step >= stop:
             return None
-        before = [(copy_state(state), batch) for state, batch, _ in pair]  # copies, since a step may donate them
+        before = [(copy_state(state), batch) for state, batch, _ in (one, other)]  # since a step may donate them
     return None
 
 
-def _replayed(runs: tuple[Run, Run], before: Sequence[Any], after: Sequence[Any]) -> tuple[Replayed, Replayed]:
-    """The step of both runs between two positions, with indices if both loaders provide them."""
-    indices = [_indices(run.loader, state) for run, (state, _) in zip(runs, before, strict=True)]
-    if any(rows is None for rows in indices):
-        indices = [None, None]
-    steps = []
-    for run, (state, batch), (end, _, metrics), rows in zip(runs, before, after, indices, strict=True):
-        grads = run.grad_fn(state, batch).grads if run.grad_fn else None
-        steps.append(Replayed(state, rows, batch, metrics or {}, grads, end))
-    return steps[0], steps[1]
+def _replayed(run: Run, before: tuple[TrainState, Any], after: tuple[TrainState, Any, Any]) -> Replayed:
+    """The step of a run between two positions."""
+    (state, batch), (end, _, metrics) = before, after
+    grads = run.grad_fn(state, batch).grads if run.grad_fn else None
+    return Replayed(state, None, batch, metrics or {}, grads, end)

@@ -60,9 +60,9 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
     _check_several(reading.batches)
     check_optional_count("limit", reading.limit, advice="give how many batches, at least 1, or None for all")
-    length = length_of(reading.batches)
+    length = _length_of(reading.batches)
     left = math.inf if length is None else max(0, length - reading.start)
-    if left == 0 and reading.skipped is None and not is_estimate(reading.batches):
+    if left == 0 and is_loader(reading.batches):
         return iter(())  # a loader treats reading past its end as a mistake
     shares = _shares(reading, state)
     if reading.title is None or not is_first():
@@ -94,17 +94,12 @@ def _check_several(batches: Any) -> None:
         )
 
 
-def length_of(batches: Any) -> int | None:
+def _length_of(batches: Any) -> int | None:
     """Number of batches, or None if it is unknown, as for a generator or a stream, wrapped or not."""
     try:
         return len(batches)
     except (TypeError, NotImplementedError):  # also raised by a DataLoader over a dataset without a length
         return None
-
-
-def is_estimate(batches: Any) -> bool:
-    """True if a DataLoader's length may be wrong: workers that share an IterableDataset may yield more."""
-    return isinstance(getattr(batches, "dataset", None), IterableDataset)
 
 
 def is_loader(batches: Any) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind, checked
+from looplib._core.kinds import checked
 from looplib._core.random import restored
 from looplib._core.ranks import gather
-from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.distributed._reduce import merged
 from looplib.evaluation._batches import Reading, ranks_of, read
@@ -35,7 +34,6 @@ def evaluate(
     limit: int | None = None,
     progress: bool = False,
     rates: bool = False,
-    tokens: Callable[[Any], int] | None = None,
     divide: bool = True,
 ) -> dict[str, float]:
     """Evaluate: compute metrics over all batches, as floats.
@@ -75,7 +73,6 @@ def evaluate(
         progress: if True, show a progress bar, removed when done.
         rates: if True, add `samples_per_second`, `steps_per_second` and `seconds`. They depend on the machine, so a
             log that contains them is not reproduced by a resumed run.
-        tokens: function that counts the tokens in a batch, to add `tokens_per_second` as well.
         divide: if True, several ranks divide the given batches, which must be the same on each. If False, this rank
             evaluates all batches it is given and waits for no other: the result is its own. For ranks that have
             different batches, merge their records:
@@ -90,30 +87,23 @@ def evaluate(
     """
     check_order("evaluate", eval_step, state)
     if isinstance(batches, Mapping):
-        options: dict[str, Any] = {
-            "limit": limit,
-            "progress": progress,
-            "rates": rates,
-            "tokens": tokens,
-            "divide": divide,
-        }
-        steps = _steps_of_sets(eval_step, batches)
+        _check_sets(batches)
+        steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(batches, eval_step)
+        missing = ", ".join(name for name in batches if name not in steps)
+        check(not missing, f"no eval_step for the sets {missing}: there are those of {', '.join(steps)}")
         values: dict[str, float] = {}
         for name, of_set in batches.items():
+            options: dict[str, Any] = {"limit": limit, "progress": progress, "rates": rates, "divide": divide}
             values |= evaluate(steps[name], state, of_set, f"{prefix}{name}/", **options)
         return values
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
-
-    counts = {"samples": 0, "steps": 0} | ({} if tokens is None else {"tokens": 0})
+    counts = {"samples": 0, "steps": 0}
 
     def count(batch: Any) -> None:
         counts["samples"] += batch_size(batch)
         counts["steps"] += 1
-        if tokens is not None:
-            counts["tokens"] += tokens(batch)
 
-    rates = rates or tokens is not None
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
     began = time.perf_counter()
     with restored(torch.default_generator):
@@ -130,16 +120,6 @@ def _rates(counts: dict[str, int], seconds: float, prefix: str, divide: bool) ->
     totals = {name: sum(own[name] for own, _ in ranks) for name in counts}
     values = {f"{prefix}{name}_per_second": total / longest for name, total in totals.items()}
     return values | {f"{prefix}seconds": longest}
-
-
-def _steps_of_sets(eval_step: EvalFn | Mapping[str, EvalFn], sets: Mapping[str, Any]) -> Mapping[str, EvalFn]:
-    """The step of each set, by name."""
-    _check_sets(sets)
-    steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(sets, eval_step)
-    for name in sets:
-        check(name in steps, f"no eval_step for the set {name!r}: there are those of {', '.join(steps)}")
-        check_kind(steps[name], "evaluate", "eval_step")
-    return steps
 
 
 def measure(
@@ -192,20 +172,22 @@ def _measured(
 ) -> dict[str, Metric]:
     """Metrics of all batches and ranks together. `count` is called with each batch that counts."""
     eval_step = checked(eval_step, function, "eval_step")
+    held: list[Metrics] = []
     metrics: Metrics | None = None
-    held: list[tuple[int, Metrics]] = []
     with ranks_of(reading, state)():
         for batch, counts in read(reading, state):
             metrics = eval_step(state, batch)
             if counts:
-                _hold(held, metrics)
+                held.append(metrics)
+                if len(held) == 8:  # merging several costs little more than merging two
+                    held = [merge(*held)]
                 if count is not None:
                     count(batch)
-    own = merge(*[part for _, part in held]) if held else None
+    own = merge(*held) if held else None
     records = merged(own, metrics) if reading.divide else own
     empty = "the iterable is empty, or a generator that was used up; give a list, a DataLoader or a loader"
     check(records is not None, f"{function} got no batches: {empty}")
-    return cast(dict[str, Metric], records)
+    return dict(records or {})
 
 
 def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
@@ -224,22 +206,3 @@ def _check_sets(sets: Mapping[str, Any]) -> None:
         f"batches is a dict of tensors ({', '.join(map(str, tensors))}), as one batch is, and a dict here is of "
         "several sets by name: give a list of batches, such as [batch]",
     )
-
-
-_MOST = 5  # merging many at once costs little more than merging two
-
-
-def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
-    """Add the metrics of a batch to those held, each with the number of its tensors, and merge some of them.
-
-    Of records of fixed size a few are held, and merged at once. Records that grow are merged with those of the same
-    size, like carries in a counter: about log n are held, and each is copied log n times.
-    """
-    held.append((_tensors(metrics), metrics))
-    while len(held) >= _MOST and held[-_MOST][0] <= held[-1][0]:
-        both = merge(*[metrics for _, metrics in held[-_MOST:]])
-        held[-_MOST:] = [(_tensors(both), both)]
-
-
-def _tensors(metrics: Metrics) -> int:
-    return len(pytree.tree_leaves(dict(metrics)))

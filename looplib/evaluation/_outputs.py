@@ -40,7 +40,7 @@ def count_rows(name: str, leaf: Any) -> int:
 
 
 def end_to_end(counts: list[int], outputs: list[Any]) -> Any:
-    """Concatenate the outputs of microbatches, which have these numbers of samples."""
+    """Concatenate the outputs of parts of one batch, which have these numbers of samples."""
     for count, output in zip(counts, outputs, strict=True):
         for name, leaf in named_leaves(output).items():
             rows = count_rows(name, leaf)
@@ -57,16 +57,14 @@ def end_to_end(counts: list[int], outputs: list[Any]) -> Any:
 
 
 def _joined(name: str, leaves: Sequence[Any]) -> Any:
-    """Concatenate rows. Tensors whose rows differ in shape, as for generated text, become a nested tensor."""
     if all(map(is_texts, leaves)):
         return [*chain.from_iterable(leaves)]
     kinds = [type(leaf).__name__ for leaf in leaves]
     check(all(isinstance(leaf, Tensor) for leaf in leaves), f"{name!r} is a {' and a '.join(kinds)}")
-    if not any(leaf.is_nested for leaf in leaves) and len({leaf.shape[1:] for leaf in leaves}) == 1:
-        return torch.cat(list(leaves))
-    try:
-        rows = [*chain.from_iterable(leaf.unbind() for leaf in leaves)]
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    except RuntimeError as error:
-        shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
-        raise ValueError(f"{name!r} has shapes {shapes}, of which at most the second dimension may differ") from error
+    shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+    check(
+        len({leaf.shape[1:] for leaf in leaves}) == 1,
+        f"{name!r} has shapes {shapes}; pad the rows to one shape, such as the longest that generate may return, or "
+        "decode them to strings",
+    )
+    return torch.cat(list(leaves))

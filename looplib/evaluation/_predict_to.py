@@ -52,9 +52,8 @@ def predict_to(
     {'logits': (7, 3), 'class': (7,)}
 
     Outputs are tensors with samples along the first dimension, or lists of strings, one per sample. A column's name is
-    the leaf's path in the output, such as `class` or `deep/x/0`, or `output` if the output is a single leaf. Rows may
-    differ in width, as for generated text: from batch to batch, or from sample to sample in a nested tensor
-    (`torch.nested`). Such a column is read as a list of tensors.
+    the leaf's path in the output, such as `class` or `deep/x/0`, or `output` if the output is a single leaf. Batches
+    may differ in the width of their rows, as for generated text. Such a column is read as a list of tensors.
 
     Each batch is one file, `batch-00000000.pt` and so on. It is written under another name and then renamed, so a
     process that is killed leaves no incomplete batch. The next call counts these files and continues after them, or does

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     Attributes:
         samples: number of samples in the batch, or None if it is unknown.
         kinds: dtype and number of dimensions of each column, which are the same in all batches.
-        columns: name -> tensor, list of strings, or list of the rows of different shapes.
+        columns: name -> tensor or list of strings.
     """
 
     samples: int | None
@@ -145,14 +145,9 @@ def batch_of(samples: int | None, output: Any) -> Batch:
 
 
 def _column(name: str, leaf: Any) -> Any:
-    """A list of strings; a copy of a tensor, since torch.save would write all of the memory that it is a view of; or
-    the rows of a nested tensor, if they differ in shape.
-    """
+    """A list of strings, or a copy of a tensor, since torch.save would write all of the memory that it is a view of."""
     if is_texts(leaf):
         return list(leaf)
-    if not leaf.is_nested:
-        dense = leaf.layout == torch.strided
-        check(dense, f"the output's {name!r} is a sparse tensor ({leaf.layout}); give {name}.to_dense()", TypeError)
-        return leaf.detach().resolve_conj().resolve_neg().clone()
-    rows = [*leaf.detach().unbind()]
-    return torch.stack(rows) if len({row.shape for row in rows}) == 1 else rows
+    dense = leaf.layout == torch.strided and not leaf.is_nested
+    check(dense, f"the output's {name!r} is sparse or nested; give dense tensors, {name}.to_dense()", TypeError)
+    return leaf.detach().resolve_conj().resolve_neg().clone()

@@ -24,7 +24,6 @@ def next_token_loss(
     labels: Tensor,
     *,
     head: nn.Linear | Tensor | None = None,
-    bias: Tensor | None = None,
     shift: bool = True,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -54,9 +53,7 @@ def next_token_loss(
         inputs: logits of shape (batch, length, vocabulary), or with `head`, hidden states of shape (batch, length,
             width).
         labels: int64 of shape (batch, length), usually the input tokens themselves.
-        head: an `nn.Linear`, or its weight of shape (vocabulary, width). For tied embeddings, pass the embedding's
-            weight.
-        bias: shape (vocabulary,), if `head` is a weight.
+        head: an `nn.Linear`, or a weight of shape (vocabulary, width). For tied embeddings, pass the embedding's weight.
         shift: if True, position t predicts label t + 1, as in transformers. Pass False if the labels are already
             shifted.
         ignore_index: label to ignore, such as that of padding.
@@ -66,14 +63,13 @@ def next_token_loss(
         chunk_size: number of positions whose logits are computed at a time, with `head`.
 
     Raises:
-        ValueError: shapes or dtypes do not match, an argument is out of range, or `bias` is given although `head` has
-            one or is missing.
+        ValueError: shapes or dtypes do not match, or an argument is out of range.
         TypeError: `head` is neither a Linear nor a tensor.
 
     Source: chunking as in Hsu et al., "Liger kernel", 2024; z-loss from Chowdhery et al., "PaLM", 2022, section 5.
     """
-    weight, bias = _weight_and_bias(head, bias)
-    _check_shapes(inputs, labels, weight, bias)
+    weight, bias = _weight_and_bias(head)
+    _check_shapes(inputs, labels, weight)
     check(
         0 <= label_smoothing <= 1 and z_loss >= 0 and chunk_size >= 1,
         f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
@@ -92,18 +88,15 @@ def next_token_loss(
     return Mean(total, (labels != ignore_index).sum())
 
 
-def _weight_and_bias(head: Any, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if not isinstance(head, nn.Linear):
-        advice = "give a torch.nn.Linear, or a weight (vocabulary, width)"
-        check(isinstance(head, Tensor | None), f"head is a {type(head).__name__}; {advice}", TypeError)
-        return head, bias
-    own: Tensor | None = head.bias
-    message = "the head has a bias of its own; leave out bias=, or give head.weight as the head"
-    check(own is None or bias is None, message)
-    return head.weight, bias if own is None else own
+def _weight_and_bias(head: Any) -> tuple[Tensor | None, Tensor | None]:
+    if isinstance(head, nn.Linear):
+        return head.weight, head.bias
+    advice = "give a torch.nn.Linear, or a weight (vocabulary, width)"
+    check(isinstance(head, Tensor | None), f"head is a {type(head).__name__}; {advice}", TypeError)
+    return head, None
 
 
-def _check_shapes(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check_shapes(inputs: Tensor, labels: Tensor, weight: Tensor | None) -> None:
     shape, last = tuple(inputs.shape), "vocabulary" if weight is None else "width"
     floats = inputs.dim() == 3 and inputs.is_floating_point()
     check(floats, f"inputs have shape {shape} and dtype {inputs.dtype}; give floats (batch, length, {last})")
@@ -112,15 +105,10 @@ def _check_shapes(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: T
         f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape {shape} need {shape[:2]} and "
         "torch.int64",
     )
-    if weight is None:
-        check(bias is None, "a bias without a head: inputs are logits then, which have theirs already")
-        return
-    head = tuple(weight.shape)
-    wanted = f"hidden states of shape {shape} need (vocabulary, {shape[2]})"
-    check(head[1:] == shape[2:], f"the head's weight has shape {head}; {wanted}")
-    if bias is not None:
-        found = f"bias has shape {tuple(bias.shape)}"
-        check(bias.shape == head[:1], f"{found}; a head of {head} needs ({head[0]},)")
+    if weight is not None:
+        head = tuple(weight.shape)
+        wanted = f"hidden states of shape {shape} need (vocabulary, {shape[2]})"
+        check(head[1:] == shape[2:], f"the head's weight has shape {head}; {wanted}")
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

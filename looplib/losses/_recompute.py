@@ -48,8 +48,9 @@ def recompute(
 
     Gradients and buffers are bitwise the same as without it, dropout and BatchNorm included, because random numbers,
     buffers and hooks are restored for the second run. If the whole model is recomputed, a step takes about a third
-    longer. A good choice is the block that the model repeats. Chosen modules inside another chosen module are
-    recomputed with it. Without gradients, as in evaluation, it has no effect.
+    longer. A copy of each chosen module's buffers is kept until then. A good choice is the block that the model repeats.
+    Chosen modules inside another chosen module are recomputed with it. Without gradients, as in evaluation, it has no
+    effect.
 
     The model itself is unchanged after the loss, and so are its parameter names. Hooks inside a chosen module also
     run in the second run. `torch.func`, and therefore an ensemble, cannot differentiate through it. Under
@@ -164,15 +165,10 @@ def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
     ran = False
 
     def replayed(*values: Any) -> R:
-        nonlocal kept, ran
+        nonlocal ran
         if not ran:
-            ran, versions = True, [getattr(value, "_version", None) for _, _, value in places]
-            out = run(*values)
-            kept = [
-                place if _unwritten(place[2], version) else saved
-                for saved, place, version in zip(kept, places, versions, strict=True)
-            ]
-            return out
+            ran = True
+            return run(*values)
         now = [(owner, key, owner[key]) for owner, key, _ in places]
         try:
             _put(_copies(kept))
@@ -181,12 +177,6 @@ def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
             _put(now)
 
     return replayed
-
-
-def _unwritten(value: Any, version: int | None) -> bool:
-    # For example a causal mask, which may be large and needs no copy. torch counts writes to a tensor, except
-    # those of batch norm's kernels to their float statistics.
-    return isinstance(value, Tensor) and not value.is_floating_point() and torch_private.version(value) == version
 
 
 def _copies(places: list[Place]) -> list[Place]:

@@ -5,13 +5,12 @@ from looplib.metrics._cat import Cat
 from looplib.metrics._confusion import ConfusionMatrix
 from looplib.metrics._corpus import Corpus
 from looplib.metrics._mean import Mean, compute, merge
-from looplib.metrics._scores import R2, Reading, accuracy, calibration, mae, mse, perplexity, rmse
+from looplib.metrics._scores import Reading, accuracy, calibration, mae, mse, perplexity, rmse
 from looplib.metrics._torchmetrics import TorchMetric, torchmetric
 from looplib.metrics._window import Window
 
 __all__ = [
     "AUC",
-    "R2",
     "Cat",
     "ConfusionMatrix",
     "Corpus",

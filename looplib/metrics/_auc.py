@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from looplib._core.checks import check, check_argument
 from looplib._core.widening import wide_dtype
-from looplib.metrics._scores import _fit, _integers, _wide
-
-Average = Literal["examples", "groups"]
+from looplib.metrics._scores import _fit, _integers
 
 
 class AUC(NamedTuple):
@@ -22,45 +19,42 @@ class AUC(NamedTuple):
     {'auc': 0.75}
 
     The value is exact, because all scores are collected. Memory therefore grows with the dataset: 5 bytes per sample
-    in float32, and 8 more with weights. For bounded memory, use torchmetrics' histogram:
+    in float32. For bounded memory, use torchmetrics' histogram:
     `ll.metrics.torchmetric(torchmetrics.AUROC("binary", thresholds=10_000))`. Ties count one half, as in scikit-learn.
-    The value is NaN if one of the classes is missing or has no weight, or a score is NaN.
+    The value is NaN if one of the classes is missing, or a score is NaN. `AUC()` is the record without samples.
+
+    Samples count equally. For weights, give `Corpus.of` a function that calls
+    `sklearn.metrics.roc_auc_score(labels, scores, sample_weight=weights)`.
 
     Attributes:
-        columns: scores, labels and weights of each batch, on their device.
+        columns: scores and labels of each batch, on their device.
     """
 
     columns: tuple[Columns, ...] = ()
 
     @classmethod
-    def empty(cls) -> AUC:
-        """Record without samples."""
-        return cls()
-
-    @classmethod
-    def of(cls, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> AUC:
+    def of(cls, scores: Tensor, labels: Tensor) -> AUC:
         """Record of a batch.
 
         Args:
             scores: of any shape; higher means more likely positive. bfloat16 and float16 are converted to float32.
             labels: of the same shape; positive if above 0.
-            weights: of the same shape.
 
         Raises:
             ValueError: the shapes do not match.
         """
-        return cls((_columns(scores, labels, weights),))
+        return cls((_columns(scores, labels),))
 
     def merge(self, other: AUC) -> AUC:
         return AUC(self.columns + other.columns)
 
     def compute(self) -> Tensor:
-        won, positive, negative = _pairs(self.columns)
-        return won.sum() / (positive * negative).sum()  # of its one group
+        won, pairs, _ = _pairs(self.columns)
+        return won.sum() / pairs.sum()  # of its one group
 
 
 class GroupedAUC(NamedTuple):
-    """Grouped AUC (GAUC): the AUC within each user or session, averaged over groups.
+    """Grouped AUC (GAUC): the AUC within each user or session, averaged with the groups' numbers of samples as weights.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(4, 1)
@@ -84,107 +78,83 @@ class GroupedAUC(NamedTuple):
 
     A group may be spread over several batches, so everything is collected, and memory grows with the dataset as for
     `AUC`, plus 8 bytes per sample. A group with a single class has no AUC; it is left out and counted by `left_out`.
-    `number_of_groups` counts all groups. The value is NaN if no group is left, or a score is NaN.
+    `number_of_groups` counts all groups. The value is NaN if no group is left, or a score is NaN. `GroupedAUC()` is the
+    record without samples.
 
     Attributes:
-        columns: scores, labels, weights and groups of each batch, on their device.
-        average: "examples" weights each group by its number of samples, or by the sum of their weights; "groups"
-            weights all groups equally.
+        columns: scores, labels and groups of each batch, on their device.
 
     Source: Zhu et al., "Optimized cost per click in Taobao display advertising", 2017, equation 16.
     """
 
     columns: tuple[Columns, ...] = ()
-    average: Average = "examples"
 
     @classmethod
-    def empty(cls, average: Average = "examples") -> GroupedAUC:
-        """Record without samples."""
-        return cls(average=average)
-
-    @classmethod
-    def of(
-        cls,
-        scores: Tensor,
-        labels: Tensor,
-        groups: Tensor,
-        weights: Tensor | None = None,
-        *,
-        average: Average = "examples",
-    ) -> GroupedAUC:
+    def of(cls, scores: Tensor, labels: Tensor, groups: Tensor) -> GroupedAUC:
         """Record of a batch.
 
         Args:
             scores: of any shape. bfloat16 and float16 are converted to float32.
             labels: of the same shape; positive if above 0.
             groups: integers of the same shape, such as user ids.
-            weights: of the same shape.
-            average: "examples" or "groups".
 
         Raises:
-            ValueError: shapes or dtypes do not match, or `average` is unknown.
+            ValueError: shapes or dtypes do not match.
         """
         _fit(groups.shape, labels, None, "groups")
         _integers("groups", groups)
-        check_argument(average in ("examples", "groups"), "average", average, 'give "examples" or "groups"')
-        return cls(((*_columns(scores, labels, weights), groups.flatten().long().clone()),), average)
+        return cls(((*_columns(scores, labels), groups.flatten().long().clone()),))
 
     def merge(self, other: GroupedAUC) -> GroupedAUC:
-        averages = f"{self.average!r} and {other.average!r}"
-        check(self.average == other.average, f"grouped AUCs to merge are averaged over {averages}")
-        return GroupedAUC(self.columns + other.columns, self.average)
+        return GroupedAUC(self.columns + other.columns)
 
     def compute(self) -> Tensor:
-        won, positive, negative = _pairs(self.columns)
-        has_both = positive * negative != 0  # also where a score is NaN
-        auc = torch.where(has_both, won / (positive * negative), 0)
-        share = torch.where(has_both, positive + negative if self.average == "examples" else 1.0, 0)
+        won, pairs, samples = _pairs(self.columns)
+        share = torch.where(pairs == 0, 0, samples)
+        auc = torch.where(pairs == 0, 0, won / pairs)
         return (auc * share).sum() / share.sum()
 
     def left_out(self) -> Tensor:
         """Number of groups with a single class, which are left out."""
-        _, positive, negative = _pairs(self.columns)
-        return (positive * negative == 0).sum()
+        return (_pairs(self.columns)[1] == 0).sum()
 
     def number_of_groups(self) -> int:
         """Number of all groups, including those left out."""
         return len(_pairs(self.columns)[0])
 
 
-Columns = tuple[Tensor, ...]  # scores, labels, weights, and groups if there are any
+Columns = tuple[Tensor, ...]  # scores, labels, and groups if there are any
 
 
-def _columns(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Columns:
+def _columns(scores: Tensor, labels: Tensor) -> Columns:
     """Copies, since a slice would keep all of its logits alive, and a batch may be overwritten."""
-    _fit(scores.shape, labels, weights, "scores")
+    _fit(scores.shape, labels, None, "scores")
     kept = scores.detach().flatten()
     kept = kept.float() if kept.is_floating_point() and kept.dtype.itemsize < 4 else kept.clone()
-    ones = kept.new_ones((), dtype=wide_dtype(kept.device)).expand(len(kept))  # which take no memory
-    return kept, labels.flatten() > 0, ones if weights is None else _wide(weights).clone()
+    return kept, labels.flatten() > 0
 
 
 def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """For each group: weights of its correctly ordered pairs (ties count half), of its positives and its negatives."""
+    """For each group: its correctly ordered pairs of both classes (ties count half), all such pairs, and its samples."""
     if not any(len(scores) for scores, *_ in columns):
         none = torch.zeros(0)
         return none, none, none
-    scores, labels, weights, *rest = map(torch.cat, zip(*columns, strict=True))
-    weights = torch.where(scores.isnan().any(), torch.nan, weights)
+    scores, labels, *groups = map(torch.cat, zip(*columns, strict=True))
+    # A NaN among the scores makes all counts NaN.
+    one = torch.where(scores.isnan().any(), torch.nan, torch.ones_like(labels, dtype=wide_dtype(labels.device)))
     scores, order = scores.sort()  # 0.0 and -0.0 are equal
-    new_group = torch.zeros_like(order[1:], dtype=torch.bool)
-    if rest:
-        [groups] = rest
-        by_group = groups[order].argsort(stable=True)
+    new_group = torch.zeros_like(labels[1:])
+    if groups:
+        by_group = groups[0][order].argsort(stable=True)
         scores, order = scores[by_group], order[by_group]
-        new_group = groups[order[1:]] != groups[order[:-1]]
-    labels, weights = labels[order], weights[order]
+        new_group = groups[0][order[1:]] != groups[0][order[:-1]]
     new_score = (scores[1:] != scores[:-1]) | new_group
     group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_score))
-    positive, negative = (_sums(tie, torch.where(side, weights, 0)) for side in (labels, ~labels))
+    positive, negative = (_sums(tie, torch.where(side[order], one, 0)) for side in (labels, ~labels))
     group_of = group.new_zeros(len(positive)).scatter_(0, tie, group)  # of each run of equal scores
     positives, negatives = _sums(group_of, positive), _sums(group_of, negative)
     below = negative.cumsum(0) - negative / 2 - (negatives.cumsum(0) - negatives)[group_of]
-    return _sums(group_of, positive * below), positives, negatives
+    return _sums(group_of, positive * below), positives * negatives, positives + negatives
 
 
 def _sums(index: Tensor, values: Tensor) -> Tensor:

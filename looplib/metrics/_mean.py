@@ -7,6 +7,7 @@ was split. Nothing leaves the device until `compute`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -132,14 +133,9 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
 
 def _merged(records: list[Any]) -> Metric:
     if len(records) > 1 and all(isinstance(record, Mean) for record in records):
-        return Mean.merge(*records)
-    return _fold(records)
-
-
-def _fold(records: list[Metric]) -> Metric:
-    """Merge as a tree instead of a chain: each of n growing records is copied log n times instead of n."""
-    half = len(records) // 2
-    return _fold(records[:half]).merge(_fold(records[half:])) if half else records[0]
+        return Mean.merge(*records)  # all at once, in few operations
+    merged: Metric = reduce(lambda one, other: one.merge(other), records)
+    return merged
 
 
 def _instead_of(metrics: Any) -> str:
@@ -155,11 +151,10 @@ def _instead_of(metrics: Any) -> str:
 
 def _numbers(tensors: list[Tensor]) -> list[Any]:
     """The numbers of scalar tensors, in one transfer if they are on one device."""
-    if len({tensor.dtype for tensor in tensors}) > 1 and all(tensor.device.type != "mps" for tensor in tensors):
-        tensors = [tensor.double() for tensor in tensors]  # as Python's floats are
-    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
-        return torch.stack(tensors).tolist()
-    return [tensor.item() for tensor in tensors]
+    wide = [_wide(tensor) for tensor in tensors]
+    if len({tensor.device for tensor in wide}) == 1:
+        return torch.stack(wide).tolist()
+    return [tensor.item() for tensor in wide]
 
 
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:

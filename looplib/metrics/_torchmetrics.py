@@ -7,7 +7,8 @@ calls: the state that a batch produces is the record.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.torch_private import pytree
 
 
 class TorchMetric(NamedTuple):
@@ -28,8 +28,7 @@ class TorchMetric(NamedTuple):
 
     Attributes:
         host: the metric that updates and computes. It is empty between calls.
-        states: name -> state of the metric, prefixed with the path of the metric it belongs to; None if inputs are
-            kept.
+        states: name -> state of the metric; None if inputs are kept.
         inputs: (args, kwargs) of each update, for a metric whose inputs are kept.
         updates: number of batches.
     """
@@ -47,9 +46,11 @@ class TorchMetric(NamedTuple):
             return TorchMetric(self.host, None, (kept,), 1)
         try:
             self.host.update(*args, **kwargs)
-            return TorchMetric(self.host, _states_of(self.host), (), 1)
+            # Copies, because a reset clears the metric's lists, which may contain the batch itself.
+            states = trees.map_tensors(Tensor.clone, self.host.metric_state)
         finally:
             self.host.reset()
+        return TorchMetric(self.host, states, (), 1)
 
     def merge(self, other: TorchMetric) -> TorchMetric:
         # An empty record does not have the others' device and dtype yet.
@@ -59,12 +60,9 @@ class TorchMetric(NamedTuple):
         if self.states is None or other.states is None:
             return TorchMetric(self.host, None, self.inputs + other.inputs, updates)
         states = {}
-        for path, part, name in _places(self.host):
-            mine, theirs = self.states[path], other.states[path]
-            if isinstance(mine, list):
-                states[path] = mine + theirs
-            else:
-                states[path] = _REDUCTIONS[part._reductions[name].__name__](mine, theirs)
+        for name, mine in self.states.items():
+            merge = _REDUCTIONS.get(_name_of(self.host._reductions[name]), operator.add)  # lists are concatenated
+            states[name] = merge(mine, other.states[name])
         return TorchMetric(self.host, states, (), updates)
 
     def value(self) -> Any:
@@ -85,11 +83,9 @@ class TorchMetric(NamedTuple):
                 metric.update(*args, **kwargs)
             return metric.compute()
         try:
-            for path, part, name in _places(self.host):
-                state = self.states[path]
-                setattr(part, name, list(state) if isinstance(state, list) else state)
-            for part in _parts(self.host).values():
-                part._update_count = self.updates
+            for name, state in self.states.items():
+                setattr(self.host, name, list(state) if isinstance(state, list) else state)
+            self.host._update_count = self.updates
             return self.host.compute()
         finally:
             self.host.reset()
@@ -116,19 +112,19 @@ def torchmetric(metric: Any) -> TorchMetric:
     {'f1': 0.800...}
 
     It returns the record without batches; `.of(...)` takes the arguments of the metric's `update`. The given metric
-    is copied and never changed. Most metrics keep their state in sums, extremes or lists; they and their collections
-    and compositions are merged by these, and memory is that of the state. For any other metric, such as a running
-    correlation or a bootstrap, the inputs are kept, and the metric is updated with all of them when it is computed.
+    is copied and never changed. Most metrics keep their state in sums, extremes or lists, which are merged, and memory
+    is that of the state. For any other metric, such as a running correlation, a composition or a wrapper around
+    another metric, the inputs are kept, and the metric is updated with all of them when it is computed.
 
     Return the record from your metric function, not the metric's own value: a scalar such as `f1(logits, y)` would be
     averaged over batches, and for F1 or AUC such a mean of means is a different number.
 
     Args:
         metric: a torchmetrics metric, or an object with the same `update()`, `reset()` and `compute()`, on the device
-            of its inputs.
+            of its inputs. For a `MetricCollection`, make a record of each of its metrics.
 
     Raises:
-        TypeError: `metric` is something different.
+        TypeError: `metric` is something different, or a collection.
         ValueError: when computed, if the metric has several numbers (use `Reading` to take one from its `value()`),
             or the record has no batches because `.of(...)` was forgotten.
     """
@@ -139,22 +135,22 @@ def torchmetric(metric: Any) -> TorchMetric:
         "such as torchmetrics.classification.BinaryF1Score()",
         TypeError,
     )
+    check(
+        not hasattr(metric, "compute_groups"),  # which let metrics share a state that may differ later
+        f"found {kind}; make a record of each of its metrics: "
+        "{name: ll.metrics.torchmetric(metric) for name, metric in collection.items()}",
+        TypeError,
+    )
     host = copy.deepcopy(metric)
     for part in host.modules() if isinstance(host, nn.Module) else ():
         if hasattr(part, "sync_on_compute"):  # merging adds up the ranks, so torchmetrics must not do it too
             vars(part).update(sync_on_compute=False, _to_sync=False)
-        if hasattr(part, "_enable_compute_groups"):
-            # Metrics with equal states after the first batch would share one from then on, even if they differ later.
-            vars(part).update(_enable_compute_groups=False, _groups_checked=False, _groups={})
     host.reset()
-    for _, part, name in _places(host) if isinstance(host, nn.Module) else ():
-        if isinstance(getattr(part, name), list):
-            setattr(part, name, [])  # a separate copy, where metrics of a collection shared one
-    return TorchMetric(host, _states_of(host) if _merges(host) else None)
+    return TorchMetric(host, host.metric_state if _merges(host) else None)
 
 
 # By name, since torchmetrics is not imported. A mean of means has no weights, so it is not included.
-_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_REDUCTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,
     "dim_zero_min": torch.minimum,
@@ -162,38 +158,17 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _LISTS = ("dim_zero_cat", None)  # reductions of states that are lists
 
 
-# Metrics that only pass their inputs on to the metrics they contain.
-_GROUPS = ("MetricCollection", "CompositionalMetric", "ClasswiseWrapper")
-
-
-def _parts(metric: Any) -> dict[str, Any]:
-    """The metric and those it consists of, by path."""
-    return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
-
-
-def _places(metric: Any) -> Iterator[tuple[str, Any, str]]:
-    """For each state: its path, its metric, and its name."""
-    for path, part in _parts(metric).items():
-        for name in part._reductions:
-            yield f"{path}.{name}", part, name
+def _name_of(reduction: Any) -> str | None:
+    return getattr(reduction, "__name__", None)
 
 
 def _merges(metric: Any) -> bool:
-    if type(metric).__name__ in _GROUPS:
-        return all(map(_merges, metric.children()))
+    """True if all that the metric remembers are sums, extremes and lists of its own."""
     reductions = getattr(metric, "_reductions", {})
-    if not reductions or len(_parts(metric)) != 1:
+    of_its_own = reductions and not any(hasattr(part, "_reductions") for part in [*metric.modules()][1:])
+    if not of_its_own or not getattr(metric, "reset_real_features", True):  # a state that a reset does not clear
         return False
-    if not getattr(metric, "reset_real_features", True):  # a state that a reset does not clear
-        return False
-    for name, reduction in reductions.items():
-        known = _LISTS if isinstance(getattr(metric, name), list) else _REDUCTIONS
-        if getattr(reduction, "__name__", None) not in known:
-            return False
-    return True
-
-
-def _states_of(metric: Any) -> dict[str, Any]:
-    """Copies of the states: a reset clears the metric's lists, and these may contain the batch itself."""
-    states = {path: getattr(part, name) for path, part, name in _places(metric)}
-    return pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
+    return all(
+        _name_of(reduction) in (_LISTS if isinstance(getattr(metric, name), list) else _REDUCTIONS)
+        for name, reduction in reductions.items()
+    )

@@ -1,6 +1,6 @@
 """Predicates: a state goes in and True or False comes out."""
 
-from looplib.predicates._best import BestSoFar, MinDelta, at_best, early_stopping, update_best
+from looplib.predicates._best import BestSoFar, at_best, early_stopping, update_best
 from looplib.predicates._clock import after_seconds, every_seconds
 from looplib.predicates._counts import (
     after_epochs,
@@ -17,7 +17,6 @@ from looplib.predicates._signals import Stopped, after_signal, stop_when
 
 __all__ = [
     "BestSoFar",
-    "MinDelta",
     "Predicate",
     "Stopped",
     "after_epochs",

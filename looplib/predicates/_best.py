@@ -23,31 +23,6 @@ from looplib.types import TrainState
 
 
 @dataclass(frozen=True, slots=True)
-class MinDelta:
-    """Smallest improvement that counts, for `BestSoFar`, where a plain number does not say enough.
-
-    >>> import looplib as ll
-    >>> ll.predicates.BestSoFar("eval/loss", min_delta=ll.predicates.MinDelta(0.01, relative=True)).min_delta
-    MinDelta(value=0.01, relative=True, cumulative=True)
-
-    Attributes:
-        value: smallest difference that counts (exclusive), at least 0.
-        relative: if True, `value` is a fraction of the magnitude of the value compared with: 0.01 for 1%, as with
-            `threshold_mode="rel"` of torch's ReduceLROnPlateau.
-        cumulative: if True, each value is compared with that of the last improvement, so that small gains add up until
-            they count. If False, it is compared with the best so far, so that small gains never count, as with
-            transformers' `early_stopping_threshold`.
-    """
-
-    value: float = 0.0
-    relative: bool = field(default=False, kw_only=True)
-    cumulative: bool = field(default=True, kw_only=True)
-
-    def reached(self, gain: float, reference: float) -> bool:
-        return gain > self.value * (abs(reference) if self.relative else 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class BestSoFar:
     """Best value of a metric so far, and the number of evaluations since the last improvement.
 
@@ -67,11 +42,13 @@ class BestSoFar:
         monitor: name of the metric.
         mode: "min" if lower is better, "max" if higher is. Names that everyone knows choose their own: loss, error,
             perplexity, ... "min"; accuracy, f1, auc, bleu, ... "max". Any other name needs it.
-        min_delta: smallest difference from `reference` that counts as an improvement (exclusive), at least 0. A plain
-            number is absolute, and small gains add up until they exceed it; `MinDelta` has the other meanings.
+        min_delta: smallest difference from `reference` that counts as an improvement (exclusive), at least 0.
+        cumulative: if True, each value is compared with that of the last improvement, so that small gains add up until
+            they count, as in torch's ReduceLROnPlateau. If False, it is compared with the best so far, so that small
+            gains never count, as with transformers' `early_stopping_threshold`.
         best: the best value, or None before the first evaluation.
         best_step: step of the best value, or the first such step if there are several.
-        reference: value at the last improvement, or with `MinDelta(..., cumulative=False)`, the best value.
+        reference: value at the last improvement, or with `cumulative=False`, the best value.
         waited: evaluations since the last improvement, which `early_stopping` compares with its patience.
 
     Raises:
@@ -81,7 +58,8 @@ class BestSoFar:
 
     monitor: str
     mode: Literal["min", "max"] | None = field(default=None, kw_only=True)
-    min_delta: float | MinDelta = field(default=0.0, kw_only=True)
+    min_delta: float = field(default=0.0, kw_only=True)
+    cumulative: bool = field(default=True, kw_only=True)
     best: float | None = field(default=None, kw_only=True)
     best_step: int | None = field(default=None, kw_only=True)
     reference: float | None = field(default=None, kw_only=True)
@@ -89,7 +67,7 @@ class BestSoFar:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
-        if not 0 <= self.delta.value < math.inf:
+        if not 0 <= self.min_delta < math.inf:
             raise ValueError(
                 f"BestSoFar({self.monitor!r}): min_delta is {self.min_delta!r}; give a finite number of at least 0, "
                 "also where higher is better"
@@ -113,20 +91,14 @@ class BestSoFar:
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * value > sign * self.best:
             changes |= {"best": value, "best_step": step}
-        if self.reference is None or self.delta.reached(sign * (value - self.reference), self.reference):
+        if self.reference is None or sign * (value - self.reference) > self.min_delta:
             changes |= {"reference": value, "waited": 0}
-        elif not self.delta.cumulative:
+        elif not self.cumulative:
             changes |= {"reference": changes.get("best", self.best)}
         return replace(self, **changes)
 
-    @property
-    def delta(self) -> MinDelta:
-        """`min_delta` as a `MinDelta`."""
-        return self.min_delta if isinstance(self.min_delta, MinDelta) else MinDelta(self.min_delta)
 
-
-_SETTINGS = ("monitor", "mode", "min_delta")
-
+_SETTINGS = ("monitor", "mode", "min_delta", "cumulative")
 _COUNTED = ("best", "best_step", "reference", "waited")
 
 
@@ -231,7 +203,7 @@ class early_stopping(Predicate):
     Raises:
         ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
 
-    It behaves like Lightning's EarlyStopping and, with `MinDelta(..., cumulative=False)`, like transformers'
+    It behaves like Lightning's EarlyStopping and, with `BestSoFar(..., cumulative=False)`, like transformers'
     EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning.
     """
 
@@ -288,7 +260,7 @@ class at_best(Predicate):
         record = _record(state, self.key)
         # A second evaluation at the step of the best, as after a restore, increases `waited`. If small improvements do
         # not count as such, `waited` shows nothing.
-        return record.best_step == state.step and (record.waited == 0 or record.delta.value > 0)
+        return record.best_step == state.step and (record.waited == 0 or record.min_delta > 0)
 
     def __repr__(self) -> str:
         return "at_best()" if self.key == "best" else f"at_best(key={self.key!r})"

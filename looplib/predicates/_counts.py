@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar, Self
+from typing import Self
 
 from looplib._core.checks import is_count
 from looplib.predicates._predicate import Number, Predicate
@@ -17,11 +17,10 @@ from looplib.types import TrainState
 
 
 class _Every(Predicate):
-    """Fires at the points offset, offset + n, offset + 2n, ... of a count, except for 0."""
+    """Fires at the points n, 2n, 3n, ... of a count, from `first` to `last`."""
 
     __slots__ = ()
     n: Number
-    offset: Number
     first: Number
     last: Number
 
@@ -29,33 +28,22 @@ class _Every(Predicate):
         window = replace(self, first=first, last=last)  # type: ignore[type-var]
         return replace(window, first=max(first, self.first), last=min(last, self.last))  # type: ignore[type-var]
 
-    def once(self) -> Self:
-        n, offset, first = map(_fraction, (self.n, self.offset, self.first))
-        point = offset + n * max(-((offset - first) // n), 0 if offset else 1)
-        if point > self.last:  # it never fires
-            return self
-        at = point if _fraction(float(point)) != point else float(point) if point % 1 else int(point)
-        return self.between(at, at)
-
-    def _check_order(self, n: Number, offset: Number, first: Number, last: Number) -> None:
-        if offset >= n:
-            raise ValueError(f"{self!r}: offset must be below n; to begin later, use between(first).")
-        if first > last:
+    def _check_window(self) -> None:
+        if self.first > self.last:
             raise ValueError(f"{self!r}: the window ends before it begins.")
 
     def __repr__(self) -> str:
-        offset = f", offset={self.offset!r}" if self.offset else ""
         last = "" if self.last == math.inf else f", {self.last!r}"
         window = f".between({self.first!r}{last})" if self.first or last else ""
-        return f"{type(self).__name__}({self.n!r}{offset}){window}"
+        return f"{type(self).__name__}({self.n!r}){window}"
 
 
-def _crossed(now: int, taken: int, n: int, offset: int, first: float, last: float) -> bool:
-    """True if one of the points offset + k n in the window lies in (now - taken, now]."""
-    if (now - offset) % n >= taken:  # a loop asks at every step, and the answer is nearly always no
+def _crossed(now: int, taken: int, n: int, first: float, last: float) -> bool:
+    """True if a multiple of n in the window lies in (now - taken, now]."""
+    if now % n >= taken:  # a loop asks at every step, and the answer is nearly always no
         return False
     top = min(now, last)
-    point = top - (top - offset) % n
+    point = top - top % n
     return now - taken < point >= first and point > 0
 
 
@@ -86,21 +74,20 @@ class _EveryCount(_Every):
     """Every n of what is counted in whole numbers."""
 
     n: int
-    offset: int = 0
     first: int = field(default=0, kw_only=True)
     last: float = field(default=math.inf, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, lowest in (("n", 1), ("offset", 0), ("first", 0), ("last", 0)):
+        for name, lowest in (("n", 1), ("first", 0), ("last", 0)):
             value = getattr(self, name)
             if not is_count(value, lowest) and (name, value) != ("last", math.inf):
                 raise ValueError(f"{self!r}: {name} must be an int of at least {lowest}, got {value!r}.")
-        self._check_order(self.n, self.offset, self.first, self.last)
+        self._check_window()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_steps(_EveryCount):
-    """Fires every n optimizer steps: when the last batch brought `step` to a multiple of n, plus `offset`.
+    """Fires every n optimizer steps: when the last batch brought `step` to a multiple of n.
 
     >>> import looplib as ll
     >>> log_now = ll.every_n_steps(50)
@@ -108,14 +95,14 @@ class every_n_steps(_EveryCount):
     (True, False)
     >>> log_now(ll.TrainState(step=100, batch_steps=0))  # no update: step 100 has fired before
     False
-    >>> ll.every_n_steps(50, offset=1).between(100, 200)  # 101, 151
-    every_n_steps(50, offset=1).between(100, 200)
+    >>> ll.every_n_steps(50).between(101, 200)  # 150, 200
+    every_n_steps(50).between(101, 200)
 
-    It never fires at step 0. If you make several updates on a batch (`same_batch`), ask once, after the last of them.
+    It never fires at step 0. For other steps, such as 1, 51 and 101, write a `predicate`. If you make several updates
+    on a batch (`same_batch`), ask once, after the last of them.
 
     Args:
         n: number of steps between firings, at least 1.
-        offset: int in [0, n).
         first, last: see `between`, in steps.
 
     Raises:
@@ -123,12 +110,12 @@ class every_n_steps(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        return _crossed(state.step, state.batch_steps, self.n, self.offset, self.first, self.last)
+        return _crossed(state.step, state.batch_steps, self.n, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_samples(_EveryCount):
-    """Fires every n samples: when the last batch reached or crossed a multiple of n samples, plus `offset`.
+    """Fires every n samples: when the last batch reached or crossed a multiple of n samples.
 
     >>> import looplib as ll
     >>> eval_now = ll.predicates.every_n_samples(100)
@@ -139,7 +126,6 @@ class every_n_samples(_EveryCount):
 
     Args:
         n: number of samples between points, at least 1. A batch that crosses several points fires once.
-        offset: int in [0, n).
         first, last: see `between`. The window applies to the multiple that is crossed, not to the count after the
             batch.
 
@@ -148,7 +134,7 @@ class every_n_samples(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        return _crossed(state.samples, state.batch_samples, self.n, self.offset, self.first, self.last)
+        return _crossed(state.samples, state.batch_samples, self.n, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -167,38 +153,36 @@ class every_n_epochs(_Every):
     Args:
         n: number of epochs between points. A fraction fires at the batch that reaches or crosses the point, and needs
             a state with an `epoch_length`. It is rounded to a millionth, so that 0.1 is one tenth.
-        offset: in [0, n), in epochs.
         first, last: see `between`, in epochs.
 
     Raises:
-        ValueError: `n` is not above 0 and finite, `offset` or the window is out of range, or, when called, `n` is a
-            fraction and the state is that of a stream.
+        ValueError: `n` is not above 0 and finite, the window is out of range, or, when called, `n` is a fraction and
+            the state is that of a stream.
     """
 
     n: Number
-    offset: Number = 0
     first: Number = field(default=0, kw_only=True)
     last: Number = field(default=math.inf, kw_only=True)
-    # n, offset, first and last as integers in units of 1/parts of an epoch, and the number of parts.
-    _parts: tuple[int, int, int, float, int] = field(init=False, compare=False)
+    # n, first and last as integers in units of 1/parts of an epoch, and the number of parts.
+    _parts: tuple[int, int, float, int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        numbers = [self.n, self.offset, self.first] + ([] if self.last == math.inf else [self.last])
+        numbers = [self.n, self.first] + ([] if self.last == math.inf else [self.last])
         exact = [_epochs(self, value) for value in numbers]
         if exact[0] == 0:
             raise ValueError(f"{self!r}: n must be above 0, and at least a millionth of an epoch.")
+        self._check_window()
         per_epoch = math.lcm(*(value.denominator for value in exact))
-        n, offset, first, last = [int(value * per_epoch) for value in exact] + [math.inf] * (4 - len(exact))
-        self._check_order(n, offset, first, last)
-        object.__setattr__(self, "_parts", (n, offset, first, last, per_epoch))
+        n, first, *last = [int(value * per_epoch) for value in exact]
+        object.__setattr__(self, "_parts", (n, first, last[0] if last else math.inf, per_epoch))
 
     def fires(self, state: TrainState) -> bool:
-        n, offset, first, last, per_epoch = self._parts
+        n, first, last, per_epoch = self._parts
         if per_epoch == 1:  # only at ends of epochs, so streams work too
-            return not state.batch and _crossed(state.epoch, 1, n, offset, first, last)
+            return not state.batch and _crossed(state.epoch, 1, n, first, last)
         length = _length(self, state, "every_n_steps or every_n_samples")
         now = (state.epoch * length + state.batch) * per_epoch
-        return _crossed(now, per_epoch, n * length, offset * length, first * length, last * length)
+        return _crossed(now, per_epoch, n * length, first * length, last * length)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -217,9 +201,6 @@ class at_epoch_end(Predicate):
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
         return every_n_epochs(1).between(first, last)
-
-    def once(self) -> Predicate:
-        return every_n_epochs(1).once()
 
     def __repr__(self) -> str:
         return "at_epoch_end()"
@@ -252,28 +233,19 @@ class at_step(Predicate):
         now, made = state.step, state.batch_steps
         return now in self.steps if made == 1 else not self.steps.isdisjoint(range(now - made + 1, now + 1))
 
-    def once(self) -> Predicate:
-        return at_step(min(self.steps))
-
     def __repr__(self) -> str:
         return f"at_step({', '.join(map(str, sorted(self.steps)))})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _After(Predicate):
-    """True from a count on, in the unit of its periodic predicate."""
+    """True from a count on."""
 
     n: Number
-    _every: ClassVar[type[every_n_steps | every_n_epochs | every_n_samples]]
 
     def __post_init__(self) -> None:
         if not is_count(self.n, 0):
             raise ValueError(f"{self!r}: n must be an int of at least 0.")
-
-    def once(self) -> Predicate:
-        if not self.n:
-            raise ValueError(f"{self!r}.once(): it is true before the first batch, so no batch is its first.")
-        return self._every(self.n).once()  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.n!r})"
@@ -296,8 +268,6 @@ class after_steps(_After):
     Raises:
         ValueError: `n` is out of range.
     """
-
-    _every = every_n_steps
 
     def fires(self, state: TrainState) -> bool:
         return state.step >= self.n
@@ -328,7 +298,6 @@ class after_epochs(_After):
             stream.
     """
 
-    _every = every_n_epochs
     # n as an integer in units of 1/parts of an epoch, and the number of parts.
     _parts: tuple[int, int] = field(init=False, compare=False)
 
@@ -360,8 +329,6 @@ class after_samples(_After):
     Raises:
         ValueError: `n` is out of range.
     """
-
-    _every = every_n_samples
 
     def fires(self, state: TrainState) -> bool:
         return state.samples >= self.n

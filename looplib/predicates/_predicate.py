@@ -69,21 +69,6 @@ class Predicate:
             "steps, epochs or samples: predicate & after_steps(first) & ~after_steps(last + 1)."
         )
 
-    def once(self) -> Predicate:
-        """Restrict the predicate to its first firing.
-
-        >>> import looplib as ll
-        >>> ll.every_n_steps(5).between(8, 25).once()
-        every_n_steps(5).between(10, 10)
-
-        Raises:
-            TypeError: the first firing cannot be determined from the state, as it can be from counts.
-        """
-        raise TypeError(
-            f"once(): the first firing of {self!r} cannot be told from the state. Keep a flag in state.extra: "
-            'state = state.replace(extra={"fired": True}).'
-        )
-
     def __and__(self, other: Predicate) -> Predicate:
         return _And(self, self._operand("&", other))
 

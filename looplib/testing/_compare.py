@@ -26,10 +26,10 @@ def result_of(result: Any) -> dict[str, Any]:
 
 def copied(tree: Any) -> Any:
     """Copy a tree, such as a batch, including its tensors and arrays."""
-    return trees.map_leaves(copied_leaf, tree)
+    return trees.map_leaves(_copied_leaf, tree)
 
 
-def copied_leaf(leaf: Any) -> Any:
+def _copied_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return leaf.copy() if hasattr(leaf, "copy") and hasattr(leaf, "shape") else leaf
@@ -48,6 +48,12 @@ def differing(one: Any, other: Any, tolerance: float = 0.0) -> list[str]:
     """Leaves that differ bit by bit, or with a tolerance by more than a fraction of the largest number, in words."""
     margin = tolerance * largest(one) if tolerance else 0.0
     return [str(difference) for difference in differences(one, other, atol=margin)]
+
+
+def differing_each(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> list[str]:
+    """The same for trees by name, with a tolerance relative to the largest number of each tree."""
+    lines = (differing({name: tree}, {name: other.get(name)}, tolerance) for name, tree in one.items())
+    return [line for of_tree in lines for line in of_tree]
 
 
 def largest(tree: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from looplib.state import copy_state
 from looplib.testing._compare import copied, differing, is_spent, result_of
 from looplib.testing._report import about_kernels, fail
-from looplib.testing._surroundings import Surroundings, seed_streams, stream_positions, streams_kept
+from looplib.testing._surroundings import module_values, seed_streams, stream_positions, streams_kept
 from looplib.types import TrainState
 
 
@@ -26,8 +26,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
     and the third result must be bitwise equal. The random streams, the batch, the given state (unless the step
     donates) and the modules that the step uses must be unchanged.
 
-    A step that remembers something from its very first call passes, because no call comes before it. Use `restart` of
-    `assert_resumes` to find that.
+    A step that remembers something from its very first call passes, because no call comes before it.
 
     Args:
         step: a train, eval or predict step.
@@ -40,7 +39,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
     __tracebackhide__ = True
     with streams_kept(state):
         before, inputs = copied(state), copied(batch)
-        surroundings, positions = Surroundings(step), stream_positions(state)
+        modules, positions = module_values(step), stream_positions(state)
         mine, rows = copy_state(state), copied(batch)
         first = result_of(step(mine, rows))
         fail(
@@ -66,7 +65,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
         )
         fail(
             "the step changed tensors or modes that belong to neither its state nor its result",
-            surroundings.spoiled() or differing(before, state),
+            differing(modules, module_values(step)) or differing(before, state),
             "Usually a loss function that calls model.eval(), model.train() or requires_grad_(...) and does not put it "
             "back, a torch optimizer that steps on the module itself, or a gradient left in .grad. Let the step return "
             "what it changes, as a part of the state.",
@@ -78,7 +77,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
             "the step is not a function of its state and its batch: two calls on equal ones differ",
             differing(first, second),
             "Between them torch's, NumPy's and Python's random streams were seeded otherwise, and the step ran "
-            f"on other weights.{surroundings.hint()} Usually something that remembers between calls (a counter "
+            "on other weights. Usually something that remembers between calls (a counter "
             "or a cached tensor in a module, a closure or an optimizer, a torch.Generator of one's own), or "
             "the time: put what must be remembered into a buffer or state.extra, and draw from torch's own "
             "stream." + about_kernels(state),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.testing._compare import copied, differing
 from looplib.testing._report import about_kernels, fail
-from looplib.testing._surroundings import Surroundings, seed_streams, streams_kept
+from looplib.testing._surroundings import seed_streams, streams_kept
 from looplib.types import TREES, TrainState, TrainStep
 
 
@@ -30,7 +30,6 @@ def assert_resumes(
     batches: Sequence[Any] | Loader,
     *,
     steps: int | None = None,
-    restart: Callable[[], tuple[TrainStep, TrainState]] | None = None,
 ) -> None:
     """Check exact resume: a run that is stopped anywhere, saved and restored ends bitwise like an uninterrupted one.
 
@@ -44,7 +43,8 @@ def assert_resumes(
 
     One run goes through all batches and is saved after each. Every checkpoint is then restored into a template with
     different numbers everywhere, and trained to the end. The metrics of each batch and the final state must be
-    bitwise equal. n batches take n * (n + 1) / 2 steps: 4 to 8 are plenty.
+    bitwise equal. n batches take n * (n + 1) / 2 steps: 4 to 8 are plenty. The same step continues, so a value that it
+    remembers from its very first call goes unnoticed.
 
     Args:
         step: train step, pure or donated.
@@ -52,8 +52,6 @@ def assert_resumes(
         batches: a list, or a looplib loader, which is asked for the rest of the epoch at each start and whose batches
             are compared too. With a loader, let `steps` continue beyond the end of an epoch.
         steps: number of batches. Defaults to the length of the list, or 6 for a loader.
-        restart: function that makes the step and an initial state again, as a new process of the script does. Without
-            it the same step continues, so state that it remembers from its very first call goes unnoticed.
 
     Raises:
         AssertionError: a resumed run differs. The message has the batch after which it was stopped, the first batch
@@ -67,7 +65,6 @@ def assert_resumes(
     message = f"steps is {steps}, of {most} batches; a run is stopped between two batches: give 2 or more"
     check(2 <= steps <= most, message)
     with streams_kept(state), tempfile.TemporaryDirectory() as folder:
-        surroundings = Surroundings(step)
         uninterrupted = {}
         for done, outputs, current in run(step, copy_state(state), batches, 0, steps):
             uninterrupted[done] = outputs
@@ -75,17 +72,16 @@ def assert_resumes(
                 checkpoint_io(f"{folder}/after-{done}").save(current)
         end = copied(current)
         for stop in range(1, steps):
-            again, template = (step, state) if restart is None else restart()
             seed_streams(stop)
-            restored = checkpoint_io(f"{folder}/after-{stop}").restore(_spoiled(template), quiet=True)
+            restored = checkpoint_io(f"{folder}/after-{stop}").restore(_spoiled(state), quiet=True)
             resumed = {}
-            for done, outputs, current in run(again, restored, batches, stop, steps):  # noqa: B007
+            for done, outputs, current in run(step, restored, batches, stop, steps):  # noqa: B007
                 resumed[done] = outputs
             expected = {done: uninterrupted[done] for done in resumed}  # in order: what differs first is named first
             fail(
                 f"a run that was stopped after {stop} batches and restored is not the run that went on",
                 differing({"batch": expected, "end": end}, {"batch": resumed, "end": current}),
-                f"So something that the run depends on is not in its checkpoint.{surroundings.hint()} Usually a count, "
+                "So something that the run depends on is not in its checkpoint. Usually a count, "
                 "an average or a cache that a closure, a module's attribute or an optimizer's wrapper keeps between "
                 "steps (put it into a buffer, opt_state or state.extra, which are saved), a loader or dataset that "
                 "draws from a generator of its own, or a step that is not pure: see assert_pure."

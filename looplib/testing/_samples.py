@@ -10,7 +10,7 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import check
 from looplib._core.trees import batch_size
-from looplib.testing._compare import differing
+from looplib.testing._compare import differing_each
 from looplib.testing._float64 import in_float64
 from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
@@ -62,7 +62,7 @@ def assert_samples_independent(
             expected = trees.map_tensors(lambda output: output[index], out)  # noqa: B023
             fail(
                 f"samples of a batch see each other: their outputs change when they stand {way}",
-                _changed(expected, function(wide, trees.take(rows, count, index)), tolerance),
+                _differing_outputs(expected, function(wide, trees.take(rows, count, index)), tolerance),
                 "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
                 "batch and length the wrong way round (batch_first), a reshape or view that mixes samples where a "
                 "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
@@ -110,7 +110,7 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
             )
             fail(
                 f"outputs see the future: those before position {cut} change with the tokens from there on",
-                _changed(before, after, tolerance),
+                _differing_outputs(before, after, tolerance),
                 "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
                 "scaled_dot_product_attention, and do not attend in nn.MultiheadAttention), a convolution padded on "
                 "both sides, a recurrent layer that is bidirectional, or a normalization over the length.",
@@ -126,13 +126,9 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
     raise ValueError(f"tokens from position {cut} on are all alike; give some that differ")
 
 
-def _changed(expected: Any, actual: Any, tolerance: float) -> list[str]:
-    """Outputs that differ by more than a fraction of the largest number in each, in words."""
-    lines: list[str] = []
-    for path, one, other in trees.paired(trees.leaves(expected), trees.leaves(actual)):
-        name = trees.named(path, "output")
-        lines += differing({name: one}, {name: other}, tolerance)
-    return lines
+def _differing_outputs(expected: Any, actual: Any, tolerance: float) -> list[str]:
+    one, other = ({trees.named(p, "output"): leaf for p, leaf in trees.leaves(out)} for out in (expected, actual))
+    return differing_each(one, other, tolerance)
 
 
 def _check_outputs(outputs: Any, shape: tuple[int, ...], wanted: str) -> None:

@@ -1,27 +1,20 @@
-"""Surroundings of a step: random streams, modules, and state in closures and attributes.
-
-They are recorded before and after a step, which must not change them.
-"""
+"""Surroundings of a step: random streams and modules, which it must leave unchanged."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from looplib._core import trees
-from looplib._core.checks import few
-from looplib._core.closures import Variable, own_attributes, walk
+from looplib._core.closures import walk
 from looplib._core.modules import _generators
-from looplib.debug._differences import differences
-from looplib.testing._compare import copied, copied_leaf, differing
+from looplib.testing._compare import copied
 from looplib.types import TrainState
 
 
@@ -62,65 +55,20 @@ def seed_streams(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-class Surroundings:
-    """Everything a step can reach besides its arguments: modules, and state in closures and attributes."""
-
-    def __init__(self, step: Any) -> None:
-        self.step = step
-        self.fixed, self.memory = self._look()
-
-    def spoiled(self) -> list[str]:
-        """Changes that no step may make: to parameters, buffers, gradients and modes of modules."""
-        return differing(self.fixed, self._look()[0])
-
-    def hint(self) -> str:
-        """Other changes, as a sentence about where the step may keep state."""
-        changed = [found.path.removeprefix("/") for found in differences(self.memory, self._look()[1])]
-        return f" Besides the state, {few(changed)} changed in these calls." if changed else ""
-
-    def _look(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        fixed: dict[str, Any] = {}
-        memory: dict[str, Any] = {}
-        for variable in walk(self.step, in_whole=_is_searched):
-            if isinstance(variable.value, nn.Module):
-                _add_module(variable.value, fixed, memory)
-            elif name := _name_of(variable):
-                memory |= _remembered(name, variable.value)
-        return fixed, memory
-
-
-def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any]) -> None:
-    root = type(model).__name__
-    for prefix, module in model.named_modules(prefix=root):
-        fixed[f"{prefix}.training"] = module.training
-        for name in own_attributes(module):
-            memory |= _remembered(f"{prefix}.{name}", vars(module)[name])
-    for path, tensor in (*model.named_parameters(root), *model.named_buffers(root)):
-        if not nn.parameter.is_lazy(tensor):
-            about = {"numbers": tensor, "requires_grad": tensor.requires_grad}
-            fixed[path] = copied({**about, "grad": tensor.grad if tensor.is_leaf else None})
+def module_values(step: Any) -> dict[str, Any]:
+    """Parameters, buffers, gradients and modes of the modules that a step refers to, by path."""
+    values: dict[str, Any] = {}
+    for variable in walk(step, in_whole=_is_searched):
+        if isinstance(model := variable.value, nn.Module):
+            root = type(model).__name__
+            values |= {f"{path}.training": module.training for path, module in model.named_modules(prefix=root)}
+            for path, tensor in (*model.named_parameters(root), *model.named_buffers(root)):
+                if not nn.parameter.is_lazy(tensor):
+                    about = {"numbers": tensor, "requires_grad": tensor.requires_grad}
+                    values[path] = copied({**about, "grad": tensor.grad if tensor.is_leaf else None})
+    return values
 
 
 def _is_searched(value: Any) -> bool:
     """True if all attributes of an object are to be searched, and not only those named in code."""
-    if isinstance(value, (type, TrainState)):
-        return False
-    return dataclasses.is_dataclass(value) or callable(value)
-
-
-def _name_of(variable: Variable) -> str:
-    """Name of a variable in messages; empty for looplib's own, which keep no state of a run."""
-    owner = variable.owner
-    module = owner.__module__ if isinstance(owner, types.FunctionType) else type(owner).__module__
-    if owner is None or isinstance(owner, nn.Module) or module.split(".")[0] in ("looplib", "builtins"):
-        return ""
-    if isinstance(owner, types.FunctionType):
-        return f"{owner.__name__}'s {variable.path}"
-    return f"{type(owner).__name__}.{variable.key}"
-
-
-def _remembered(name: str, value: Any) -> dict[str, Any]:
-    """A number, a str or a tensor, or those in a container."""
-    members = trees.leaves(value, is_leaf=lambda member: member is not value)
-    plain = (bool, int, float, str, Tensor, type(None))
-    return {trees.named(path, name): copied_leaf(leaf) for path, leaf in members if isinstance(leaf, plain)}
+    return not isinstance(value, (type, TrainState)) and (dataclasses.is_dataclass(value) or callable(value))

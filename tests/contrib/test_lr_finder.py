@@ -128,27 +128,15 @@ def test_a_looplib_loader_is_read_on_into_its_next_epochs():
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_a_loss_that_never_falls_has_no_suggestion(tmp_path):
+def test_a_loss_that_never_falls_has_no_suggestion():
     grad_fn, state = quadratic(1.0)
 
     def up(lr):
         return ll.optimizer(torch.optim.SGD, lr=lr, maximize=True)
 
-    curve = find_lr(grad_fn, up, state, [torch.ones(2, 1)])
+    curve = find_lr(grad_fn, up, state.replace(step=1000), [torch.ones(2, 1)])
     assert curve.suggestion is None
-    assert "suggestion" not in [text.get_text() for text in curve.plot().axes[0].get_legend().get_texts()]
-
-
-def test_the_curve_is_drawn_with_the_suggestion(tmp_path):
-    model, grad_fn, batches = task()
-    curve = find_lr(grad_fn, adamw, ll.init_state(model, adamw(0.01)).replace(step=1000), batches)
     assert curve.lrs[0] == 1e-7  # wherever the run stands
-    (axes,) = curve.plot(tmp_path / "lr.png").axes
-    raw, line, mark = axes.lines
-    assert (list(raw.get_xdata()), list(raw.get_ydata())) == (list(curve.lrs), list(curve.losses))
-    assert (list(line.get_ydata()), axes.get_xscale()) == (list(curve.smoothed), "log")
-    assert list(mark.get_xdata()) == [curve.suggestion] * 2
-    assert (tmp_path / "lr.png").exists()
 
 
 def test_a_sweep_that_cannot_be_is_refused():
@@ -158,8 +146,7 @@ def test_a_sweep_that_cannot_be_is_refused():
         ({"low": 1.0, "high": 0.1}, ValueError, "high is 0.1"),
         ({"steps": 5}, ValueError, "steps is 5"),
         ({"steps": 10.5}, ValueError, "steps is 10.5"),
-        ({"smooth": 1.0}, ValueError, "smooth is 1.0"),
-        ({"smooth": math.nan}, ValueError, "smooth is nan"),
+        ({"diverged": math.nan}, ValueError, "diverged is nan"),
         ({"diverged": 1}, ValueError, "diverged is 1"),
         ({"batches": iter([torch.ones(2, 1)])}, ValueError, "ended after 1.* 100 steps"),
         ({"batches": [torch.full((2, 1), math.nan)]}, ValueError, "nan at the first batch"),

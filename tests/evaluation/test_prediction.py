@@ -1,10 +1,5 @@
 """Predictions in the order of the data, each once, whatever ends the process or divides the work."""
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from contextlib import nullcontext
 
 import pytest
@@ -233,6 +228,7 @@ SHUFFLED = [
 
 
 @pytest.mark.parametrize("loader_of", SHUFFLED)
+@pytest.mark.every_case
 def test_shuffled_batches_are_refused_and_leave_no_folder(tmp_path, loader_of):
     *_, state = parts()
     loader = loader_of(torch.zeros(8, 3))
@@ -261,8 +257,10 @@ X = torch.zeros(2, 3)
         ([{"a": X}, {"a": ["x", "y"]}], ValueError, "batch 1"),
         ([{1: X, "1": X + 1}], ValueError, "'1'"),
         ([X.to_sparse()], TypeError, r"output\.to_dense\(\)"),
+        ([torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)], TypeError, "'output' .* nested"),
     ],
 )
+@pytest.mark.every_case
 def test_what_cannot_be_written_is_refused(tmp_path, outputs, error, words):
     *_, state = parts()
     numbers = list(range(len(outputs)))
@@ -271,36 +269,6 @@ def test_what_cannot_be_written_is_refused(tmp_path, outputs, error, words):
     if len(outputs) > 1:  # after an interruption too
         with pytest.raises(error, match=words):
             ll.predict_to(tmp_path, lambda state, number: outputs[number], state, numbers)
-
-
-KILLED = """
-    import sys, torch, looplib as ll
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    step = ll.make_predict_step(model, lambda model, x: model(x))
-    x = torch.arange(6000.0).view(-1, 3)
-    print("ready", flush=True)
-    ll.predict_to(sys.argv[1], step, ll.init_state(model), x.split(2))
-"""
-
-
-@pytest.mark.slow
-def test_killed_processes_lose_nothing(tmp_path):
-    path = tmp_path / "out"
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for kills in (1, 2):
-        run = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
-        run.stdout.readline()
-        while not (path / f"batch-{100 * kills:08d}.pt").exists():
-            assert run.poll() is None
-        run.send_signal(signal.SIGKILL)
-        run.communicate()
-    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    expected = torch.cat([model(part) for part in torch.arange(6000.0).view(-1, 3).split(2)]).detach()
-    assert torch.equal(read_predictions(path)["output"], expected)
 
 
 NUMBERS = [2, 0, 1, 4, 0, 0, 3, 3, 1, 6]
@@ -324,40 +292,31 @@ def check_generated(path, sizes):
 
 
 def generate_on_ranks(folder):
-    """Continue what one process began, in shares of a batch and in whole batches, after refusing another cut."""
+    """Continue what one process began, after refusing another cut."""
     with ll.distributed.setup():
+        own = {"ranks": ll.metrics.Corpus.of(str, [f"rank {ll.distributed.rank()}"])}
+        assert ll.distributed.reduce(own)["ranks"].compute() == "['rank 0', 'rank 1']"
         rows = torch.arange(40.0, dtype=torch.float64).view(10, 4)
         expected = [bits(of_odd_dtypes(None, part)) for part in rows.split(4)]
-        for batches in ll.make_loader(rows, batch_size=4, order=ll.data.in_order()), list(rows.split(4)):
+        loader = ll.make_loader(rows, batch_size=4, order=ll.data.in_order())
+        for batches in loader, list(rows.split(4)):
             assert [bits(out) for out in ll.predict(of_odd_dtypes, ll.TrainState(), batches)] == expected
-        state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
-        for kind in ("loader", "DataLoader"):
-            with pytest.raises(ValueError, match=f"{kind} holds"):
-                ll.predict_to(f"{folder}/{kind}", generate, state, CUTS[kind](x, [7, 3]))
-            ll.predict_to(f"{folder}/{kind}", generate, state, CUTS[kind](x, [4, 4, 2]))
+        state, x, path = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32), f"{folder}/DataLoader"
+        with pytest.raises(ValueError, match="DataLoader holds"):
+            ll.predict_to(path, generate, state, CUTS["DataLoader"](x, [7, 3]))
+        ll.predict_to(path, generate, state, CUTS["DataLoader"](x, [4, 4, 2]))
+        with pytest.raises(ValueError, match=r"'tokens' has shapes .*pad"):  # a loader divides each batch among ranks
+            ll.predict_to(f"{folder}/loader", generate, state, CUTS["loader"](x, [4, 4, 2]))
 
 
-def test_strings_and_outputs_of_varying_width_are_continued_by_several_ranks(tmp_path):
+def test_strings_and_batches_of_varying_width_are_continued_by_several_ranks(tmp_path):
     state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
-    for kind in ("loader", "DataLoader", "list"):
+    for kind in ("DataLoader", "list"):
         with pytest.raises(KeyboardInterrupt):
             ll.predict_to(tmp_path / kind, stopped_after(1, generate), state, CUTS[kind](x, [4, 4, 2]))
     launch(2, generate_on_ranks, str(tmp_path))
     check_generated(ll.predict_to(tmp_path / "list", generate, state, CUTS["list"](x, [4, 4, 2])), [4, 4, 2])
     check_generated(tmp_path / "DataLoader", [4, 4, 2])
-    check_generated(tmp_path / "loader", [4, 2, 2, 1, 1])  # ranks divide each batch, and each has a width of its own
-
-
-def test_microbatches_may_differ_in_width(tmp_path):
-    state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
-    step = ll.evaluation.split_on_oom(generate, size=2)
-    out = next(ll.predict(step, state, x.split(4)))
-    expected = [row.tolist() for part in x[:4].split(2) for row in generate(state, part)["tokens"]]
-    assert [row.tolist() for row in out["tokens"].unbind()] == expected
-    check_generated(ll.predict_to(tmp_path, step, state, x.split(4)), 2)
-    wide = ll.evaluation.split_on_oom(lambda state, x: torch.ones(len(x), int(x.max()), int(x.max())), size=2)
-    with pytest.raises(ValueError, match=r"'output' has shapes \(2, 2, 2\) and \(2, 4, 4\)"):
-        next(ll.predict(wide, state, x[:4].split(4)))
 
 
 def test_prediction_leaves_the_random_stream_where_it_is(tmp_path):

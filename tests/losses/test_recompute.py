@@ -1,15 +1,10 @@
 """Recomputation against the same loss without it, to the bit, and against what torch's own checkpoint keeps."""
 
-import gc
-
 import pytest
 import torch
 from shared import bits
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import looplib as ll
 from looplib.contrib import neftune
@@ -145,46 +140,6 @@ def test_without_a_gradient_it_does_nothing():
 
     found = [ll.make_eval_step(model, f)(ll.init_state(model), x) for f in (metric_fn, recompute(metric_fn, Block))]
     assert torch.equal(found[0]["loss"].total, found[1]["loss"].total)
-
-
-# Memory
-
-
-class Live(TorchDispatchMode):
-    """Remembers the most bytes that tensors made under it had alive at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.now, self.peak = WeakIdKeyDictionary(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.storages[leaf.untyped_storage()] = None
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
-        return out
-
-
-def transformer(depth, width=32):
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(depth)])
-
-
-def peak(loss, depth):
-    model, x = transformer(depth), torch.randn(8, 32, 32)
-    gc.collect()
-    with Live() as live:
-        loss(model, x).backward()
-    return live.peak
-
-
-@pytest.mark.slow
-def test_a_transformer_more_needs_a_tenth_of_the_memory():
-    lean = recompute(loss_fn, nn.TransformerEncoderLayer)
-    few, many = ([peak(loss, depth) for loss in (loss_fn, lean)] for depth in (4, 8))
-    assert 0 < 10 * (many[1] - few[1]) < many[0] - few[0]  # of which half is the gradients of its weights
-    assert 4 * many[1] < many[0]
 
 
 def test_a_choice_of_nothing_and_of_another_kind_are_refused():

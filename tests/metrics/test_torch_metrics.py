@@ -86,30 +86,6 @@ METRICS = {
         binary,
         ALL_ONE,
     ),
-    "composition of a metric without sums": (
-        lambda: regression.PearsonCorrCoef() + regression.MeanSquaredError(),
-        numbers,
-        ALL_ONE,
-    ),
-    "collection": (
-        lambda: torchmetrics.MetricCollection(
-            [
-                classification.MulticlassAccuracy(4),
-                classification.MulticlassAUROC(4),
-                wrappers.ClasswiseWrapper(classification.MulticlassF1Score(4, average=None)),
-            ],
-            prefix="eval/",
-        ),
-        multiclass,
-        ALL_ONE,
-    ),
-    "collection with a metric without sums": (
-        lambda: torchmetrics.MetricCollection(
-            {"r": regression.PearsonCorrCoef(), "mse": regression.MeanSquaredError()}
-        ),
-        numbers,
-        ALL_ONE,
-    ),
 }
 
 
@@ -195,23 +171,11 @@ def outcome(compute):
 
 
 def test_a_metric_that_was_given_no_batch_has_no_value():
-    for name in ("f1", "auroc", "extremes of an accuracy", "collection"):
+    for name in ("f1", "auroc", "extremes of an accuracy"):
         metric, kind = ll.metrics.torchmetric(METRICS[name][0]()), type(METRICS[name][0]()).__name__
         for compute in (metric.value, lambda: ll.compute({"score": metric.merge(metric)})):  # noqa: B023
             with pytest.raises(ValueError, match=rf"{kind} was given no batch: .*metric.of"):
                 compute()
-
-
-def test_metrics_that_agree_on_one_batch_are_kept_apart():
-    low, high = classification.BinaryAccuracy(threshold=0.2), classification.BinaryAccuracy(threshold=0.8)
-    metric = ll.metrics.torchmetric(torchmetrics.MetricCollection({"low": low, "high": high}))
-    same = metric.of(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
-    other = metric.of(torch.tensor([0.5, 0.5]), torch.tensor([0, 0]))
-    assert same.merge(other).value() == other.merge(same).value() == {"low": 0.5, "high": 1.0}
-    used = torchmetrics.MetricCollection({"a": aggregation.CatMetric(), "b": aggregation.CatMetric()})
-    used.update(torch.tensor([9.0]))  # from here on, both share one list
-    value = ll.metrics.torchmetric(used).of(torch.tensor([1.0, 2.0])).value()
-    assert {name: tensor.tolist() for name, tensor in value.items()} == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
 
 
 def test_a_value_does_not_depend_on_the_values_before_it():
@@ -242,12 +206,11 @@ def test_what_a_reset_keeps_counts_once(reset_real_features):
     torch.testing.assert_close(whole.value(), distance.compute())
 
 
-def test_a_collection_of_sums_holds_sums():
-    accuracy, f1 = classification.MulticlassAccuracy(4), classification.MulticlassF1Score(4)
-    metric = ll.metrics.torchmetric(torchmetrics.MetricCollection([accuracy, f1]))
+def test_a_metric_of_sums_holds_sums():
+    metric = ll.metrics.torchmetric(classification.MulticlassF1Score(4))
     record = metric.of(torch.rand(1000, 4), torch.randint(0, 4, (1000,)))
     held = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves((record.states, record.inputs)))
-    assert held == 2 * 4 * 4  # true and false, positives and negatives, of each class
+    assert held == 4 * 4  # true and false, positives and negatives, of each class
 
 
 def test_errors_say_what_to_give_and_leave_the_metric_whole():
@@ -257,7 +220,7 @@ def test_errors_say_what_to_give_and_leave_the_metric_whole():
     for call, error, named in (
         (lambda: metric.of(torch.tensor([0, 1]), torch.tensor([0])), ValueError, "same shape"),
         (record.compute, ValueError, r"MulticlassAccuracy .*Tensor, \(3,\).*Reading"),
-        (ll.metrics.torchmetric(collection).of(torch.ones(1)).compute, ValueError, "dict, .*MaxMetric.*MinMetric"),
+        (lambda: ll.metrics.torchmetric(collection), TypeError, "MetricCollection.*each of its metrics"),
         (lambda: ll.metrics.torchmetric(aggregation.MaxMetric), TypeError, "class MaxMetric.* torchmetrics"),
         (lambda: ll.metrics.torchmetric(slices), TypeError, "a function"),
     ):
@@ -265,3 +228,12 @@ def test_errors_say_what_to_give_and_leave_the_metric_whole():
             call()
     of_one = ll.metrics.Reading(record, lambda record: record.value()[1])
     assert ll.compute({"of_one": of_one}) == {"of_one": 0.5}
+
+
+def test_merging_adds_up_the_ranks_and_torchmetrics_does_not_do_it_again():
+    def sync(*args, **options):
+        pytest.fail("ranks would be added up twice")
+
+    metric = aggregation.SumMetric(dist_sync_fn=sync, distributed_available_fn=lambda: True)
+    assert ll.metrics.torchmetric(metric).of(torch.ones(3)).value() == 3
+    assert ll.metrics.torchmetric(metric + 1).of(torch.ones(3)).value() == 4

@@ -101,8 +101,7 @@ def counting(draw):
         return unit, after(plain(n)), lambda: lambda now: now >= n
     window = sorted(draw(st.lists(numbers, max_size=2)))
     if kind == "every":
-        offset = draw(numbers) % n
-        predicate, points = every(plain(n), offset=plain(offset)), functools.partial(itertools.count, offset or n, n)
+        predicate, points = every(plain(n)), functools.partial(itertools.count, n, n)
     elif unit == "steps":
         steps = draw(st.sets(st.integers(1, 40), min_size=1))
         return unit, ll.at_step(*steps), lambda: Points(sorted(steps))
@@ -125,8 +124,6 @@ def test_a_predicate_fires_where_a_counter_does_however_often_resumed(made, batc
     expected = counted(unit, asked(), batches, epoch_length)
     assert answers(predicate, batches, epoch_length) == expected
     assert answers(predicate, batches, epoch_length, resumes) == expected
-    first_only = [fired and not any(expected[:index]) for index, fired in enumerate(expected)]
-    assert answers(predicate.once(), batches, epoch_length, resumes) == first_only
 
 
 @quick
@@ -134,13 +131,6 @@ def test_a_predicate_fires_where_a_counter_does_however_often_resumed(made, batc
 def test_a_fraction_of_epochs_has_as_many_steps_as_transformers_trainer(batches, epoch_length, n):
     found = answers(ll.after_epochs(float(n)), [(1, False)] * batches, epoch_length)
     assert found.count(False) == min(batches, math.ceil(n * epoch_length) - 1)
-
-
-def test_once_keeps_a_point_that_no_short_fraction_names():
-    n, offset = Fraction(1, 999_979), Fraction(1, 999_983)
-    once = ll.every_n_epochs(n, offset=offset).between(n).once()
-    assert once == ll.every_n_epochs(n, offset=offset).between(n + offset, n + offset)
-    assert answers(once, [(1, False)] * 30, 10) == [True] + [False] * 29
 
 
 @quick
@@ -184,7 +174,7 @@ def test_nothing_fires_before_the_first_update():
 predicates = st.recursive(
     st.one_of(
         st.builds(ll.every_n_steps, st.integers(1, 6)),
-        st.builds(lambda n: ll.every_n_steps(n, offset=n - 1).between(3, 30), st.integers(1, 6)),
+        st.builds(lambda n: ll.every_n_steps(n).between(3, 30), st.integers(1, 6)),
         st.builds(ll.predicates.every_n_samples, st.integers(1, 30)),
         st.builds(ll.every_n_epochs, st.sampled_from([0.25, 0.5, 1, 2])),
         st.builds(ll.at_step, st.integers(1, 20), st.integers(1, 20)),
@@ -256,22 +246,19 @@ def test_the_right_side_is_asked_only_where_the_left_leaves_it_open():
         (ll.every_n_steps(5), "every_n_steps(5)"),
         (ll.every_n_steps(5).between(8, 25), "every_n_steps(5).between(8, 25)"),
         (ll.every_n_steps(5).between(8, 25).between(0, 12), "every_n_steps(5).between(8, 12)"),
-        (ll.every_n_steps(5).between(8, 25).once(), "every_n_steps(5).between(10, 10)"),
-        (ll.predicates.every_n_samples(100, offset=50), "every_n_samples(100, offset=50)"),
+        (ll.predicates.every_n_samples(100), "every_n_samples(100)"),
         (ll.every_n_epochs(0.25), "every_n_epochs(0.25)"),
-        (ll.every_n_epochs(0.25, offset=0.1).between(1.5), "every_n_epochs(0.25, offset=0.1).between(1.5)"),
-        (ll.every_n_epochs(0.25).once(), "every_n_epochs(0.25).between(0.25, 0.25)"),
+        (ll.every_n_epochs(0.25).between(1.5), "every_n_epochs(0.25).between(1.5)"),
         (ll.at_step(100, 10), "at_step(10, 100)"),
         (ll.at_epoch_end(), "at_epoch_end()"),
         (ll.after_steps(10), "after_steps(10)"),
         (ll.after_epochs(1.5), "after_epochs(1.5)"),
-        (ll.after_epochs(1.5).once(), "every_n_epochs(1.5).between(1.5, 1.5)"),
         (ll.predicates.after_samples(10), "after_samples(10)"),
-        (ll.predicates.after_samples(10).once(), "every_n_samples(10).between(10, 10)"),
         (ll.at_step(1) & ~ll.at_epoch_end() | ll.after_steps(3), "((at_step(1) & ~at_epoch_end()) | after_steps(3))"),
     ],
     ids=str,
 )
+@pytest.mark.every_case
 def test_a_predicate_is_a_record_that_reads_as_its_code(predicate, text):
     assert repr(predicate) == text
     assert eval(text, vars(ll.predicates)) == predicate
@@ -302,8 +289,6 @@ def test_a_function_is_a_predicate_under_its_name():
         (lambda: ll.every_n_steps(0), r"every_n_steps\(0\): n .* 0"),
         (lambda: ll.every_n_steps(True), r"every_n_steps\(True\): n .* True"),
         (lambda: ll.every_n_steps(2.5), r"every_n_steps\(2.5\): n .* 2.5"),
-        (lambda: ll.every_n_steps(5, offset=5), r"every_n_steps\(5, offset=5\): offset"),
-        (lambda: ll.every_n_steps(5, offset=-1), "offset .* -1"),
         (lambda: ll.every_n_steps(5).between(25, 8), r"between\(25, 8\)"),
         (lambda: ll.every_n_steps(5).between(1, 8).between(9), r"between\(9, 8\)"),
         (lambda: ll.every_n_steps(5).between(-1, 8), "first .* -1"),
@@ -311,16 +296,15 @@ def test_a_function_is_a_predicate_under_its_name():
         (lambda: ll.every_n_epochs(0), r"every_n_epochs\(0\): n"),
         (lambda: ll.every_n_epochs(1e-9), r"every_n_epochs\(1e-09\): n"),
         (lambda: ll.every_n_epochs(math.nan), r"every_n_epochs\(nan\).* nan"),
-        (lambda: ll.every_n_epochs(0.5, offset=0.5), r"every_n_epochs\(0.5, offset=0.5\): offset"),
         (lambda: ll.at_step(), r"at_step\(\)"),
         (lambda: ll.at_step(1, 2.0), r"at_step\(1, 2.0\)"),
         (lambda: ll.after_steps(-1), r"after_steps\(-1\): n"),
         (lambda: ll.after_epochs(math.inf), r"after_epochs\(inf\).* inf"),
         (lambda: ll.predicates.after_samples(True), r"after_samples\(True\): n"),
-        (lambda: ll.after_epochs(0).once(), r"after_epochs\(0\).once\(\)"),
         (lambda: ll.predicates.every_seconds(0), r"every_seconds\(0\)"),
     ],
 )
+@pytest.mark.every_case
 def test_a_bad_value_is_named(make, named):
     with pytest.raises(ValueError, match=named):
         make()
@@ -344,6 +328,7 @@ EVERY_KIND = [
 
 
 @pytest.mark.parametrize("predicate", [*EVERY_KIND, ll.predicates.every_seconds(60)], ids=repr)
+@pytest.mark.every_case
 def test_what_a_predicate_cannot_do_is_refused_by_name(predicate):
     for found in (5, None, (TrainState(), {}), {"loss": 1.0}, torch.tensor(5), SimpleNamespace(n=5)):
         if not isinstance(predicate, ll.predicates.every_seconds):
@@ -359,33 +344,17 @@ def test_what_a_predicate_cannot_do_is_refused_by_name(predicate):
     if predicate in EVERY_KIND[6:] or predicate not in EVERY_KIND:
         with pytest.raises(TypeError, match=r"between\(8, 25\).*after_steps\(first\)"):
             predicate.between(8, 25)
-    if predicate in EVERY_KIND[9:] or predicate not in EVERY_KIND:
-        with pytest.raises(TypeError, match=r"once\(\).*state\.extra"):
-            predicate.once()
 
 
 # Clocks
 
 
-@quick
-@given(st.lists(st.floats(0.0, 50.0), max_size=30), st.floats(1.0, 60.0))
-def test_clocks_by_a_clock_of_our_own(waits, seconds):
-    times = [1000.0, *itertools.accumulate(waits, initial=1000.0)][1:]
-    now = iter([times[0], *times])
-    every = ll.predicates.every_seconds(seconds, clock=lambda: next(now))
-    assert next(now) == 1000.0
-    fired_at = [time for time in times[1:] if every(TrainState())]
-    last = times[0]
-    expected = []
-    for time in times[1:]:
-        if time >= last + seconds:
-            expected.append(time)
-            last = time
-    assert fired_at == expected
-
-    now = iter(times)
-    after = ll.predicates.after_seconds(seconds, clock=lambda: next(now))
-    assert [after(TrainState()) for _ in times[1:]] == [time >= times[0] + seconds for time in times[1:]]
+def test_clocks_by_a_clock_of_our_own():
+    times = [0.0, 59.0, 60.0, 61.0, 119.9, 130.0, 189.9, 190.0]
+    for kind, fires_at in (("every_seconds", [60.0, 130.0, 190.0]), ("after_seconds", times[2:])):
+        now = iter(times)
+        predicate = getattr(ll.predicates, kind)(60, clock=lambda now=now: next(now))
+        assert [time for time in times[1:] if predicate(TrainState())] == fires_at
 
 
 def test_a_clock_on_the_right_keeps_its_firing_for_a_left_side_that_says_no():
@@ -394,19 +363,13 @@ def test_a_clock_on_the_right_keeps_its_firing_for_a_left_side_that_says_no():
     assert [save_now(TrainState(step=step)) for step in (8, 9, 10)] == [False, False, True]
 
 
-@given(
-    made=st.lists(st.integers(0, 3), max_size=40),
-    n=st.integers(1, 7),
-    data=st.data(),
-)
-def test_steps_of_several_updates_a_batch_are_none_of_them_missed(made, n, data):
-    offset = data.draw(st.integers(0, n - 1))
-    predicate, at = ll.every_n_steps(n, offset=offset), ll.at_step(5, 11)
+@given(made=st.lists(st.integers(0, 3), max_size=40), n=st.integers(1, 7))
+def test_steps_of_several_updates_a_batch_are_none_of_them_missed(made, n):
     step = 0
     for updates in made:
         brought = range(step + 1, step + updates + 1)
         step += updates
         state = TrainState(step=step, batch_steps=updates)
-        assert predicate(state) == any(s % n == offset for s in brought)
-        assert at(state) == (5 in brought or 11 in brought)
+        assert ll.every_n_steps(n)(state) == any(s % n == 0 for s in brought)
+        assert ll.at_step(5, 11)(state) == (5 in brought or 11 in brought)
         assert state.skipped == (updates == 0)

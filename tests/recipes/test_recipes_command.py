@@ -126,7 +126,6 @@ def test_what_is_here_is_known_and_copied_with_its_command(tmp_path, monkeypatch
             assert copied.read_bytes() == source.read_bytes()
             assert source.suffix == ".md" or f"    python {copied.name}" in said
         assert "recipes/" not in said
-        assert "not installed" not in said
 
 
 def test_what_is_there_is_never_overwritten(tmp_path):
@@ -149,9 +148,3 @@ def test_an_unknown_name_is_answered_with_near_ones_and_no_command_with_all(tmp_
     *lines, _, hint = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == recipes.names()
     assert "python -m looplib.recipes copy NAME" in hint
-
-
-def test_what_is_imported_and_not_installed_is_named(tmp_path):
-    script = tmp_path / "recipe.py"
-    script.write_text("import os, not_there.inner, torch.nn\n\ndef main():\n    from nor_this.one import x\n")
-    assert recipes._missing(script) == ["nor_this", "not_there"]
