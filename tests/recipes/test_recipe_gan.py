@@ -47,20 +47,6 @@ def of(network):
     return lambda name: name.startswith(f"{network}.")
 
 
-def test_no_gradient_of_the_discriminators_loss_reaches_the_generator(recipe):
-    model, real = recipe.make_model(8), torch.rand(16, 64)
-    loss, aux = recipe.discriminator_loss(model, real)
-    loss.backward()
-    reached = {name for name, tensor in model.named_parameters() if tensor.grad is not None}
-    assert reached == {name for name, _ in model.named_parameters() if of("discriminator")(name)}
-    assert not real.requires_grad
-    assert not any(tensor.isnan() for tensor in aux.values())
-
-    model.zero_grad()
-    recipe.generator_loss(model, real).backward()  # this one runs through both, hence trainable=
-    assert all(tensor.grad is not None for tensor in model.parameters())
-
-
 def test_training_is_that_of_a_raw_loop(recipe, tmp_path, monkeypatch):
     def noise(i, count):
         return torch.randn(count, recipe.NOISE, generator=torch.Generator().manual_seed(i))
@@ -140,13 +126,3 @@ def test_frechet_is_its_formula(recipe):
     mean = one.mean(0) - other.mean(0)
     expected = mean @ mean + np.trace(a + b - 2 * scipy.linalg.sqrtm(a @ b).real)
     torch.testing.assert_close(recipe.frechet(torch.tensor(one), torch.tensor(other)), expected)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("seed", range(3))
-def test_digits_are_drawn_as_the_docstring_says(recipe, tmp_path, seed):
-    scores = recipe.main(seed=seed, directory=str(tmp_path), picture=str(tmp_path / "digits.png"))
-    assert scores["drawn_classes"] == 10
-    assert scores["drawn_confident"] > 0.75
-    assert scores["drawn_frechet"] < 1.3 * scores["real_frechet"]
-    assert scores["drawn_nearest"] > 0.95 * scores["real_nearest"]

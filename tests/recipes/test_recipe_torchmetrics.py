@@ -38,10 +38,3 @@ def test_scores_over_batches_are_those_of_one_call(tmp_path, monkeypatch, capsys
     assert table.keys() == found.keys()
     assert all(abs(merged - whole) < 1e-4 for merged, whole, _ in table.values())
     assert all(abs(table[name][2] - table[name][0]) > 1e-3 for name in ("specificity", "calibration_error"))
-
-
-def test_malignant_is_1_and_held_out_by_class():
-    train_set, test_set = load("with_torchmetrics").load_data(3)
-    labels = torch.cat([train_set.tensors[1], test_set.tensors[1]])
-    assert (labels.sum(), len(test_set), test_set.tensors[1].sum()) == (212, 171, 64)
-    torch.testing.assert_close(train_set.tensors[0].mean(0), torch.zeros(30), atol=1e-5, rtol=0)
