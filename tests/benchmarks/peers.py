@@ -27,7 +27,6 @@ import logging
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +39,7 @@ from typing import Any
 import evaluation
 import torch
 import torch.nn.functional as F
-from harness import Mebibytes, Report, options_of, parser, ratio, status
+from harness import Mebibytes, Report, growth_of, options_of, own_process, parser, quiet_arguments, ratio
 from harness import Seconds as Taken
 from models import Transformer, classify, mlp, next_token
 from torch import Tensor, nn
@@ -145,22 +144,13 @@ def trainer(run: Run) -> None:
     def collate(items: list[Any]) -> dict[str, Any]:
         return {"batch": torch.utils.data.default_collate(items) if run.batch_size else items[0]}
 
-    arguments = transformers.TrainingArguments(
+    arguments = quiet_arguments(
         str(run.folder or tempfile.gettempdir()),
         per_device_train_batch_size=run.batch_size or 1,
         num_train_epochs=1,
         train_sampling_strategy="random" if run.shuffle else "sequential",
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
         save_strategy="steps" if run.save_every else "no",
         save_steps=run.save_every or 1,
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
     )
     made = Trainer(run.model, arguments, collate, run.data, optimizers=(run.optimizer(), None))
     made.remove_callback(transformers.PrinterCallback)
@@ -566,13 +556,9 @@ def evaluate_once(name: str, rows: int) -> None:
     """Run by a process of its own: prints MiB, loss and accuracy."""
     EVALUATIONS[name](20 * evaluation.BATCH)()  # what is imported and allocated once
     torch.manual_seed(1)
-    evaluate = EVALUATIONS[name](rows)
-    gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
-    scores = {key.removeprefix("eval_"): float(value) for key, value in evaluate().items()}
-    print(json.dumps([status("VmHWM") - before, scores["loss"], scores["accuracy"]]))
+    memory, found = growth_of(EVALUATIONS[name](rows))
+    scores = {key.removeprefix("eval_"): float(value) for key, value in found.items()}
+    print(json.dumps([memory, scores["loss"], scores["accuracy"]]))
 
 
 def evaluations(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
@@ -587,17 +573,8 @@ def evaluations(options: argparse.Namespace, names: list[str], seconds: float) -
     while not rounds or (time.perf_counter() - begin) * (rounds + 1) / rounds < seconds:
         rounds += 1
         for name in names:
-            command = [
-                sys.executable,
-                __file__,
-                "--one",
-                name,
-                "--examples",
-                str(options.examples),
-                "--system-malloc",
-            ]
-            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-            mebibytes, *scores = json.loads(out.stdout.splitlines()[-1])
+            arguments = ["--one", name, "--examples", options.examples, "--system-malloc"]
+            mebibytes, *scores = own_process(__file__, *arguments, environment=environment)
             expected = expected or scores
             check_same(torch.tensor(scores), torch.tensor(expected), f"{name}, loss and accuracy")
             found[name].append(mebibytes)

@@ -157,24 +157,6 @@ def test_it_stops_early(name, tmp_path):
     assert ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["step"] == EVALUATED[name][1]
 
 
-def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps(tmp_path):
-    run("from_transformers", tmp_path, num_train_epochs=0.5)  # of seven updates in an epoch
-    assert ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["step"] == 4
-
-
-def test_o1_has_a_loss_scale_and_a_minus_is_for_less(tmp_path):
-    scores = run("from_dist_trainer", tmp_path, n_epochs=1, fp16="O1", metric_key="-loss")
-    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
-    assert all("train/loss_scale" in row for row in rows if "train/loss" in row)
-    assert scores["loss"] == pytest.approx(min(row["dev/loss"] for row in rows if "dev/loss" in row), rel=1e-6)
-
-
-def test_few_batches_are_learned_by_heart(tmp_path):
-    settings = {"n_epochs": 40, "batch_size": 32, "dropout": 0.0, "patience": 99, "overfit_batches": 2}
-    assert run("from_fastnlp", tmp_path, **settings)["accuracy"] == 1
-    assert ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["samples"] == 40 * 2 * 32
-
-
 PRECISE = {
     "from_transformers": {"bf16": False, "hidden_dropout": 0.0},
     "from_dist_trainer": {},
