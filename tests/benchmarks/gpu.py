@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell: throughput, memory, CUDA graphs, traces and saves, beside other loops.
+"""Everything that only a GPU can tell: throughput, memory, CUDA graphs, host reads and saves, beside other loops.
 
     pip install -c tests/constraints-cuda.txt -e ".[tests,gpu]"
     python -m pytest -m gpu && python tests/benchmarks/gpu.py
@@ -9,8 +9,7 @@
 - small: an MLP and a ResNet-20 at batch 128: CUDA graphs of the whole step, beside the raw loop eager, compiled, and
   captured by hand.
 - saves: how long the loop stands still for a synchronous, an asynchronous donated and an asynchronous pure save.
-- traces: one step of each kind as a Chrome trace, with its kernel launches and waits. The contenders of the other rows
-  are traced there.
+- reads: how often the host waits for a step with a loss scale, with recomputation and with accumulation.
 
 Contenders take turns in shuffled order, and each ratio has its 95% interval over the rounds. Goals stand beside the
 figures. Progress is printed, and `gpu.json` in the folder is complete after each figure, so the command may be stopped

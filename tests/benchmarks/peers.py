@@ -33,6 +33,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +99,31 @@ def raw(run: Run) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
-    for step, batch in enumerate(run.batches(), 1):
-        if step <= start:
-            continue
+
+    def save(step: int, path: Path) -> None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, path)
+
+    own_loop(run, islice(run.batches(), start, None), model, optimizer, Tensor.backward, save, start)
+
+
+def own_loop(
+    run: Run,
+    batches: Any,
+    model: Any,
+    optimizer: Any,
+    backward: Any,
+    save: Callable[[int, Path], object],
+    start: int = 0,
+) -> None:
+    """The loop of those that leave it to the user."""
+    for step, batch in enumerate(batches, start + 1):
         optimizer.zero_grad()
         loss = run.loss_fn(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward(loss)
         optimizer.step()
         if run.save_every and step % run.save_every == 0:
             assert run.folder
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, run.folder / f"{step}.pt")
+            save(step, run.folder / str(step))
 
 
 def looplib(run: Run, donate: bool = True) -> None:
@@ -171,14 +186,8 @@ def accelerate(run: Run) -> None:
         accelerator.load_state(str(run.saved()))
         start = int(run.saved().name)
         batches = accelerator.skip_first_batches(loader, start)
-    for step, batch in enumerate(batches, start + 1):
-        optimizer.zero_grad()
-        loss = run.loss_fn(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        if run.save_every and step % run.save_every == 0:
-            assert run.folder
-            accelerator.save_state(str(run.folder / str(step)))
+    save = lambda step, path: accelerator.save_state(str(path))  # noqa: E731
+    own_loop(run, batches, model, optimizer, accelerator.backward, save, start)
 
 
 def stateful_loader() -> Any:
@@ -220,14 +229,11 @@ def fabric(run: Run) -> None:
     batches = run.batches()
     if run.batch_size:
         batches = made.setup_dataloaders(batches)
-    for step, batch in enumerate(batches, 1):
-        optimizer.zero_grad()
-        loss = run.loss_fn(model, batch)
-        made.backward(loss)
-        optimizer.step()
-        if run.save_every and step % run.save_every == 0:
-            assert run.folder
-            made.save(run.folder / f"{step}.ckpt", {"model": model, "optimizer": optimizer, "step": step})
+
+    def save(step: int, path: Path) -> None:
+        made.save(path, {"model": model, "optimizer": optimizer, "step": step})
+
+    own_loop(run, batches, model, optimizer, made.backward, save)
 
 
 def ignite(run: Run) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Count, Mebibytes, Ratio, Report, Seconds, Step, ratio
+from harness import Count, Mebibytes, Ratio, Report, Seconds, ratio
 from loops import looplib_step
 from tqdm import tqdm
 
 import looplib as ll
 from on_gpu import contenders
 from on_gpu.contenders import Contender, Make
-from on_gpu.device import allocated, free, host_reads, peak_memory, trace, wait
+from on_gpu.device import allocated, free, host_reads, peak_memory, wait
 from on_gpu.models import Task, gpt2, small_tasks
 
 
@@ -126,17 +126,6 @@ def take_turns(
         tqdm.write(f"{row}: round {number + 1} of {settings.rounds}")
 
 
-def looked_into(report: Report, settings: Settings, row: str, name: str, step: Step | None) -> dict[str, Any]:
-    """Host reads of a step, and what its trace shows."""
-    figures: dict[str, Any] = {}
-    if step is not None:
-        with report.attempt(f"{row}, {name}, trace"):
-            figures["host reads"] = host_reads(settings.device, step)
-            file = "".join(letter if letter.isalnum() else "-" for letter in f"{row} {name}")
-            figures |= trace(settings.device, step, report.path.with_name(f"{file}.json.gz"))
-    return {name: figure for name, figure in figures.items() if figure is not None}
-
-
 def best_other(entries: Mapping[str, Entry]) -> str:
     others = [name for name in entries if not name.startswith("looplib")]
     return min(others, key=lambda name: statistics.median(entries[name].times))
@@ -169,7 +158,9 @@ def compare(
         figures["peak memory"] = "" if entry.peak is None else Mebibytes(entry.peak / 2**20)
         figures["first steps"] = Seconds(entry.first_seconds)
         figures["rounds"] = len(entry.times)
-        report.add(name, figures | looked_into(report, settings, row, name, entry.contender.step), row)
+        if (step := entry.contender.step) is not None:
+            figures["host reads"] = host_reads(settings.device, step)
+        report.add(name, figures, row)
     return entries
 
 
@@ -199,7 +190,7 @@ def goal(report: Report, what: str, measured: Any, met: bool, bound: str) -> Non
 
 def no_reads(report: Report, row: str) -> None:
     for name, figures in report.tables.get(row, {}).items():
-        if name.startswith("looplib") and "host reads" in figures:
+        if name.startswith("looplib") and figures["host reads"] is not None:
             goal(report, f"{row}: host reads, {name}", figures["host reads"], not figures["host reads"], "0")
 
 
@@ -217,8 +208,8 @@ def small_models(report: Report, settings: Settings, seconds: float) -> None:
 
 
 def conditional_steps(report: Report, settings: Settings, seconds: float) -> None:
-    """Traces of the steps that are in no other row: float16 with a loss scale, recomputation, accumulation."""
-    row = "traces of one step"
+    """Host reads of the steps that are in no other row: float16 with a loss scale, recomputation, accumulation."""
+    row = "host reads of one step"
     task, adamw = gpt2(settings.device, settings.small), ll.optimizer(torch.optim.AdamW, lr=1e-4)
     half = ll.autocast(task.loss_fn, torch.bfloat16)
     kinds: dict[str, tuple[Any, Any, Any]] = {
@@ -236,7 +227,7 @@ def conditional_steps(report: Report, settings: Settings, seconds: float) -> Non
             free(settings.device)
             step = looplib_step(task.make(), loss_fn, task.batches[0], True, wrap=wrap, optimizer=optimizer)
             contenders.own_loop(step, settings.device, lambda: 0.0).measure(3)
-            report.add(name, looked_into(report, settings, row, name, step), row)
+            report.add(name, {"host reads": host_reads(settings.device, step)}, row)
 
 
 def saves(report: Report, settings: Settings, seconds: float) -> None:
@@ -301,6 +292,6 @@ ROWS: dict[str, tuple[Callable[[Report, Settings, float], None], float]] = {
     # with the share of the time for their turns, beside what compiles
     "language": (language_model, 0.2),
     "saves": (saves, 0.12),
-    "traces": (conditional_steps, 0.05),
+    "reads": (conditional_steps, 0.05),
     "small": (small_models, 0.12),
 }
