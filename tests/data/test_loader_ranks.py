@@ -8,16 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loader import Augmented, AugmentedStream, as_rank, at, quiet
-from ranks import launch
 from shared import mix
-from torch import distributed
 from torch.utils.data import (
     TensorDataset,
 )
 
 import looplib as ll
 from looplib.data import make_loader
-from looplib.state import end_epoch
 
 pytestmark = quiet
 
@@ -163,68 +160,3 @@ def test_workers_that_live_on_learn_of_another_rank(make):
         for k, parts in enumerate(zip(*read(loader, ranks, at(1, 1)), strict=True)):
             assert torch.equal(torch.cat(parts), whole[k + 1])
     del loader
-
-
-# Real processes
-
-
-SETS = [
-    (kind, workers, options)
-    for kind, options in (
-        (Augmented, {}),
-        (Augmented, {"order": ll.data.by_length(range(23))}),
-        (AugmentedStream, {"collate_fn": stack}),
-    )
-    for workers in (0, 2)
-]
-
-
-# From which epoch and batch to which: the three continue where the two have stopped.
-PLACES = {1: ((0, 0), (2, 0)), 2: ((0, 0), (1, 2)), 3: ((1, 2), (2, 0)), 4: ((0, 0), (2, 0))}
-
-
-def read_as_everybody_does(kind, workers, options, begin, end):
-    loader = make_loader(kind(23), batch_size=6, seed=1, num_workers=workers, **options)
-    state, found = at(*begin), []
-    while state.epoch < 2:
-        for batch in loader(state):
-            if (state.epoch, state.batch) == end:
-                return found
-            found.append(batch)
-            state = state.replace(batch=state.batch + 1)
-        state = end_epoch(state)
-    return found
-
-
-def write_batches(path, *numbers):
-    """The global batches, reassembled, for each of these numbers of ranks: all processes, or the first ones."""
-    distributed.init_process_group("gloo")
-    whole = {}
-    for ranks in numbers:
-        group = distributed.new_group(range(ranks))
-        if distributed.get_rank() < ranks:
-            ll.distributed.set_data_parallel_group(None if ranks == distributed.get_world_size() else group)
-            own = [read_as_everybody_does(*which, *PLACES[ranks]) for which in SETS]
-            everybodys = [None] * ranks
-            distributed.all_gather_object(everybodys, own, group)
-            whole[ranks] = [
-                [torch.cat(parts) for parts in zip(*batches, strict=True)]
-                for batches in zip(*everybodys, strict=True)
-            ]
-    if distributed.get_rank() == 0:
-        torch.save(whole, path)
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def test_global_batches_are_the_same_for_any_number_of_ranks(tmp_path):
-    launch(4, write_batches, tmp_path / "found", 2, 3, 4)
-    found = torch.load(tmp_path / "found")
-    one = [read_as_everybody_does(*which, *PLACES[1]) for which in SETS]
-    for k, whole in enumerate(one):
-        assert sorted(torch.cat(whole)[:, 0].tolist()) == sorted([*range(23)] * 2)
-        for others in (found[4][k], found[2][k] + found[3][k]):
-            assert len(others) == len(whole) == 8
-            assert all(map(torch.equal, others, whole))
-    for here, in_workers in zip(one[:4:2], one[1:4:2], strict=True):
-        assert all(map(torch.equal, here, in_workers))
