@@ -1028,42 +1028,14 @@ def test_the_code_does_what_its_row_says(row, tmp_path, monkeypatch, request):
 
 
 # Fields that transformers had in its fourth version, or before, and has no more.
-BEFORE_5 = [
-    "adafactor",
-    "dispatch_batches",
-    "evaluation_strategy",
-    "fp16_backend",
-    "fp16_opt_level",
-    "fsdp_min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "group_by_length",
-    "half_precision_backend",
-    "include_inputs_for_metrics",
-    "include_tokens_per_second",
-    "jit_mode_eval",
-    "logging_dir",
-    "mp_parameters",
-    "no_cuda",
-    "overwrite_output_dir",
-    "past_index",
-    "per_gpu_eval_batch_size",
-    "per_gpu_train_batch_size",
-    "push_to_hub_model_id",
-    "push_to_hub_organization",
-    "push_to_hub_token",
-    "ray_scope",
-    "save_safetensors",
-    "sharded_ddp",
-    "split_batches",
-    "torchdynamo",
-    "tpu_metrics_debug",
-    "tpu_num_cores",
-    "use_ipex",
-    "use_legacy_prediction_loop",
-    "use_mps_device",
-    "warmup_ratio",
-    "xpu_backend",
-]
+BEFORE_5 = """
+    adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level fsdp_min_num_params
+    fsdp_transformer_layer_cls_to_wrap group_by_length half_precision_backend include_inputs_for_metrics
+    include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir past_index
+    per_gpu_eval_batch_size per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization
+    push_to_hub_token ray_scope save_safetensors sharded_ddp split_batches torchdynamo tpu_metrics_debug
+    tpu_num_cores use_ipex use_legacy_prediction_loop use_mps_device warmup_ratio xpu_backend
+""".split()  # noqa: SIM905
 
 
 def fields(cls):
