@@ -388,7 +388,7 @@ def quiet_arguments(folder: str, **options: Any) -> Any:
 def own_process(
     script: str, *arguments: Any, environment: Mapping[str, str] = os.environ, timeout: float | None = None
 ) -> Any:
-    """What a script prints last, as JSON, in a process of its own."""
+    """The last line that a script prints in a process of its own, which is JSON."""
     paths = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     out = subprocess.run(
         [sys.executable, script, *map(str, arguments)],
@@ -427,7 +427,7 @@ def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = 
 
 
 def print_peak_memory(script: str, needs: str, call: str, *arguments: str) -> None:
-    """What `peak_memory` starts."""
+    """The process that `peak_memory` starts."""
     torch.set_num_threads(1)
     module, *_ = [importlib.import_module(name) for name in [script, *needs.split()]]
     torch.optim.AdamW([torch.ones(1, requires_grad=True)]).step()  # imports what torch imports late

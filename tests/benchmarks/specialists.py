@@ -68,7 +68,7 @@ def values_of(tensors: Any) -> list[Tensor]:
 def training(
     train_step: ll.types.TrainStep, optimizer: ll.types.Optimizer, model: Any, batch: Any, steps: int
 ) -> Prepared:
-    """A step of looplib, and the weights that an evaluation takes after so many of them."""
+    """A step of looplib, and the weights that an evaluation takes after `steps` of them."""
     step = stepping(train_step, ll.init_state(model, optimizer), batch)
 
     def answer() -> list[Tensor]:
@@ -82,7 +82,7 @@ def training(
 def loop(
     optimizer: Any, loss: Callable[[], Tensor], params: Callable[[], Any], steps: int, after: Step | None = None
 ) -> Prepared:
-    """A step of a raw loop, and the weights after so many of them; `after` follows each update."""
+    """A step of a raw loop, and the weights after `steps` of them; `after` follows each update."""
 
     def step() -> None:
         optimizer.zero_grad()

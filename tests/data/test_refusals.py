@@ -1,4 +1,4 @@
-"""What a loader refuses or warns about, with what to write instead."""
+"""Refusals and warnings of loaders, with what to write instead."""
 
 import inspect
 import itertools
