@@ -32,33 +32,6 @@ def test_a_run_over_copied_batches_has_the_bits_of_the_cpu(options):
     assert ends[0] == ends[1]
 
 
-class Record:
-    """A batch with a `to` of its own."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device, non_blocking=False):
-        return Record(self.x.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self):
-        return Record(self.x.pin_memory())
-
-
-def test_nested_batches_and_objects_with_a_to_are_moved():
-    def collate(rows):
-        return {"x": [torch.stack(rows), Record(torch.stack(rows))], "name": "b"}
-
-    with far() as device:
-        loader = ll.make_loader(
-            list(torch.arange(4.0)), batch_size=2, device=device, collate_fn=collate, pin_memory=True
-        )
-        batch = next(iter(loader(ll.TrainState())))
-        assert batch["x"][0].device == batch["x"][1].x.device == device
-        assert batch["name"] == "b"
-        assert batch["x"][0].tolist() == batch["x"][1].x.tolist()
-
-
 def test_an_index_is_one_of_the_accelerator():
     with far() as device:
         loader = ll.make_loader(torch.arange(4.0), batch_size=2, device=1)
