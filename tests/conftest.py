@@ -27,26 +27,12 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["far", "cpu"])
-def device(request):
-    """A test that takes it runs on the far device, a stand-in for an accelerator, and on the CPU in the full suite."""
-    if request.param == "cpu":
-        yield torch.device("cpu")
-    else:
-        from far.device import far  # the first test that needs it compiles it
-
-        with far() as first:
-            yield first
-
-
 @pytest.fixture
-def server(monkeypatch):
-    """A stand-in for the Hugging Face Hub, which huggingface_hub then talks to."""
-    from hub_server import hub_server, use
+def the_hub(monkeypatch, tmp_path):
+    """A stand-in for the Hugging Face Hub, to which huggingface_hub then sends."""
+    from hub_stand_in import Hub
 
-    with hub_server() as server:
-        use(monkeypatch, server.endpoint)
-        yield server
+    return Hub(monkeypatch, tmp_path / "pulled")
 
 
 @pytest.hookimpl(tryfirst=True)

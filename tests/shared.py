@@ -85,33 +85,3 @@ def file_size_limit(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-_STRUCK = """
-import os, runpy, sys
-import looplib as ll
-
-number, rows = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-real = ll.jsonl
-
-def jsonl(path):
-    write, written = real(path), 0
-
-    def log(state, values):
-        nonlocal written
-        write(state, values)
-        written += 1
-        if written == rows:
-            os.kill(os.getpid(), number)
-
-    return log
-
-ll.jsonl = jsonl
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def struck(script, number, rows):
-    """The command of a script that gets this signal when its log has so many rows, however fast the machine is."""
-    return [sys.executable, "-c", _STRUCK, str(int(number)), str(rows), str(script)]

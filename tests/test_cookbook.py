@@ -54,7 +54,7 @@ def moved(names):
 def task(request):
     """A task, with a stand-in for the Hub or for Comet if it needs one."""
     if "Hub" in request.param:
-        request.getfixturevalue("server")
+        request.getfixturevalue("the_hub")
     if request.param == "Log to any other tracker 2":
         comet = mock.MagicMock()
         comet.start.return_value.get_key.return_value = "a-key"

@@ -23,8 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Mebibytes, Report, Step, in_turns, options_of, parser, peak_memory
-from models import Block, classify, transformer
+from harness import Mebibytes, Report, Step, in_turns, options_of, parser, peak_memory, quiet_arguments
+from loops import looplib_step, raw_step
+from models import Block, mlp, transformer
 from torch import Tensor, nn
 
 import looplib as ll
@@ -32,12 +33,10 @@ import looplib as ll
 PIECES = 8
 
 
-def mlp() -> tuple[nn.Module, Callable[..., Tensor], Any]:
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    return model, classify, (torch.randn(16 * PIECES, 32), torch.randint(0, 10, (16 * PIECES,)))
-
-
-MODELS = {"MLP, 8 x 16": mlp, "transformer, 8 x 4 x 128": transformer}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]]] = {
+    "MLP, 8 x 16": lambda: mlp(16 * PIECES),
+    "transformer, 8 x 4 x 128": transformer,
+}
 
 
 def pieces_of(batch: Any) -> list[Any]:
@@ -63,32 +62,13 @@ def raw(model_name: str) -> Step:
     return step
 
 
-def one_batch(model_name: str) -> Step:
-    model, loss_fn, batch = MODELS[model_name]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return step
-
-
 def looplib(model_name: str, donate: bool, pieces: int = PIECES, recompute: bool = False) -> Step:
     model, loss_fn, batch = MODELS[model_name]()
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     if recompute:
         loss_fn = ll.losses.recompute(loss_fn, (Block, nn.ReLU))
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=pieces)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
+    return looplib_step(
+        model, loss_fn, batch, donate, wrap=lambda grad_fn: ll.accumulate(grad_fn, microbatches=pieces)
+    )
 
 
 def accelerate(model_name: str) -> Step:
@@ -147,19 +127,8 @@ def trainer(model_name: str) -> Step:
 
             return torch.utils.data.DataLoader(Rows(pieces_of(batch)), batch_size=1, collate_fn=collate)
 
-    arguments = transformers.TrainingArguments(
-        tempfile.mkdtemp(),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-        gradient_accumulation_steps=PIECES,
-        max_steps=1_000_000,
-        max_grad_norm=0,
-        optim="adamw_torch_fused",
-        lr_scheduler_type="constant",
-        remove_unused_columns=False,
+    arguments = quiet_arguments(
+        tempfile.mkdtemp(), gradient_accumulation_steps=PIECES, max_steps=1_000_000, optim="adamw_torch_fused"
     )
     thread = threading.Thread(target=Quiet(model, arguments, callbacks=[Turns()]).train, daemon=True)
     thread.start()
@@ -180,7 +149,7 @@ CONTENDERS: dict[str, Callable[[str], Step]] = {
 }
 NEEDS = {"accelerate": ["accelerate"], "Trainer": ["transformers.trainer", "accelerate"]}
 MEMORY_ALONE: dict[str, Callable[[str], Step]] = {
-    "raw, one batch": one_batch,
+    "raw, one batch": lambda name: raw_step(*MODELS[name]()),
     "one batch, recompute": lambda name: looplib(name, True, pieces=1, recompute=True),
     "donated, recompute": lambda name: looplib(name, True, recompute=True),
 }

@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 from harness import Report, Seconds, Step, options_of, parser, ratio
-from models import Transformer, mlp, next_token
+from loops import looplib_step
+from models import mlp, small_transformer
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
@@ -239,22 +240,10 @@ def show_saves(report: Report, found: dict[str, list[tuple[float, float]]]) -> N
         report.add(name, cells, "a save")
 
 
-def train(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> Step:
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    state = ll.init_state(model, optimizer)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
-
-
 # Small batches, so that several steps fit into one write.
 MODELS: dict[str, Callable[[], Step]] = {
-    "MLP 32-64-10, batch 16": lambda: train(*mlp()),
-    "transformer, 4.9 M, batch 2 x 64": lambda: train(Transformer(), next_token, torch.randint(0, 512, (2, 65))),
+    "MLP 32-64-10, batch 16": lambda: looplib_step(*mlp(), True),
+    "transformer, 4.9 M, batch 2 x 64": lambda: looplib_step(*small_transformer(), True),
 }
 
 

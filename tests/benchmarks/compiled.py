@@ -13,8 +13,7 @@ of MAML, each in a process of its own with an empty cache, and again in a second
 Both times are shown, and the processor time of the process with the compilers that it starts, which other work on the
 machine changes less.
 
-With a GPU the same is measured there in CUDA-event time, also with CUDA graphs (`mode="reduce-overhead"` on all
-sides), and for GPT-2 small in bf16 under autocast, with its share of the device's matrix peak (--peak, in TFLOP/s).
+`gpu.py` has the same on a GPU, also with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,59 +21,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import ROOT, Report, Seconds, Step, compile_without_cache, in_turns, options_of, parser
-from models import Block, Transformer, mlp, next_token, transformer
+from harness import Report, Seconds, Step, compile_without_cache, in_turns, options_of, own_process, parser
+from loops import looplib_step
+from models import mlp, transformer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
-import looplib as ll
 
 Make = Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]]
 MODELS: dict[str, Make] = {"MLP, batch 16": mlp, "transformer, batch 32 x 128": transformer}
 
 
-def gpt2() -> tuple[nn.Module, Callable[..., Tensor], Any]:
-    """124 million parameters: 12 blocks of width 768, 50,304 tokens, 8 texts of 1,024."""
-    model = Transformer(vocabulary=50_304, width=768, depth=0, length=1024)
-    model.blocks = nn.Sequential(*[Block(768, 12) for _ in range(12)])
-    return model, ll.autocast(next_token), torch.randint(0, 50_304, (8, 1025))
-
-
-def made(make: Make, device: str) -> tuple[nn.Module, Callable[..., Tensor], Any]:
+def raw(make: Make, compiled: str) -> Step:
     torch.manual_seed(0)
     model, loss_fn, batch = make()
-    return model.to(device), loss_fn, torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), batch)
-
-
-def raw(make: Make, device: str, compiled: str, **options: Any) -> Step:
-    model, loss_fn, batch = made(make, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    called: Any = torch.compile(model, **options) if compiled == "model" else model
+    called: Any = torch.compile(model) if compiled == "model" else model
 
     def loss() -> Tensor:
         return loss_fn(called, batch)
 
-    whole = compiled in ("loss", "all")
-    forward: Callable[[], Tensor] = torch.compile(loss, **options) if whole else loss
-    update: Any = optimizer.step
-    if compiled == "all":
-        update = torch.compile(optimizer.step, **options)
+    forward: Callable[[], Tensor] = torch.compile(loss) if compiled in ("loss", "all") else loss
+    update: Any = torch.compile(optimizer.step) if compiled == "all" else optimizer.step
 
     def step() -> None:
-        if options:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
         forward().backward()  # type: ignore[no-untyped-call]
         update()
@@ -82,37 +59,20 @@ def raw(make: Make, device: str, compiled: str, **options: Any) -> Step:
     return step
 
 
-def looplib(make: Make, device: str, donate: bool, compile: bool | Mapping[str, Any]) -> Step:
-    model, loss_fn, batch = made(make, device)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-    if compile:
-        train_step = ll.compile_step(train_step, **({} if compile is True else compile))
-    state = ll.init_state(model, optimizer)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
+def looplib(make: Make, donate: bool, compiled: bool) -> Step:
+    torch.manual_seed(0)
+    return looplib_step(*make(), donate, compile={} if compiled else None)
 
 
-def contenders(make: Make, device: str) -> dict[str, Callable[[], Step]]:
-    found: dict[str, Callable[[], Step]] = {
-        "raw, eager": lambda: raw(make, device, ""),
-        "raw, model compiled": lambda: raw(make, device, "model"),
-        "raw, model and loss": lambda: raw(make, device, "loss"),
-        "raw, model, loss, update": lambda: raw(make, device, "all"),
-        "looplib donated, eager": lambda: looplib(make, device, True, False),
-        "looplib donated, compiled": lambda: looplib(make, device, True, True),
-        "looplib pure, compiled": lambda: looplib(make, device, False, True),
-    }
-    if device == "cuda":
-        graphs = {"mode": "reduce-overhead"}
-        found["raw, all, CUDA graphs"] = lambda: raw(make, device, "all", **graphs)
-        found["looplib donated, CUDA graphs"] = lambda: looplib(make, device, True, graphs)
-        found["looplib pure, CUDA graphs"] = lambda: looplib(make, device, False, graphs)
-    return found
+CONTENDERS: dict[str, Callable[[Make], Step]] = {
+    "raw, eager": lambda make: raw(make, ""),
+    "raw, model compiled": lambda make: raw(make, "model"),
+    "raw, model and loss": lambda make: raw(make, "loss"),
+    "raw, model, loss, update": lambda make: raw(make, "all"),
+    "looplib donated, eager": lambda make: looplib(make, True, False),
+    "looplib donated, compiled": lambda make: looplib(make, True, True),
+    "looplib pure, compiled": lambda make: looplib(make, False, True),
+}
 
 
 # The raw step's operations that compiling does not change.
@@ -133,9 +93,9 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_alone(make: Make, device: str) -> Step:
+def products_alone(make: Make) -> Step:
     """The matrix products and the attention of a raw step, forward and backward, on the tensors of one step."""
-    step = raw(make, device, "")
+    step = raw(make, "")
     with Products() as products:
         step()
 
@@ -160,9 +120,9 @@ def maml() -> Step:
 
 
 FIRST: dict[str, Callable[[], Step]] = {
-    "first step, MLP": lambda: looplib(mlp, "cpu", True, True),
-    "first step, transformer": lambda: looplib(transformer, "cpu", True, True),
-    "first step, transformer, raw, model compiled": lambda: raw(transformer, "cpu", "model"),
+    "first step, MLP": lambda: looplib(mlp, True, True),
+    "first step, transformer": lambda: looplib(transformer, True, True),
+    "first step, transformer, raw, model compiled": lambda: raw(transformer, "model"),
     "first step, 32 members": members,
     "first step, MAML": maml,
 }
@@ -182,82 +142,45 @@ def processor_time() -> float:
 
 def first_steps(report: Report, row: str) -> None:
     """The first step in two processes one after the other, of which the second finds the first one's cache."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": cache}
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         for process in ("first process", "second process"):
-            command = [sys.executable, __file__, "--first", row]
             left = max(60.0, report.end - time.perf_counter())
-            out = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=left, check=False)
-            if out.returncode:
-                raise RuntimeError(out.stderr.strip().rpartition("\n")[2])
-            passed, processor = json.loads(out.stdout.splitlines()[-1])
+            passed, processor = own_process(__file__, "--first", row, environment=environment, timeout=left)
             cells = {process: Seconds(passed), f"{process}, processor time": Seconds(processor)}
             report.add(row, cells, "first compiled step")
 
 
-def event_times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Seconds of a step on the device, of runs of ten steps that take turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name in random.sample(list(steps), len(steps)):
-            steps[name]()  # the caches are another contender's
-            begin, done = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-            begin.record()
-            for _ in range(10):
-                steps[name]()
-            done.record()
-            done.synchronize()
-            found[name].append(begin.elapsed_time(done) / 1e4)
-    return found
-
-
 def main(options: argparse.Namespace) -> int:
-    device = options.device
     compile_without_cache()
-    report = Report("compiled", options, f"AdamW on {device}")
-    models = {**MODELS, **({"GPT-2 small, bf16, batch 8 x 1024": gpt2} if device == "cuda" else {})}
-    models = {"MLP, batch 16": mlp} if options.dry_run else models
+    report = Report("compiled", options, "AdamW")
+    models = {"MLP, batch 16": mlp} if options.dry_run else MODELS
     firsts = ["first step, MLP"] if options.dry_run else [row for row in FIRST if "MLP" not in row]
-    rows = [*(firsts if device == "cpu" else []), *models]
-    for row, seconds in report.rows(rows, {"transformer, batch 32 x 128": 3.0}):
+    for row, seconds in report.rows([*firsts, *models], {"transformer, batch 32 x 128": 3.0}):
         if row in FIRST:
             with report.attempt(row):
                 first_steps(report, row)
             continue
         make, began = models[row], time.perf_counter()
         steps: dict[str, Step] = {}
-        for name, contender in contenders(make, device).items():
-            if options.dry_run and name.startswith("raw, "):
+        for name, contender in CONTENDERS.items():
+            if options.dry_run and name.startswith("raw, m"):
                 continue  # compiling each takes many seconds
             with report.attempt(f"{name}, {row}"):
-                step = contender()
+                step = contender(make)
                 for _ in range(2):  # which compile
                     step()
                 steps[name] = step
-        steps.setdefault("raw, eager", raw(make, device, ""))
-        if device == "cpu":
-            steps["raw, products and attention alone"] = products_alone(make, device)
-        left = max(0.0, seconds - (time.perf_counter() - began))
+        steps["raw, products and attention alone"] = products_alone(make)
         with report.attempt(row):
-            times = event_times(steps, left) if device == "cuda" else in_turns(steps, left)
+            times = in_turns(steps, max(0.0, seconds - (time.perf_counter() - began)))
             report.compare(row, times, "raw, eager", "time of a step")
-            if make is gpt2:
-                model, loss_fn, batch = made(make, device)
-                with FlopCounterMode(display=False) as counter:
-                    ll.make_grad_fn(model, loss_fn)(ll.init_state(model), batch)
-                for name, values in times.items():
-                    used = counter.get_total_flops() / statistics.median(values) / (options.peak * 1e12)
-                    report.add(row, {name: f"{used:.1%}"}, "share of the matrix peak")
     return report.close()
 
 
 if __name__ == "__main__":
     options = parser(__doc__, 220.0)
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     options.add_argument("--first", choices=list(FIRST), help=argparse.SUPPRESS)
-    options.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
     given = options_of(options)
     if given.first:
         first_step(given.first)

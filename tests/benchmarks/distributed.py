@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import KEEP_MEMORY, ROOT, Count, Report, Step, options_of, parser
+from loops import looplib_step
 from models import Block, Transformer
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,22 +109,10 @@ def raw(model: nn.Module, loss_fn: LossFn, batch: Any, counted: bool = True) -> 
     return step
 
 
-def looplib(model: nn.Module, loss_fn: LossFn, batch: Any) -> Step:
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    state = ll.init_state(model, optimizer)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
-
-
 CONTENDERS: dict[str, Callable[[nn.Module, LossFn, Any], Step]] = {
     "raw": raw,
     "raw, counts no ranks": lambda model, loss_fn, batch: raw(model, loss_fn, batch, counted=False),
-    "donated": looplib,
+    "donated": lambda model, loss_fn, batch: looplib_step(model, loss_fn, batch, True),
 }
 
 

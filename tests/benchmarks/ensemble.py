@@ -18,7 +18,8 @@ from dataclasses import asdict
 
 import torch
 from harness import Report, Seconds, Step, Times, compile_without_cache, in_turns, options_of, parser, ratio
-from models import classify, mlp
+from loops import in_order, raw_step, stepping
+from models import mlp
 
 import looplib as ll
 
@@ -27,19 +28,11 @@ MEMBERS = (32, 256)
 
 def raw(members: int) -> Step:
     """One step of each of the hand-written loops."""
-    loops = []
+    steps = []
     for seed in range(members):
         torch.manual_seed(seed)
-        model, _, batch = mlp()
-        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)))
-
-    def step() -> None:
-        for model, optimizer in loops:
-            optimizer.zero_grad()
-            classify(model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
-    return step
+        steps.append(raw_step(*mlp()))
+    return in_order(steps)
 
 
 def stacked(members: int, donate: bool, compile: bool) -> Step:
@@ -52,13 +45,7 @@ def stacked(members: int, donate: bool, compile: bool) -> Step:
     grad_fn = ll.make_grad_fn(model, loss_fn)
     train_step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate))
     train_step = ll.compile_step(train_step) if compile else train_step
-    stack = ll.transforms.stack_states(states)
-
-    def step() -> None:
-        nonlocal stack
-        stack, _ = train_step(stack, batch)
-
-    return step
+    return stepping(train_step, ll.transforms.stack_states(states), batch)
 
 
 CONTENDERS = {

@@ -13,17 +13,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Count, Mebibytes, Report, options_of, parser, status, with_system_malloc
+from harness import (
+    Count,
+    Mebibytes,
+    Report,
+    growth_of,
+    options_of,
+    own_process,
+    parser,
+    quiet_arguments,
+    with_system_malloc,
+)
 from torch import Tensor, nn
 
 import looplib as ll
@@ -68,15 +78,7 @@ def trainer(rows: int, preprocessed: bool) -> Callable[[], object]:
         guesses = found.predictions if preprocessed else found.predictions.argmax(1)
         return {"accuracy": float((guesses == found.label_ids).mean())}
 
-    arguments = transformers.TrainingArguments(
-        tempfile.mkdtemp(),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        per_device_eval_batch_size=BATCH,
-        remove_unused_columns=False,
-        label_names=["labels"],
-    )
+    arguments = quiet_arguments(tempfile.mkdtemp(), per_device_eval_batch_size=BATCH, label_names=["labels"])
     made = transformers.Trainer(
         Model(),
         arguments,
@@ -98,29 +100,21 @@ CONTENDERS: dict[str, Callable[[int], Callable[[], object]]] = {
 
 def one(name: str, rows: int, times: int) -> None:
     """Run by a process of its own: prints MiB and samples a second."""
-    torch.set_num_threads(1)
     CONTENDERS[name](2 * BATCH)()  # what is imported and allocated once
     evaluate = CONTENDERS[name](rows)
-    seconds = []
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
-    for _ in range(times):
-        begin = time.perf_counter()
-        evaluate()
-        seconds.append(time.perf_counter() - begin)
-    print(f"result {status('VmHWM') - before} {rows / min(seconds)}")
+
+    def fastest() -> float:
+        return min(timeit.repeat(evaluate, number=1, repeat=times))
+
+    memory, seconds = growth_of(fastest)
+    print(json.dumps([memory, rows / seconds]))
 
 
-def measured(name: str, rows: int, times: int) -> tuple[float, float]:
+def measured(name: str, rows: int, times: int) -> list[float]:
     """MiB and samples a second, of a process."""
-    command = [sys.executable, __file__, "--one", name, "--rows", str(rows), "--times", str(times), "--system-malloc"]
-    out = subprocess.run(command, capture_output=True, text=True, env=with_system_malloc())
-    if out.returncode:
-        raise RuntimeError(out.stderr.strip().splitlines()[-1])
-    line = next(line for line in out.stdout.splitlines() if line.startswith("result"))
-    memory, rate = map(float, line.split()[1:])
-    return memory, rate
+    arguments = ["--one", name, "--rows", rows, "--times", times, "--system-malloc"]
+    found: list[float] = own_process(__file__, *arguments, environment=with_system_malloc())
+    return found
 
 
 def main(options: argparse.Namespace) -> int:
@@ -129,7 +123,7 @@ def main(options: argparse.Namespace) -> int:
     names = [name for name in CONTENDERS if options.only is None or options.only in name]
     trainer_needs = ["transformers.trainer", "accelerate"]
     names = report.available({name: [] if name == "looplib" else trainer_needs for name in names})
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[list[float]]] = {}
     for row, _ in report.rows([f"{name}, round {number}" for number in range(options.rounds) for name in names]):
         name = row.rpartition(", ")[0]
         with report.attempt(row):

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell: throughput, memory, CUDA graphs, traces and saves, beside other loops.
+"""Everything that only a GPU can tell: throughput, memory, CUDA graphs, host reads and saves, beside other loops.
 
     pip install -c tests/constraints-cuda.txt -e ".[tests,gpu]"
     python -m pytest -m gpu && python tests/benchmarks/gpu.py
@@ -9,12 +9,11 @@
 - small: an MLP and a ResNet-20 at batch 128: CUDA graphs of the whole step, beside the raw loop eager, compiled, and
   captured by hand.
 - saves: how long the loop stands still for a synchronous, an asynchronous donated and an asynchronous pure save.
-- traces: one step of each kind as a Chrome trace, with its kernel launches and waits. The contenders of the other rows
-  are traced there.
+- reads: how often the host waits for a step with a loss scale, with recomputation and with accumulation.
 
 Contenders take turns in shuffled order, and each ratio has its 95% interval over the rounds. Goals stand beside the
-figures. Progress is printed, and `gpu.json` and `gpu.md` in the folder are complete after each figure, so the command
-may be stopped at any time. A contender that fails is reported by name, and the others continue. Rows for which no time
+figures. Progress is printed, and `gpu.json` in the folder is complete after each figure, so the command may be stopped
+at any time; `gpu.md` has the tables at the end. A contender that fails is reported by name, and the others continue. Rows for which no time
 is left (--seconds) are named as well. The exit status is 1 if something was not measured for another reason than
 time or a missing library.
 """
@@ -26,13 +25,12 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import torch
+from harness import Report
 from on_gpu.device import name_of, peak_of
-from on_gpu.report import Report
 from on_gpu.rows import ROWS, Settings
 
 import looplib as ll
@@ -63,12 +61,12 @@ def main(options: argparse.Namespace) -> int:
         torch.accelerator.set_device_index(device)
         torch.set_float32_matmul_precision("high")  # TF32 for all contenders, which torch.compile asks for
     options.out.mkdir(parents=True, exist_ok=True)
-    about = {"device": name_of(device), **versions()}
-    if options.dry_run:
-        about["DRY RUN"] = "tiny models and no Inductor: the figures mean nothing"
-    seconds = options.seconds if options.seconds is not None else 1e6 if options.dry_run else 330.0
-    report = Report(options.out, about, time.perf_counter() + seconds)
-    report.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    about = ", ".join(f"{key} {value}" for key, value in {"device": name_of(device), **versions()}.items())
+    print(about, flush=True)
+    if options.seconds is None:
+        options.seconds = 1e6 if options.dry_run else 330.0
+    options.json = options.out / "gpu.json"
+    report = Report("gpu", options, about)
     peak = options.peak * 1e12 if options.peak else peak_of(device)
     small = options.dry_run
     settings = Settings(
@@ -82,12 +80,11 @@ def main(options: argparse.Namespace) -> int:
     )
     for name in options.rows:
         measure, share = ROWS[name]
-        with report.attempt(name, "all"):
-            measure(report, settings, share * seconds)
-    report.write()
-    print(f"\n{report.markdown()}\nWritten to {options.out}/gpu.json and gpu.md, with the traces beside them.")
-    expected = ("ImportError", "ModuleNotFoundError", "OutOfTime")
-    return int(any(not failure["error"].startswith(expected) for failure in report.failures))
+        with report.attempt(name):
+            measure(report, settings, share * options.seconds)
+    code = report.close()
+    (options.out / "gpu.md").write_text(report.markdown() + "\n")
+    return code
 
 
 if __name__ == "__main__":

@@ -24,8 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Mebibytes, Ratio, Report, Seconds, Step, in_turns, interval, options_of, parser, resampled, status
-from loops import looplib_step, raw_step
+from harness import (
+    Mebibytes,
+    Ratio,
+    Report,
+    Seconds,
+    Step,
+    in_turns,
+    interval,
+    options_of,
+    parser,
+    resampled,
+    status,
+    svg,
+)
+from loops import in_order, looplib_step, raw_step, stepping
 from models import classify, many, mlp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,8 +64,8 @@ def on_all(make: Callable[[], tuple[nn.Module, Any, Any]], clips: int = 0) -> di
     return {
         RAW: raw_step(*make(), clip=clip),
         COPYING: raw_step(*make(), clip=clip, copies=True),
-        DONATED: looplib_step(*make(), True, clip=wrapped),
-        PURE: looplib_step(*make(), False, clip=wrapped),
+        DONATED: looplib_step(*make(), True, wrap=wrapped),
+        PURE: looplib_step(*make(), False, wrap=wrapped),
     }
 
 
@@ -123,33 +136,27 @@ def asking(run: Callable[[], Any], functions: Sequence[Callable[[Any], bool]]) -
 RAW_LIMIT = 10**7  # samples, above which the list of a DataLoader's indices takes many GB
 
 
-def later_batches(count: int) -> dict[str, Step]:
-    """A batch of an epoch that has begun."""
-    epochs = itertools.count()
-    loader = ll.make_loader(range(count), batch_size=64)
-    found: dict[str, Step] = {
-        LOOPLIB: endless(loader, (loader(ll.TrainState(epoch=epoch)) for epoch in epochs)),
-    }
+def reading(count: int, later: bool) -> dict[str, Step]:
+    """A batch of an epoch that has begun (`later`), or the order of an epoch with its first batch.
+
+    looplib's first batch is one after the middle, as of a run that is resumed; a DataLoader's is the first of all.
+    """
+    loader, numbers = ll.make_loader(range(count), batch_size=64), itertools.count()
+    raw: Any = DataLoader(range(count if count <= RAW_LIMIT else 1), batch_size=64, shuffle=True)  # type: ignore[arg-type]
+    first = 0 if later else len(loader) // 2
+
+    def epochs_of_looplib() -> Iterator[Any]:
+        return (loader(ll.TrainState(epoch=epoch, batch=first)) for epoch in numbers)
+
+    def batch_of(epochs: Iterator[Any]) -> Step:
+        if later:
+            batches = itertools.chain.from_iterable(epochs)
+            return lambda: next(batches)
+        return lambda: next(next(epochs))
+
+    found = {LOOPLIB: batch_of(epochs_of_looplib())}
     if count <= RAW_LIMIT:
-        raw: Any = DataLoader(range(count), batch_size=64, shuffle=True)  # type: ignore[arg-type]
-        found[RAW] = endless(raw, (iter(raw) for _ in itertools.count()))
-    return found
-
-
-def endless(loader: Any, epochs: Iterator[Iterator[Any]]) -> Step:
-    batches = itertools.chain.from_iterable(epochs)
-    return lambda: next(batches)
-
-
-def first_batch(count: int) -> dict[str, Step]:
-    """The order of an epoch, and the first batch after its middle in looplib, the first of all in a DataLoader."""
-    epochs = itertools.count()
-    loader = ll.make_loader(range(count), batch_size=64)
-    middle = len(loader) // 2
-    found: dict[str, Step] = {LOOPLIB: lambda: next(loader(ll.TrainState(epoch=next(epochs), batch=middle)))}
-    if count <= RAW_LIMIT:
-        raw: Any = DataLoader(range(count), batch_size=64, shuffle=True)  # type: ignore[arg-type]
-        found[RAW] = lambda: next(iter(raw))
+        found[RAW] = batch_of(iter(raw) for _ in itertools.count())
     return found
 
 
@@ -169,22 +176,6 @@ def members(count: int) -> dict[str, Step]:
         train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=donate))
         found[name] = stepping(train_step, ll.transforms.stack_states(states), batch)
     return found
-
-
-def in_order(steps: Sequence[Step]) -> Step:
-    def step() -> None:
-        for one in steps:
-            one()
-
-    return step
-
-
-def stepping(train_step: ll.types.TrainStep, state: ll.TrainState, batch: Any) -> Step:
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
 
 
 @dataclass(frozen=True)
@@ -207,8 +198,8 @@ CURVES = {
     "tensors": Curve(tensors, (10, 100, 1000, 10_000), "parameter tensors", weight=1.5),
     "wrappers": Curve(wrappers, range(9), "wrappers stacked", True),
     "predicates": Curve(predicates, (0, 1, 3, 10, 30, 100), "predicates asked", True),
-    "samples, a later batch": Curve(later_batches, [10**n for n in range(3, 9)], "samples"),
-    "samples, the first batch": Curve(first_batch, [10**n for n in range(3, 9)], "samples"),
+    "samples, a later batch": Curve(lambda count: reading(count, True), [10**n for n in range(3, 9)], "samples"),
+    "samples, the first batch": Curve(lambda count: reading(count, False), [10**n for n in range(3, 9)], "samples"),
     "members": Curve(members, (1, 4, 16, 64, 256, 1024), "members", weight=1.5),
 }
 STEPS = "steps made"
@@ -380,27 +371,11 @@ LINES = {  # color and style
 
 def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
     """Curves in colors that can be read on a light and on a dark page."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    gray = "#808080"
-    colors: Any = {
-        "svg.hashsalt": "growth",
-        "svg.fonttype": "none",  # text stays text, and the file small
-        "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
-        "text.color": gray,
-        "axes.labelcolor": gray,
-        "xtick.color": gray,
-        "ytick.color": gray,
-    }
     rows = -(-len(curves) // 4)
-    with pyplot.rc_context(colors):
-        figure, axes = pyplot.subplots(rows, 4, figsize=(12, 2.8 * rows), layout="constrained", squeeze=False)
-        for axis in axes.flat[len(curves) :]:
+    with svg(path, 4, (12, 2.8 * rows), rows) as axes:
+        for axis in axes[len(curves) :]:
             axis.set_visible(False)
-        for axis, (title, curve) in zip(axes.flat, curves.items(), strict=False):
+        for axis, (title, curve) in zip(axes, curves.items(), strict=False):
             for name in sorted({name for times in curve.values() for name in times}):
                 points = [point for point, times in curve.items() if name in times]
                 values = [1e6 * statistics.median(curve[point][name]) for point in points]
@@ -417,11 +392,6 @@ def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
             axis.set(
                 title=title, xlabel=title if title == STEPS else CURVES[title].label, ylabel="microseconds a step"
             )
-            axis.title.set_color(gray)
-            axis.spines[:].set_color(gray)
-            axis.legend(frameon=False, fontsize=8)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def main(options: argparse.Namespace) -> int:

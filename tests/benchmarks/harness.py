@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -229,6 +230,12 @@ class Report:
                 continue
             yield name, 0.0 if self.dry_run else max(0.0, left) * shares[number] / sum(shares[number:])
 
+    def check_time(self, needed: float) -> None:
+        """Raise OutOfTimeError if fewer seconds are left than are needed."""
+        left = self.end - time.perf_counter()
+        if left < needed:
+            raise OutOfTimeError(f"{max(left, 0):.0f} s are left of the time given, and about {needed:.0f} s needed")
+
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
         """Report an error by name and carry on."""
@@ -340,6 +347,70 @@ def machine() -> str:
     return f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}, {cores} cores of {model}{busy}"
 
 
+@contextmanager
+def svg(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -> Iterator[list[Any]]:
+    """Axes to draw on, which are written as a figure in colors that can be read on a light and on a dark page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    gray = "#808080"
+    style: Any = {"svg.hashsalt": "looplib", "svg.fonttype": "none"}  # text stays text, and the file small
+    style |= dict.fromkeys(["text.color", "axes.labelcolor", "xtick.color", "ytick.color"], gray)
+    with rc_context({**style, "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"]}):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        yield axes
+        for axis in axes:
+            axis.title.set_color(gray)
+            axis.spines[:].set_color(gray)
+            if axis.get_visible():
+                axis.legend(frameon=False, fontsize=8)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def quiet_arguments(folder: str, **options: Any) -> Any:
+    """`transformers.TrainingArguments` on the CPU at a constant rate, with all off that is not asked for."""
+    off: dict[str, Any] = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "logging_nan_inf_filter": False,
+        "max_grad_norm": 0,
+        "lr_scheduler_type": "constant",
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+    }
+    return importlib.import_module("transformers").TrainingArguments(folder, **off | options)
+
+
+def own_process(
+    script: str, *arguments: Any, environment: Mapping[str, str] = os.environ, timeout: float | None = None
+) -> Any:
+    """The last line that a script prints in a process of its own, which is JSON."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    out = subprocess.run(
+        [sys.executable, script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": paths},
+        timeout=timeout,
+    )
+    if out.returncode:
+        raise RuntimeError(out.stderr.strip().rpartition("\n")[2])
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def growth_of(function: Callable[[], Any]) -> tuple[float, Any]:
+    """MiB by which this process grows, at most, while it runs a function (Linux), and what that returns."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    result = function()
+    return status("VmHWM") - before, result
+
+
 def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = ()) -> float:
     """MiB by which a process of its own grows, at most, while it makes a contender and runs `steps` steps (Linux).
 
@@ -352,36 +423,29 @@ def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = 
         arguments: strings; the last is the number of steps.
         needs: modules to import first.
     """
-    import re
-    import subprocess
-
-    code = (
-        "import sys, os, importlib; sys.path.insert(0, sys.argv[1]); import torch, harness; torch.set_num_threads(1); "
-        "module, *_ = [importlib.import_module(name) for name in sys.argv[2].split()]; "
-        "torch.optim.AdamW([torch.ones(1, requires_grad=True)]).step(); "  # imports what torch imports late
-        "before = harness.status('VmRSS'); open('/proc/self/clear_refs', 'w').write('5'); "
-        "step = getattr(module, sys.argv[3])(*sys.argv[4:-1]); "
-        "harness.repeat(step, int(sys.argv[-1])); print('grew', harness.status('VmHWM') - before); "
-        "sys.stdout.flush(); os._exit(0)"  # threads that wait for a turn are not joined
-    )
-    here = str(Path(__file__).parent)
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", code, here, " ".join([script, *needs]), call, *arguments]
-    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
-    if out.returncode:
-        raise RuntimeError(out.stderr.strip().splitlines()[-1])
-    found = re.search(r"grew (\S+)", out.stdout)
-    assert found
-    return float(found[1])
+    return float(own_process(__file__, script, " ".join(needs), call, *arguments))
 
 
-def repeat(step: Callable[[], Any], steps: int) -> None:
-    """Make steps without keeping what they return, which may be a state."""
-    for _ in range(steps):
-        step()
+def print_peak_memory(script: str, needs: str, call: str, *arguments: str) -> None:
+    """The process that `peak_memory` starts."""
+    torch.set_num_threads(1)
+    module, *_ = [importlib.import_module(name) for name in [script, *needs.split()]]
+    torch.optim.AdamW([torch.ones(1, requires_grad=True)]).step()  # imports what torch imports late
+
+    def run() -> None:
+        step = getattr(module, call)(*arguments[:-1])
+        for _ in range(int(arguments[-1])):
+            step()  # and nothing keeps what it returns, which may be a state
+
+    print(growth_of(run)[0], flush=True)
+    os._exit(0)  # threads that wait for a turn are not joined
 
 
 def status(name: str) -> float:
     """MiB of a line of this process' status: VmRSS now, VmHWM at its peak (Linux)."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(name)) / 2**10
+
+
+if __name__ == "__main__":
+    print_peak_memory(*sys.argv[1:])

@@ -6,8 +6,8 @@ Each import runs in a process of its own, after `import torch`, in shuffled orde
 than a second run once. The last column has Python's garbage collector off: torch's import leaves a full collection due,
 which walks over all that torch has made and falls into whatever is imported next.
 
-Modules are compiled to bytecode before the clock starts. The other libraries are left out if that takes half of the time
-left. An import that compiles its modules each time, because their bytecode cannot be written, is not measured.
+An import whose modules were not yet compiled to bytecode does not count. The other libraries are left out if that takes
+half of the time left. Where no bytecode can be written, set PYTHONPYCACHEPREFIX: an import that never counts is reported.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ CODE = """
 import gc, json, sys, time
 from importlib.machinery import SourceFileLoader
 import torch
-compiled, compile_source = [], SourceFileLoader.source_to_code
-def noting(self, data, path, **options):
-    compiled.append(path)
-    return compile_source(self, data, path, **options)
+compiled, compile_source = 0, SourceFileLoader.source_to_code
+def noting(*given, **options):
+    global compiled
+    compiled += 1
+    return compile_source(*given, **options)
 SourceFileLoader.source_to_code = noting
 if sys.argv[2] == "off":
     gc.disable()
@@ -49,8 +50,8 @@ FIRST = "looplib"
 Times = dict[str, list[float]]
 
 
-def imported(statement: str, collector: str, limit: float | None = None) -> tuple[float, list[str]]:
-    """Seconds of an import in a new process, and the modules that it compiled to bytecode."""
+def imported(statement: str, collector: str, limit: float | None = None) -> tuple[float, int]:
+    """Seconds of an import in a new process, and how many modules it compiled to bytecode."""
     command = [sys.executable, "-c", CODE, statement, collector]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": ""}
@@ -65,50 +66,31 @@ def imported(statement: str, collector: str, limit: float | None = None) -> tupl
     return seconds, compiled
 
 
-def seconds_of(statement: str, collector: str, limit: float | None = None) -> float:
-    """Seconds of an import whose modules are compiled already."""
-    seconds, compiled = imported(statement, collector, limit)
-    if compiled:
-        raise RuntimeError(
-            f"{statement} has compiled {len(compiled)} modules to bytecode again, {compiled[0]} first. Set "
-            "PYTHONPYCACHEPREFIX to a folder that can be written."
-        )
-    return seconds
-
-
-def prepared(statement: str, limit: float | None) -> Times:
-    """Times so far, once all modules of an import are compiled: that of the first import, if it compiled nothing."""
-    seconds, compiled = imported(statement, "on", limit)
-    return {"on": [] if compiled else [seconds], "off": []}
-
-
-def prepare(report: Report, names: list[str]) -> dict[str, Times]:
-    found: dict[str, Times] = {}
-    for name in tqdm(names, desc="imports, compiling", disable=None):
-        with report.attempt(name):
-            found[name] = prepared(STATEMENTS[name], None if name == FIRST else max(1.0, left(report) / 2))
-    return found
-
-
-def left(report: Report) -> float:
-    return float(report.end - time.perf_counter())
+def measure(name: str, found: Times, collector: str, limit: float | None) -> None:
+    """Add the time of an import, in a second attempt if the first one had to compile modules."""
+    for _ in range(2):
+        seconds, compiled = imported(STATEMENTS[name], collector, limit)
+        if not compiled:
+            found[collector].append(seconds)
+            return
+    raise RuntimeError(f"{STATEMENTS[name]} compiles modules to bytecode each time: set PYTHONPYCACHEPREFIX")
 
 
 def one_round(report: Report, found: dict[str, Times]) -> None:
+    """Each import with and without the collector, in shuffled order. One that failed is left out from then on."""
     turns = [(name, collector) for name in found for collector in ("on", "off")]
     for name, collector in random.sample(turns, len(turns)):
         times = found.get(name, {}).get(collector)
         if times is None or (times and times[-1] >= 1.0):  # failed before; or slow, which is measured once
             continue
-        with report.attempt(name):
-            limit = None if name == FIRST else max(1.0, left(report))
-            try:
-                times.append(seconds_of(STATEMENTS[name], collector, limit))
-            except Exception as error:
-                if times and isinstance(error, OutOfTimeError):
-                    return  # the clock has ended, and there are times already
-                del found[name]
-                raise
+        limit = None if name == FIRST else max(1.0, (report.end - time.perf_counter()) / (1 if times else 2))
+        try:
+            measure(name, found[name], collector, limit)
+        except Exception as error:
+            if times and isinstance(error, OutOfTimeError):
+                return  # the clock has ended, and there are times already
+            del found[name]
+            report.fail(name, error)
 
 
 def show(report: Report, found: dict[str, Times]) -> None:
@@ -122,9 +104,9 @@ def show(report: Report, found: dict[str, Times]) -> None:
 
 def main(options: argparse.Namespace) -> int:
     report = Report("imports", options, "modules already compiled to bytecode")
-    found, done = prepare(report, options.only), 0
-    bar = tqdm(desc="imports, rounds", disable=None)
-    while found and (done == 0 or left(report) > 0) and not (done and options.dry_run):
+    found: dict[str, Times] = {name: {"on": [], "off": []} for name in options.only}
+    done, bar = 0, tqdm(desc="imports, rounds", disable=None)
+    while found and (done == 0 or time.perf_counter() < report.end) and not (done and options.dry_run):
         one_round(report, found)
         bar.update()
         show(report, found)

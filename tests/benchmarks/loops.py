@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ def raw_step(
     loss_fn: LossFn,
     batch: Any,
     *,
+    cls: Any = torch.optim.AdamW,
+    options: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "fused": True}),
     clip: Callable[[nn.Module], object] | None = None,
     decay: Callable[[int], float] | None = None,
     copies: bool = False,
@@ -26,11 +29,12 @@ def raw_step(
     """A step of a raw loop.
 
     Args:
+        cls, options: of the optimizer; fused AdamW unless given.
         clip: takes the model before the update.
         decay: factor of the learning rate, for `LambdaLR`.
         copies: copy weights and moments before the update as well: the least that a pure step can take.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = cls(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay) if decay else None
     copy = copying(optimizer) if copies else None
 
@@ -65,24 +69,42 @@ def copying(optimizer: torch.optim.Optimizer) -> Step:
     return copy
 
 
+def in_order(steps: Sequence[Step]) -> Step:
+    """A step of each, one after the other."""
+
+    def step() -> None:
+        for one in steps:
+            one()
+
+    return step
+
+
 def looplib_step(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
     donate: bool,
     *,
-    clip: Callable[[ll.types.GradFn], ll.types.GradFn] | None = None,
-    lr: float | Callable[[int], float] = 1e-3,
+    wrap: Callable[[ll.types.GradFn], ll.types.GradFn] | None = None,
+    optimizer: ll.types.Optimizer | None = None,
+    compile: Mapping[str, Any] | None = None,
 ) -> Callable[[], ll.TrainState]:
     """A step of looplib, donated or pure, that returns the new state.
 
     Args:
-        clip: wraps the gradient function.
+        wrap: wraps the gradient function.
+        optimizer: AdamW unless given.
+        compile: compile the step whole, with these arguments.
     """
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
+    optimizer = optimizer or ll.optimizer(torch.optim.AdamW, lr=1e-3)
     grad_fn = ll.make_grad_fn(model, loss_fn)
-    train_step = ll.make_train_step(clip(grad_fn) if clip else grad_fn, optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
+    train_step = ll.make_train_step(wrap(grad_fn) if wrap else grad_fn, optimizer, donate=donate)
+    train_step = train_step if compile is None else ll.compile_step(train_step, **compile)
+    return stepping(train_step, ll.init_state(model, optimizer), batch)
+
+
+def stepping(train_step: ll.types.TrainStep, state: ll.TrainState, batch: Any) -> Callable[[], ll.TrainState]:
+    """A step on the same batch each time, which returns the new state."""
 
     def step() -> ll.TrainState:
         nonlocal state

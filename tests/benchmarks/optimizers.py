@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from harness import Report, Seconds, Step, in_turns, options_of, parser, ratio
+from loops import looplib_step, raw_step
 from models import classify, many
 from torch import nn
 
@@ -64,45 +65,24 @@ def contenders(name: str, tensors: int) -> dict[Contender, Step]:
     cls, options = getattr(torch.optim, name.split()[0]), {"lr": 1e-3, **CLASSES[name]}
     biases = cls is not getattr(torch.optim, "Muon", None)  # which takes matrices alone
     steps: dict[Contender, Step] = {}
+
+    def looplib(options: dict[str, Any], donate: bool, compile: dict[str, Any] | None = None) -> Step:
+        made = model_of(tensors, biases)
+        return looplib_step(*made, donate, optimizer=ll.optimizer(cls, **options), compile=compile)
+
     for argument, chosen in KERNELS.items():
         try:
-            made = raw(cls, {**options, **chosen}, *model_of(tensors, biases))
+            made = raw_step(*model_of(tensors, biases), cls=cls, options=options | chosen)
             made()
         except (TypeError, RuntimeError):
             continue
         steps[RAW, argument] = made
-        steps[DONATED, argument] = looplib(cls, {**options, **chosen}, *model_of(tensors, biases), True)
+        steps[DONATED, argument] = looplib(options | chosen, True)
     if not steps:
-        steps[RAW, ""] = raw(cls, options, *model_of(tensors, biases))
+        steps[RAW, ""] = raw_step(*model_of(tensors, biases), cls=cls, options=options)
     for kind in (DONATED, PURE, TRACED):
-        steps[kind, ""] = looplib(cls, options, *model_of(tensors, biases), kind != PURE, kind == TRACED)
+        steps[kind, ""] = looplib(options, kind != PURE, {"backend": "eager"} if kind == TRACED else None)
     return steps
-
-
-def raw(cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch: Any) -> Step:
-    optimizer = cls(model.parameters(), **options)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()
-        optimizer.step()
-
-    return step
-
-
-def looplib(
-    cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch: Any, donate: bool, traced: bool = False
-) -> Step:
-    optimizer = ll.optimizer(cls, **options)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-    train_step = ll.compile_step(train_step, backend="eager") if traced else train_step
-    state = ll.init_state(model, optimizer)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
 
 
 def cells_of(times: dict[Contender, list[float]]) -> dict[str, Any]:

@@ -27,20 +27,20 @@ import logging
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import evaluation
 import torch
 import torch.nn.functional as F
-from harness import Mebibytes, Report, options_of, parser, ratio, status
+from harness import Mebibytes, Report, growth_of, options_of, own_process, parser, quiet_arguments, ratio
 from harness import Seconds as Taken
 from models import Transformer, classify, mlp, next_token
 from torch import Tensor, nn
@@ -99,17 +99,31 @@ def raw(run: Run) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
-    for step, batch in enumerate(run.batches(), 1):
-        if step <= start:
-            continue
+
+    def save(step: int, path: Path) -> None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, path)
+
+    own_loop(run, islice(run.batches(), start, None), model, optimizer, Tensor.backward, save, start)
+
+
+def own_loop(
+    run: Run,
+    batches: Any,
+    model: Any,
+    optimizer: Any,
+    backward: Any,
+    save: Callable[[int, Path], object],
+    start: int = 0,
+) -> None:
+    """The loop of those that leave it to the user."""
+    for step, batch in enumerate(batches, start + 1):
         optimizer.zero_grad()
         loss = run.loss_fn(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward(loss)
         optimizer.step()
         if run.save_every and step % run.save_every == 0:
             assert run.folder
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, run.folder / f"{step}.pt")
+            save(step, run.folder / str(step))
 
 
 def looplib(run: Run, donate: bool = True) -> None:
@@ -145,22 +159,13 @@ def trainer(run: Run) -> None:
     def collate(items: list[Any]) -> dict[str, Any]:
         return {"batch": torch.utils.data.default_collate(items) if run.batch_size else items[0]}
 
-    arguments = transformers.TrainingArguments(
+    arguments = quiet_arguments(
         str(run.folder or tempfile.gettempdir()),
         per_device_train_batch_size=run.batch_size or 1,
         num_train_epochs=1,
         train_sampling_strategy="random" if run.shuffle else "sequential",
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
         save_strategy="steps" if run.save_every else "no",
         save_steps=run.save_every or 1,
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
     )
     made = Trainer(run.model, arguments, collate, run.data, optimizers=(run.optimizer(), None))
     made.remove_callback(transformers.PrinterCallback)
@@ -181,14 +186,8 @@ def accelerate(run: Run) -> None:
         accelerator.load_state(str(run.saved()))
         start = int(run.saved().name)
         batches = accelerator.skip_first_batches(loader, start)
-    for step, batch in enumerate(batches, start + 1):
-        optimizer.zero_grad()
-        loss = run.loss_fn(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        if run.save_every and step % run.save_every == 0:
-            assert run.folder
-            accelerator.save_state(str(run.folder / str(step)))
+    save = lambda step, path: accelerator.save_state(str(path))  # noqa: E731
+    own_loop(run, batches, model, optimizer, accelerator.backward, save, start)
 
 
 def stateful_loader() -> Any:
@@ -230,14 +229,11 @@ def fabric(run: Run) -> None:
     batches = run.batches()
     if run.batch_size:
         batches = made.setup_dataloaders(batches)
-    for step, batch in enumerate(batches, 1):
-        optimizer.zero_grad()
-        loss = run.loss_fn(model, batch)
-        made.backward(loss)
-        optimizer.step()
-        if run.save_every and step % run.save_every == 0:
-            assert run.folder
-            made.save(run.folder / f"{step}.ckpt", {"model": model, "optimizer": optimizer, "step": step})
+
+    def save(step: int, path: Path) -> None:
+        made.save(path, {"model": model, "optimizer": optimizer, "step": step})
+
+    own_loop(run, batches, model, optimizer, made.backward, save)
 
 
 def ignite(run: Run) -> None:
@@ -566,13 +562,9 @@ def evaluate_once(name: str, rows: int) -> None:
     """Run by a process of its own: prints MiB, loss and accuracy."""
     EVALUATIONS[name](20 * evaluation.BATCH)()  # what is imported and allocated once
     torch.manual_seed(1)
-    evaluate = EVALUATIONS[name](rows)
-    gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
-    scores = {key.removeprefix("eval_"): float(value) for key, value in evaluate().items()}
-    print(json.dumps([status("VmHWM") - before, scores["loss"], scores["accuracy"]]))
+    memory, found = growth_of(EVALUATIONS[name](rows))
+    scores = {key.removeprefix("eval_"): float(value) for key, value in found.items()}
+    print(json.dumps([memory, scores["loss"], scores["accuracy"]]))
 
 
 def evaluations(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
@@ -587,17 +579,8 @@ def evaluations(options: argparse.Namespace, names: list[str], seconds: float) -
     while not rounds or (time.perf_counter() - begin) * (rounds + 1) / rounds < seconds:
         rounds += 1
         for name in names:
-            command = [
-                sys.executable,
-                __file__,
-                "--one",
-                name,
-                "--examples",
-                str(options.examples),
-                "--system-malloc",
-            ]
-            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-            mebibytes, *scores = json.loads(out.stdout.splitlines()[-1])
+            arguments = ["--one", name, "--examples", options.examples, "--system-malloc"]
+            mebibytes, *scores = own_process(__file__, *arguments, environment=environment)
             expected = expected or scores
             check_same(torch.tensor(scores), torch.tensor(expected), f"{name}, loss and accuracy")
             found[name].append(mebibytes)

@@ -18,10 +18,8 @@ import argparse
 import importlib
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Report, Seconds, options_of, parser
+from harness import Report, Seconds, options_of, own_process, parser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -159,20 +157,8 @@ CONTENDERS: dict[str, Callable[[Dataset[Any], nn.Module, Path, int], Times]] = {
 
 
 def measure(name: str, dataset_name: str, samples: int, point: float, workers: int, folder: str) -> Times:
-    torch.set_num_threads(1)
     path = place(folder, dataset_name, point)
     return CONTENDERS[name](make_dataset(dataset_name, samples), make_model(dataset_name), path, workers)
-
-
-def in_a_new_process(*run: Any) -> Times:
-    code = (
-        "import sys, json; sys.path.insert(0, sys.argv[1]); import resume; "
-        "print(json.dumps(resume.measure(*json.loads(sys.argv[2]))))"
-    )
-    here = os.path.dirname(os.path.abspath(__file__))
-    command = [sys.executable, "-c", code, here, json.dumps(run)]
-    load, batch, step = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    return load, batch, step
 
 
 def show(report: Report, dataset_name: str, found: dict[tuple[str, float], list[Times]]) -> None:
@@ -212,8 +198,8 @@ def main(options: argparse.Namespace) -> int:
                 for name, point in random.sample(runs, len(runs)):
                     if found[name, point] and time.perf_counter() >= end:
                         break
-                    times = in_a_new_process(name, dataset_name, samples, point, options.workers, folder)
-                    found[name, point].append(times)
+                    run = json.dumps([name, dataset_name, samples, point, options.workers, folder])
+                    found[name, point].append(own_process(__file__, "--one", run))
             show(report, dataset_name, found)
     return report.close()
 
@@ -223,4 +209,9 @@ if __name__ == "__main__":
     made.add_argument("--samples", type=int, default=1_000_000, help="in an epoch")
     made.add_argument("--read-to", type=float, default=0.01, help="how far reading past is measured")
     made.add_argument("--workers", type=int, default=0, help="of the loaders")
-    sys.exit(main(options_of(made)))
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    given = options_of(made)
+    if given.one:
+        print(json.dumps(measure(*json.loads(given.one))))
+    else:
+        sys.exit(main(given))

@@ -13,7 +13,6 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Report, options_of, parser
+import torch
+from harness import Report, options_of, own_process, parser, svg
+from loops import looplib_step, raw_step
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import looplib as ll
 
 RANKS = (8, 128, 1024)
 ROWS = {
@@ -46,13 +52,10 @@ ROWS = {
 
 def measure(ranks: int, tensors: int) -> dict[str, float]:
     """All numbers for rank 0 of this many; in a process of its own, for its memory."""
-    import torch
-    from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-    import looplib as ll
     from looplib._core import ranks as _ranks
     from looplib.checkpoint._shards import boxes_written_here
     from looplib.checkpoint._write import Parts, write_tensors
@@ -73,7 +76,9 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
     found["plan_memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
 
     for kind in ("DDP", "FSDP2"):
-        raw, own = raw_step(wrapped(kind)), own_step(wrapped(kind))
+        sgd, batch = ll.optimizer(torch.optim.SGD, lr=1e-3), torch.randn(16, 64)
+        raw = raw_step(wrapped(kind), loss_fn, batch, cls=torch.optim.SGD, options={"lr": 1e-3})
+        own = looplib_step(wrapped(kind), loss_fn, batch, True, optimizer=sgd)
         for _ in range(3):  # DDP builds its buckets in the first step
             raw(), own()
         times = [(seconds(raw), seconds(own)) for _ in range(50)]
@@ -110,11 +115,6 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
 
 def wrapped(kind: str) -> Any:
     """Four layers, with DDP or FSDP2."""
-    import torch
-    from torch import distributed, nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     if kind == "FSDP2":
         for layer in model:
@@ -135,35 +135,6 @@ def wrapped(kind: str) -> Any:
 
 def loss_fn(model: Any, batch: Any) -> Any:
     return model(batch).square().mean()
-
-
-def raw_step(model: Any) -> Callable[[], None]:
-    import torch
-
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(16, 64)
-
-    def step() -> None:
-        loss_fn(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def own_step(model: Any) -> Callable[[], None]:
-    import torch
-
-    import looplib as ll
-
-    optimizer, batch = ll.optimizer(torch.optim.SGD, lr=1e-3), torch.randn(16, 64)
-    state = ll.init_state(model, optimizer)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, batch)
-
-    return step
 
 
 def calls(function: Callable[[], Any]) -> tuple[int, int]:
@@ -208,34 +179,15 @@ def shown(number: float) -> str:
 
 def draw(found: dict[int, dict[str, float]], path: Path) -> None:
     """Curves over the number of ranks, in colors that can be read on a light and on a dark page."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    gray = "#808080"
-    with pyplot.rc_context({"text.color": gray, "axes.labelcolor": gray, "xtick.color": gray, "ytick.color": gray}):
-        figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-        for axis, names, label in (
-            (
-                axes[0],
-                {"plan": "find batch 900,000", "FSDP2": "step with FSDP2", "merge": "merge of a save"},
-                "milliseconds",
-            ),
-            (
-                axes[1],
-                {"described": "own description", "received": "received in a save", "DDP_bytes": "step with DDP"},
-                "bytes",
-            ),
-        ):
+    times = {"plan": "find batch 900,000", "FSDP2": "step with FSDP2", "merge": "merge of a save"}
+    sizes = {"described": "own description", "received": "received in a save", "DDP_bytes": "step with DDP"}
+    with svg(path, 2, (9, 3.2)) as axes:
+        for axis, names, label in zip(axes, (times, sizes), ("milliseconds", "bytes"), strict=True):
             for (name, title), color in zip(names.items(), ("#1f77b4", "#d95f02", "#2ca02c"), strict=True):
                 axis.loglog(list(found), [row[name] for row in found.values()], "o-", label=title, color=color)
             axis.set_xticks(list(found), [f"{ranks:,}" for ranks in found])
             axis.set_xticks([], minor=True)
             axis.set(xlabel="ranks", ylabel=label)
-            axis.spines[:].set_color(gray)
-            axis.legend(frameon=False)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def main() -> int:
@@ -251,8 +203,7 @@ def main() -> int:
     for row, _ in report.rows([f"{ranks:,} ranks" for ranks in RANKS]):
         ranks = int(row.split()[0].replace(",", ""))
         with report.attempt(row):
-            command = [sys.executable, __file__, "--one", str(ranks), *(["--dry-run"] if options.dry_run else [])]
-            found[ranks] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            found[ranks] = own_process(__file__, "--one", ranks, *["--dry-run"] * options.dry_run)
             for title, name in ROWS.items():
                 cells = {f"{ranks:,}": cell(found[ranks], name)}
                 report.add(title.format(tensors=f"{tensors:,}"), cells, "rank 0 of")

@@ -24,6 +24,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import Report, Seconds, Step, in_turns, options_of, parser, ratio
+from loops import stepping
+from models import classify
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -47,13 +50,9 @@ def library(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def classify(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def mlp() -> nn.Module:
+def mlp(wide: int = 64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 10))
 
 
 def labeled(*shape: int) -> tuple[Tensor, Tensor]:
@@ -66,25 +65,42 @@ def values_of(tensors: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors.values()]
 
 
-def training(train_step: ll.types.TrainStep, state: ll.TrainState, batch: Any) -> tuple[Step, list[ll.TrainState]]:
-    """A step, and a list that holds the last state."""
-    last = [state]
+def training(
+    train_step: ll.types.TrainStep, optimizer: ll.types.Optimizer, model: Any, batch: Any, steps: int
+) -> Prepared:
+    """A step of looplib, and the weights that an evaluation takes after `steps` of them."""
+    step = stepping(train_step, ll.init_state(model, optimizer), batch)
+
+    def answer() -> list[Tensor]:
+        for _ in range(steps - 1):
+            step()
+        return values_of(ll.eval_state(optimizer, step()).params)
+
+    return step, answer
+
+
+def loop(
+    optimizer: Any, loss: Callable[[], Tensor], params: Callable[[], Any], steps: int, after: Step | None = None
+) -> Prepared:
+    """A step of a raw loop, and the weights after `steps` of them; `after` follows each update."""
 
     def step() -> None:
-        last[0], _ = train_step(last[0], batch)
+        optimizer.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if after:
+            after()
 
-    return step, last
-
-
-def after(steps: int, step: Step, answer: Callable[[], Any]) -> Callable[[], Any]:
-    """The answer after a few steps."""
-
-    def run() -> Any:
+    def answer() -> list[Tensor]:
         for _ in range(steps):
             step()
-        return answer()
+        return values_of(params())
 
-    return run
+    return step, answer
+
+
+def named(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    return lambda: dict(model.named_parameters())
 
 
 # DP-SGD. The noise differs by design, so contenders are compared with a noise of 0.
@@ -99,32 +115,25 @@ def private_model(kind: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 def dp_sgd(kind: str, traced: bool = False) -> Contenders:
-    def looplib(noise: float) -> tuple[Step, Callable[[], Any]]:
+    def looplib(noise: float) -> Prepared:
         model, batch = private_model(kind)
         grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, classify), 1.0)
         grad_fn = ll.contrib.add_noise(grad_fn, 1.0, noise, expected_batch_size=64)
         optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
         train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         train_step = ll.compile_step(train_step, backend="eager") if traced else train_step
-        step, last = training(train_step, ll.init_state(model, optimizer), batch)
-        return step, lambda: values_of(last[0].params)
+        return training(train_step, optimizer, model, batch, 2)
 
-    def opacus(noise: float, mode: str) -> tuple[Step, Callable[[], Any]]:
+    def opacus(noise: float, mode: str) -> Prepared:
         modules = library("opacus.grad_sample.utils"), library("opacus.optimizers")
         model, (x, y) = private_model(kind)
         wrapped: Any = modules[0].prepare_module(model, mode, force_functorch=mode == "functorch")
         inner = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9, fused=True)
         optimizer = modules[1].DPOptimizer(inner, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=64)
+        return loop(optimizer, lambda: F.cross_entropy(wrapped(x), y), named(model), 2)
 
-        def step() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
-        return step, lambda: values_of(dict(model.named_parameters()))
-
-    def prepared(make: Callable[[float], tuple[Step, Callable[[], Any]]]) -> Callable[[], Prepared]:
-        return lambda: (make(1.0)[0], after(2, *make(0.0)))
+    def prepared(make: Callable[[float], Prepared]) -> Callable[[], Prepared]:
+        return lambda: (make(1.0)[0], make(0.0)[1])
 
     return {
         LOOPLIB: prepared(looplib),
@@ -175,20 +184,13 @@ def looplib_maml(compiled: bool) -> Prepared:
     outer = ll.optimizer(torch.optim.Adam, lr=1e-3)
     train_step = ll.make_train_step(ll.make_grad_fn(model, meta_loss), outer, donate=True)
     train_step = ll.compile_step(train_step) if compiled else train_step
-    step, last = training(train_step, ll.init_state(model, outer), tasks)
-    return step, after(1, step, lambda: values_of(last[0].params))
+    return training(train_step, outer, model, tasks, 1)
 
 
 def maml() -> Contenders:
     def outer_loop(model: nn.Module, meta_loss: Callable[[], Tensor]) -> Prepared:
         outer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-
-        def step() -> None:
-            outer.zero_grad()
-            meta_loss().backward()  # type: ignore[no-untyped-call]
-            outer.step()
-
-        return step, after(1, step, lambda: values_of(dict(model.named_parameters())))
+        return loop(outer, meta_loss, named(model), 1)
 
     def by_hand() -> Prepared:
         model, (x, y) = meta_model(), sinusoids()
@@ -233,29 +235,17 @@ DECAY = 0.99
 
 
 def averages(wide: int) -> Contenders:
-    def model_of() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 10))
-
     def looplib() -> Prepared:
-        model = model_of()
+        model = mlp(wide)
         optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=1e-3), decay=DECAY, start=1)
         train_step = ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=True)
-        step, last = training(train_step, ll.init_state(model, optimizer), labeled(16, 32))
-        return step, after(4, step, lambda: values_of(ll.eval_state(optimizer, last[0]).params))
+        return training(train_step, optimizer, model, labeled(16, 32), 4)
 
-    def loop(average: Callable[[nn.Module], tuple[Step, Any]]) -> Prepared:
-        model, batch = model_of(), labeled(16, 32)
+    def averaging(average: Callable[[nn.Module], tuple[Step, Any]]) -> Prepared:
+        model, batch = mlp(wide), labeled(16, 32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         update, averaged = average(model)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            classify(model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            update()
-
-        return step, after(4, step, lambda: values_of(dict(averaged.named_parameters())))
+        return loop(optimizer, lambda: classify(model, batch), named(averaged), 4, update)
 
     def averaged_model(model: nn.Module) -> tuple[Step, Any]:
         utils = torch.optim.swa_utils
@@ -269,8 +259,8 @@ def averages(wide: int) -> Contenders:
 
     return {
         LOOPLIB: looplib,
-        "AveragedModel": lambda: loop(averaged_model),
-        "ema-pytorch": lambda: loop(ema_pytorch),
+        "AveragedModel": lambda: averaging(averaged_model),
+        "ema-pytorch": lambda: averaging(ema_pytorch),
     }
 
 
@@ -295,8 +285,8 @@ def members(count: int) -> Contenders:
         each = models()
         stack = ll.transforms.stack_states([ll.init_state(model, optimizer) for model in each])
         train_step = ll.make_train_step(ll.make_grad_fn(each[0], classify), optimizer, donate=True)
-        step, last = training(ll.vmap_step(train_step), stack, batch)
-        return step, after(3, step, lambda: values_of(last[0].params))
+        step = stepping(ll.vmap_step(train_step), stack, batch)
+        return step, lambda: values_of([step() for _ in range(3)][-1].params)
 
     def by_hand() -> Prepared:
         each = models()
@@ -306,13 +296,7 @@ def members(count: int) -> Contenders:
         def loss(params: Any, buffers: Any) -> Tensor:
             return F.cross_entropy(functional_call(each[0], (params, buffers), batch[0]), batch[1])
 
-        def step() -> None:
-            optimizer.zero_grad()
-            total: Any = vmap(loss)(params, buffers).sum()
-            total.backward()
-            optimizer.step()
-
-        return step, after(3, step, lambda: values_of(params))
+        return loop(optimizer, lambda: vmap(loss)(params, buffers).sum(), lambda: params, 3)
 
     return {LOOPLIB: looplib, "stack_module_state": by_hand}
 
@@ -399,31 +383,35 @@ def drained(batches: Any) -> None:
 # Metrics.
 
 
+def value_of(value: Callable[[], Any]) -> Prepared:
+    return value, lambda: torch.as_tensor(value()).double()
+
+
+def torchmetric(batches: list[tuple[Tensor, Tensor]], name: str, *arguments: Any, **options: Any) -> Prepared:
+    """A metric of torchmetrics over batches of predictions and labels."""
+    metric = getattr(library("torchmetrics.classification"), name)(*arguments, validate_args=False, **options)
+
+    def value() -> Any:
+        metric.reset()
+        for batch in batches:
+            metric.update(*batch)
+        return metric.compute()
+
+    return value_of(value)
+
+
 def auc(count: int) -> Contenders:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 2, (count,), generator=generator)
     scores = torch.rand(count, generator=generator) * 0.9 + labels * 0.1
 
-    def of(value: Callable[[], Any]) -> Prepared:
-        return value, lambda: torch.tensor(float(value()))
-
-    def torchmetrics() -> Prepared:
-        metric = library("torchmetrics.classification").BinaryAUROC(validate_args=False)
-
-        def value() -> Any:
-            metric.reset()
-            metric.update(scores, labels)
-            return metric.compute()
-
-        return of(value)
-
     def sklearn() -> Prepared:
         roc_auc_score = library("sklearn.metrics").roc_auc_score
-        return of(lambda: roc_auc_score(labels.numpy(), scores.numpy()))
+        return value_of(lambda: roc_auc_score(labels.numpy(), scores.numpy()))
 
     return {
-        LOOPLIB: lambda: of(lambda: ll.metrics.AUC.of(scores, labels).compute()),
-        "torchmetrics": torchmetrics,
+        LOOPLIB: lambda: value_of(lambda: ll.metrics.AUC.of(scores, labels).compute()),
+        "torchmetrics": lambda: torchmetric([(scores, labels)], "BinaryAUROC"),
         "scikit-learn": sklearn,
     }
 
@@ -445,18 +433,7 @@ def over_batches(
                 merged = merged.merge(ours(*batch))
             return merged.matrix if sk == "confusion_matrix" else merged.compute()
 
-        return value, lambda: torch.as_tensor(value()).double()
-
-    def torchmetrics() -> Prepared:
-        metric = getattr(library("torchmetrics.classification"), theirs)(classes, validate_args=False, **options)
-
-        def value() -> Any:
-            metric.reset()
-            for batch in data:
-                metric.update(*batch)
-            return metric.compute()
-
-        return value, lambda: value().double()
+        return value_of(value)
 
     def sklearn() -> Prepared:
         function = getattr(library("sklearn.metrics"), sk)
@@ -465,9 +442,10 @@ def over_batches(
             guesses, labels = zip(*[(logits.argmax(1), labels) for logits, labels in data], strict=True)
             return function(torch.cat(labels).numpy(), torch.cat(guesses).numpy())
 
-        return value, lambda: torch.as_tensor(value()).double()
+        return value_of(value)
 
-    return {LOOPLIB: looplib, "torchmetrics": torchmetrics, "scikit-learn": sklearn}
+    theirs_over_batches = partial(torchmetric, data, theirs, classes, **options)
+    return {LOOPLIB: looplib, "torchmetrics": theirs_over_batches, "scikit-learn": sklearn}
 
 
 def accuracies(batches: int) -> Contenders:

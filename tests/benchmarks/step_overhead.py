@@ -66,7 +66,8 @@ def looplib(model_name: str, extras: bool, donate: bool) -> Step:
     def clip(grad_fn: ll.types.GradFn) -> ll.types.GradFn:
         return ll.clip_by_global_norm(grad_fn, MAX_NORM)
 
-    return looplib_step(*seeded(model_name), donate, clip=clip, lr=lambda step: 1e-3 * decay(step))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 1e-3 * decay(step))
+    return looplib_step(*seeded(model_name), donate, wrap=clip, optimizer=optimizer)
 
 
 CONTENDERS: dict[str, Callable[[str, bool], Step]] = {

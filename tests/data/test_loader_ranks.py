@@ -1,42 +1,22 @@
 """Batches of each of several ranks."""
 
 import random
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import launch
+from plain_loader import Augmented, AugmentedStream, as_rank, at, quiet
 from shared import mix
-from test_loader import Augmented, AugmentedStream, at
-from torch import distributed
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
     TensorDataset,
 )
 
 import looplib as ll
 from looplib.data import make_loader
-from looplib.state import end_epoch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
-]
-
-
-@contextmanager
-def as_rank(rank, ranks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "is_initialized", lambda: True)
-        patch.setattr(distributed, "get_rank", lambda group=None: rank)
-        patch.setattr(distributed, "get_world_size", lambda group=None: ranks)
-        yield
+pytestmark = quiet
 
 
 def read(loader, ranks, state=None, how="__call__"):
@@ -61,75 +41,32 @@ def with_draws(items):
     return torch.stack([torch.cat([item, draws()]) for item in items])
 
 
-ORDERS = {
-    "shuffled": lambda count, size: {"batch_size": size},
-    "in order": lambda count, size: {"batch_size": size, "order": ll.data.in_order()},
-    "weights": lambda count, size: {"batch_size": size, "order": ll.data.weighted([i + 1 for i in range(count)])},
-    "lengths": lambda count, size: {
-        "batch_size": size,
-        "order": ll.data.by_length([i % 7 + 1 for i in range(count)]),
-    },
-    "pools": lambda count, size: {
-        "batch_size": size,
-        "order": ll.data.by_length([i % 7 + 1 for i in range(count)], pool=2),
-    },
-    "limited": lambda count, size: {"batch_size": size, "limit": 3},
-    "sampler": lambda count, size: {"batch_size": size, "order": ll.data.sampler([*range(count - 1, -1, -1)])},
-    "batch_sampler": lambda count, size: {
-        "order": ll.data.batch_sampler([[*range(i, min(count, i + 1 + i % size))] for i in range(0, count, size)])
-    },
-}
-
-
 @given(
     count=st.integers(1, 40),
     ranks=st.integers(1, 6),
     size=st.integers(1, 12),
     drop_last=st.booleans(),
-    epoch=st.integers(0, 2),
     start=st.integers(0, 40),
-    order=st.sampled_from([*ORDERS]),
-    kind=st.sampled_from(["items", "tensors", "stream"]),
+    kind=st.sampled_from([AugmentedStream, lambda count: TensorDataset(torch.arange(count))]),
 )
-@settings(deadline=None)
-def test_the_parts_of_all_ranks_are_the_whole_in_order(count, ranks, size, drop_last, epoch, start, order, kind):
-    options = {"batch_size": size} if kind == "stream" else ORDERS[order](count, size)
-    if drop_last and "batch_size" in options:
-        if count < size:
-            return
-        options["drop_last"] = True
-    numbers = torch.arange(count, dtype=torch.float64)
-    data = {"items": Augmented(count), "tensors": TensorDataset(numbers), "stream": AugmentedStream(count)}[kind]
-    loader = make_loader(data, seed=4, **options)
-
-    def tensors(batches):
-        return [batch[0] if isinstance(batch, list) else batch for batch in batches]
-
-    whole = tensors(loader(at(epoch)))
+def test_tensors_and_streams_are_divided_as_items_are(count, ranks, size, drop_last, start, kind):
+    if drop_last and count < size:
+        return
+    loader = make_loader(kind(count), batch_size=size, drop_last=drop_last)
+    whole = list(map(_tensor, loader(at())))
     start %= len(whole)
-    state, whole = at(epoch, start), whole[start:]
-
-    # Evaluation: each sample counts once, and all ranks make as many steps.
-    pairs = read(loader, ranks, state, "parts")
-    assert {len(found) for found in pairs} == {len(whole)}
-    for k, batch in enumerate(whole):
+    pairs = list(zip(*read(loader, ranks, at(batch=start), "parts"), strict=True))
+    batches = list(zip(*read(loader, ranks, at(batch=start)), strict=True))
+    for batch, parts, trained_on in zip(whole[start:], pairs, batches, strict=True):
         expected = torch.tensor_split(batch, ranks)
-        for rank in range(ranks):
-            part, counts = pairs[rank][k]
-            (part,) = tensors([part])
-            assert counts == bool(len(expected[rank]))
-            assert torch.equal(part, expected[rank] if counts else batch[:1])
-
-    # Training: the same, and no rows on the ranks for which there are none.
-    for batch, *parts in zip(whole, *map(tensors, read(loader, ranks, state)), strict=True):
-        assert torch.equal(torch.cat(parts), batch)
-        sizes = [len(part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-        assert sizes == sorted(sizes, reverse=True)
+        for own, (part, counts), rows in zip(expected, parts, trained_on, strict=True):
+            assert counts == bool(len(own))
+            assert torch.equal(_tensor(part), own if counts else batch[:1])  # each rank makes as many steps
+            assert torch.equal(_tensor(rows), own)
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), ranks=st.integers(1, 5), stream=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
     items = [
         {"x": torch.arange(100 * k, 100 * k + size), "names": [f"{k} {i}" for i in range(size)], "scale": 0.5}
@@ -152,26 +89,6 @@ def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
     for batches, found in zip(read(loader, ranks), pairs, strict=True):
         expected = [part["x"].tolist() if counts else [] for part, counts in found]
         assert [batch["x"].tolist() for batch in batches] == expected
-
-
-def test_an_item_without_rows_is_not_divided():
-    for data in (range(4), {0: 1, 1: 2}.keys()):
-        loader = make_loader(data, batch_size=None)
-        assert len(list(loader(at()))) == len(data)
-        with (
-            as_rank(1, 2),
-            pytest.raises(TypeError, match=r"a int has no samples to divide among 2 ranks; .*divide=False"),
-        ):
-            list(loader(at()))
-
-
-def test_a_rank_reads_its_own_rows_only():
-    data = Augmented(20)
-    loader = make_loader(data, batch_size=8)
-    with as_rank(2, 3):
-        (first, *_) = loader(at())
-    assert len(first) == 2
-    assert len(data.read) == 2 + 2 + 1
 
 
 @pytest.mark.parametrize("data", [Augmented(7), AugmentedStream(7), TensorDataset(torch.arange(7))])
@@ -243,145 +160,3 @@ def test_workers_that_live_on_learn_of_another_rank(make):
         for k, parts in enumerate(zip(*read(loader, ranks, at(1, 1)), strict=True)):
             assert torch.equal(torch.cat(parts), whole[k + 1])
     del loader
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-@pytest.mark.parametrize("make", [Augmented, AugmentedStream])
-def test_parts_move_to_a_device(make):
-    for pin_memory in (False, True):
-        loader = make_loader(make(5), batch_size=3, device="meta", pin_memory=pin_memory)
-        with as_rank(2, 3):
-            assert [(part.is_meta, len(part), counts) for part, counts in loader.parts(at())] == [
-                (True, 1, True),
-                (True, 1, False),
-            ]
-
-
-# Too few
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_rank_without_a_sample_of_a_batch_gets_no_rows(stream, num_workers):
-    data = AugmentedStream(10) if stream else Augmented(10)
-    loader = make_loader(data, batch_size=4, num_workers=num_workers)
-    parts = []
-    for rank in range(3):
-        with as_rank(rank, 3):
-            parts.append(list(loader(at())))
-    assert [[len(batch) for batch in batches] for batches in parts] == [[2, 2, 1], [1, 1, 1], [1, 1, 0]]
-    assert parts[2][2].shape[1:] == parts[0][0].shape[1:]
-
-
-def test_a_batch_that_cannot_be_made_without_samples_is_refused():
-    loader = make_loader(range(5), batch_size=2, collate_fn=lambda items: dict.fromkeys(items, "text"))
-    with as_rank(1, 2), pytest.raises(ValueError, match=r"a batch has 1 samples for 2 ranks, .*drop_last"):
-        list(loader(at()))
-
-
-# What divides by itself
-
-
-class Shard(IterableDataset):
-    """As accelerate's and transformers' IterableDatasetShard."""
-
-    def __init__(self):
-        self.process_index = 1
-
-    def __iter__(self):
-        return iter([4, 5, 6, 7])
-
-
-def test_what_divides_by_itself_is_refused():
-    from accelerate.data_loader import BatchSamplerShard
-
-    sampler = DistributedSampler(range(12), num_replicas=2, rank=1)
-    for make in (
-        lambda **options: make_loader(range(12), batch_size=3, order=ll.data.sampler(sampler), **options),
-        lambda **options: make_loader(
-            range(12), order=ll.data.batch_sampler(BatchSampler(sampler, 3, False)), **options
-        ),
-        lambda **options: make_loader(DataLoader(range(12), batch_size=3, sampler=sampler), **options),
-    ):
-        with pytest.raises(ValueError, match=r"is or holds a DistributedSampler.* plain dataset .*divide=False"):
-            make()
-        whole = make(divide=False)
-        with as_rank(1, 2):
-            assert [len(batch) for batch in whole(at())] == [3, 3]
-    shard = BatchSamplerShard(BatchSampler(range(12), 3, False), 2, 1)
-    with pytest.raises(ValueError, match="is or holds a BatchSamplerShard"):
-        make_loader(range(12), order=ll.data.batch_sampler(shard))
-    with pytest.raises(ValueError, match="dataset is or holds a Shard"):
-        make_loader(Shard(), batch_size=2)
-    with as_rank(1, 2):
-        assert [b.tolist() for b in make_loader(Shard(), batch_size=2, divide=False)(at())] == [[4, 5], [6, 7]]
-
-
-# Real processes
-
-
-SETS = [
-    (kind, workers, options)
-    for kind, options in (
-        (Augmented, {}),
-        (Augmented, {"order": ll.data.by_length(range(23))}),
-        (AugmentedStream, {"collate_fn": stack}),
-    )
-    for workers in (0, 2)
-]
-
-
-# From which epoch and batch to which: the three continue where the two have stopped.
-PLACES = {1: ((0, 0), (2, 0)), 2: ((0, 0), (1, 2)), 3: ((1, 2), (2, 0)), 4: ((0, 0), (2, 0))}
-
-
-def read_as_everybody_does(kind, workers, options, begin, end):
-    loader = make_loader(kind(23), batch_size=6, seed=1, num_workers=workers, **options)
-    state, found = at(*begin), []
-    while state.epoch < 2:
-        for batch in loader(state):
-            if (state.epoch, state.batch) == end:
-                return found
-            found.append(batch)
-            state = state.replace(batch=state.batch + 1)
-        state = end_epoch(state)
-    return found
-
-
-def write_batches(path, *numbers):
-    """The global batches, reassembled, for each of these numbers of ranks: all processes, or the first ones."""
-    distributed.init_process_group("gloo")
-    whole = {}
-    for ranks in numbers:
-        group = distributed.new_group(range(ranks))
-        if distributed.get_rank() < ranks:
-            ll.distributed.set_data_parallel_group(None if ranks == distributed.get_world_size() else group)
-            own = [read_as_everybody_does(*which, *PLACES[ranks]) for which in SETS]
-            everybodys = [None] * ranks
-            distributed.all_gather_object(everybodys, own, group)
-            whole[ranks] = [
-                [torch.cat(parts) for parts in zip(*batches, strict=True)]
-                for batches in zip(*everybodys, strict=True)
-            ]
-    if distributed.get_rank() == 0:
-        torch.save(whole, path)
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "launches", [[(4, 2, 3, 4)], pytest.param([(2, 2), (3, 3), (4, 4)], marks=pytest.mark.large)]
-)
-def test_global_batches_are_the_same_for_any_number_of_ranks(tmp_path, launches):
-    found = {}
-    for processes, *numbers in launches:
-        launch(processes, write_batches, tmp_path / "found", *numbers)
-        found |= torch.load(tmp_path / "found")
-    one = [read_as_everybody_does(*which, *PLACES[1]) for which in SETS]
-    for k, whole in enumerate(one):
-        assert sorted(torch.cat(whole)[:, 0].tolist()) == sorted([*range(23)] * 2)
-        for others in (found[4][k], found[2][k] + found[3][k]):
-            assert len(others) == len(whole) == 8
-            assert all(map(torch.equal, others, whole))
-    for here, in_workers in zip(one[:4:2], one[1:4:2], strict=True):
-        assert all(map(torch.equal, here, in_workers))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_loader import AugmentedStream, samples_of
+from plain_loader import AugmentedStream, Counting, samples_of
 from torch.utils.data import SequentialSampler
 
 import looplib as ll
@@ -14,34 +14,27 @@ from looplib.data import make_loader, without_samples
 # Orders as values
 
 
-@pytest.mark.parametrize(
-    ("order", "text"),
-    [
-        (lambda: ll.data.shuffled(), "shuffled()"),
-        (lambda: ll.data.in_order(), "in_order()"),
-        (lambda: ll.data.weighted([0, 0.5, 2]), "weighted([0, 0.5, 2])"),
-        (lambda: ll.data.weighted(torch.arange(3), num_samples=7), "weighted([0, 1, 2], num_samples=7)"),
-        (lambda: ll.data.weighted(range(100)), "weighted([0, 1, 2, 3, 4, 5, ...])"),
-        (lambda: ll.data.by_length([3, 1]), "by_length([3, 1])"),
-        (lambda: ll.data.by_length([3, 1], pool=4), "by_length([3, 1], pool=4)"),
-        (lambda: ll.data.sampler([2, 0]), "sampler([2, 0])"),
-        (lambda: ll.data.sampler(len), "sampler(len)"),
-        (lambda: ll.data.sampler(SequentialSampler(range(3))), "sampler(SequentialSampler(...))"),
-        (lambda: ll.data.batch_sampler([[2], [0]]), "batch_sampler([[2], [0]])"),
-    ],
-)
-def test_an_order_reads_as_the_code_that_made_it(order, text):
-    made = order()
-    assert repr(made) == text
-    if "..." not in text:
-        assert repr(eval(text, vars(ll.data))) == text
-    assert isinstance(made, ll.data.Order)
-
-
-def test_one_order_serves_loaders_of_any_dataset():
-    order = ll.data.shuffled()
-    assert sorted(samples_of(make_loader(range(3), batch_size=2, order=order))) == [0, 1, 2]
-    assert sorted(samples_of(make_loader(range(5), batch_size=2, order=order))) == [0, 1, 2, 3, 4]
+def test_an_order_and_a_loader_read_as_the_code_that_made_them():
+    for text in (
+        "shuffled()",
+        "in_order()",
+        "weighted([0, 0.5, 2])",
+        "weighted([0, 1, 2], num_samples=7)",
+        "by_length([3, 1])",
+        "by_length([3, 1], pool=4)",
+        "sampler([2, 0])",
+        "sampler(len)",
+        "batch_sampler([[2], [0]])",
+    ):
+        made = eval(text, vars(ll.data))
+        assert repr(made) == text
+        assert isinstance(made, ll.data.Order)
+    assert repr(ll.data.weighted(range(100))) == "weighted([0, 1, 2, 3, 4, 5, ...])"
+    assert repr(ll.data.sampler(SequentialSampler(range(3)))) == "sampler(SequentialSampler(...))"
+    assert repr(make_loader([1, 2, 3], batch_size=2)) == "ll.make_loader(list, batch_size=2)  # 2 batches"
+    stream = make_loader(Counting(), batch_size=None, seed=4)
+    assert repr(stream) == "ll.make_loader(Counting, batch_size=None, seed=4)  # a stream"
+    assert isinstance(stream, ll.data.Loader)
 
 
 def test_an_order_has_numbers_of_its_own():
@@ -55,32 +48,27 @@ def test_an_order_has_numbers_of_its_own():
 
 
 def test_a_loader_describes_itself_in_plain_values():
+    def described(data=range(40), **options):
+        return make_loader(data, **{"batch_size": 4, "seed": 3} | options).description
+
     weights = [1.0] * 40
-    plain = {"batch_size": 4, "seed": 3}
-    loaders = [
-        make_loader(range(40), **plain),
-        make_loader(range(41), **plain),
-        make_loader(range(40), batch_size=5, seed=3),
-        make_loader(range(40), batch_size=4, seed=4),
-        make_loader(range(40), drop_last=True, **plain),
-        make_loader(range(40), limit=3, **plain),
-        make_loader([*range(40)], **plain),
-        make_loader(range(40), order=ll.data.in_order(), **plain),
-        make_loader(range(40), order=ll.data.weighted(weights), **plain),
-        make_loader(range(40), order=ll.data.weighted([*weights[:-1], 2.0]), **plain),
-        make_loader(range(40), order=ll.data.by_length(weights), **plain),
-        make_loader(range(40), order=ll.data.sampler([*range(40)]), **plain),
-        make_loader(range(40), order=ll.data.sampler([*range(39), 38]), **plain),
-        make_loader(range(40), order=ll.data.sampler(lambda epoch, generator: [1]), **plain),
-        make_loader(range(40), order=ll.data.sampler(lambda epoch, generator: [2]), **plain),
-        make_loader(AugmentedStream(40), **plain),
-        without_samples(make_loader(range(40), **plain), [3]),
+    orders = [
+        ll.data.in_order(),
+        ll.data.weighted(weights),
+        ll.data.weighted([*weights[:-1], 2.0]),
+        ll.data.by_length(weights),
+        ll.data.sampler([*range(40)]),
+        ll.data.sampler([*range(39), 38]),
+        ll.data.sampler(lambda epoch, generator: [1]),
+        ll.data.sampler(lambda epoch, generator: [2]),
     ]
-    found = [loader.description for loader in loaders]
+    options = [{"batch_size": 5}, {"seed": 4}, {"drop_last": True}, {"limit": 3}, {"divide": False}]
+    found = [described(data) for data in (range(40), range(41), [*range(40)], AugmentedStream(40))]
+    found += [described(**given) for given in (*options, *({"order": order} for order in orders))]
+    found += [without_samples(make_loader(range(40), batch_size=4, seed=3), [3]).description]
     assert all(json.loads(json.dumps(description)) == description for description in found)
     assert len({json.dumps(description) for description in found}) == len(found)
-    again = make_loader(range(40), order=ll.data.weighted(weights), **plain)
-    assert again.description == found[8]
+    assert described(order=ll.data.weighted(weights)) in found
     assert found[0] == {
         "dataset": "range",
         "samples": 40,

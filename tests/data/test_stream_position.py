@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
-from test_loader_ranks import as_rank
+from plain_loader import as_rank
 
 import looplib as ll
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import webdataset
-from test_loader_ranks import as_rank
+from plain_loader import as_rank
 
 import looplib as ll
 

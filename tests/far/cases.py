@@ -5,6 +5,7 @@ reason in `EXCEPTIONS`.
 
 import functools
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -105,6 +106,11 @@ def train(
     return state, ll.compute(metrics)
 
 
+def both(device, **options):
+    """A short run with pure steps, and one with donated ones."""
+    return [train(device, donate=donate, **options) for donate in (False, True)]
+
+
 def per_sample(device, wrap):
     model, state = started(device, make=plain)
     return wrap(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(state, data(device))
@@ -139,12 +145,7 @@ def _(device):
 
 @case("steps.make_train_step")
 def _(device):
-    return (
-        train(device),
-        train(device, donate=True),
-        train(device, optimizer=SGD),
-        train(device, optimizer=SGD, donate=True),
-    )
+    return both(device), both(device, optimizer=SGD)
 
 
 @case("steps.make_eval_step")
@@ -215,16 +216,28 @@ def half_loss(model, batch):
     return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
 
 
-@case("grads.clip_by_global_norm")
-def _(device):
-    return train(device, lambda g: ll.clip_by_global_norm(g, 0.1)), train(
-        device, lambda g: ll.clip_by_global_norm(g, 0.1, 1)
-    )
+def halve(grad_fn):
+    @ll.grads.wrapper(grad_fn)
+    def halved_grad_fn(state, batch, request=ll.types.GradRequest()):  # noqa: B008
+        out = grad_fn(state, batch, request)
+        return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+
+    return halved_grad_fn
 
 
-@case("grads.clip_by_value")
-def _(device):
-    return train(device, lambda g: ll.grads.clip_by_value(g, 0.01))
+WRAPPED = {
+    "grads.clip_by_global_norm": [
+        lambda g: ll.clip_by_global_norm(g, 0.1),
+        lambda g: ll.clip_by_global_norm(g, 0.1, 1),
+    ],
+    "grads.clip_by_value": [lambda g: ll.grads.clip_by_value(g, 0.01)],
+    "grads.reduce_gradients": [lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2))],
+    "grads.wrapper": [halve],
+    "contrib.adaptive_grad_clip": [ll.contrib.adaptive_grad_clip],
+    "contrib.sam": [ll.contrib.sam, lambda g: ll.contrib.sam(g, adaptive=True)],
+}
+for name, wrappers in WRAPPED.items():
+    case(name)(lambda device, wrappers=wrappers: [both(device, grads=wrapper) for wrapper in wrappers])
 
 
 @case("grads.clip_by_norm")
@@ -242,11 +255,6 @@ def _(device):
     return ll.grads.global_norm(started(device)[1].params.values())
 
 
-@case("grads.reduce_gradients")
-def _(device):
-    return train(device, lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2)))
-
-
 @case("grads.retry_on_oom")
 def _(device):
     failing = [True]
@@ -257,27 +265,14 @@ def _(device):
             raise torch.OutOfMemoryError("out of memory")
         return loss_fn(model, batch)
 
-    with no_warnings():
+    with warnings.catch_warnings(action="ignore"):  # the function's own tests look at its warning
         return train(device, ll.grads.retry_on_oom, loss=loss)
 
 
 @case("grads.scale_loss", "optim.dynamic_loss_scale")
 def _(device):
     optimizer = ll.optim.dynamic_loss_scale(ADAMW, 2.0**127, growth_interval=2)  # the first step overflows
-    return train(device, ll.grads.scale_loss, optimizer), train(device, ll.grads.scale_loss, optimizer, donate=True)
-
-
-@case("grads.wrapper")
-def _(device):
-    def halved(grad_fn):
-        @ll.grads.wrapper(grad_fn)
-        def halved_grad_fn(state, batch, request=ll.types.GradRequest()):  # noqa: B008
-            out = grad_fn(state, batch, request)
-            return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
-
-        return halved_grad_fn
-
-    return train(device, halved)
+    return both(device, grads=ll.grads.scale_loss, optimizer=optimizer)
 
 
 # Losses.
@@ -285,7 +280,7 @@ def _(device):
 
 @case("losses.autocast")
 def _(device):
-    return train(device, loss=ll.autocast(loss_fn)), train(device, loss=ll.autocast(loss_fn), donate=True)
+    return both(device, loss=ll.autocast(loss_fn))
 
 
 @case("losses.next_token_loss", "metrics.perplexity")
@@ -365,13 +360,13 @@ def _(device):
         for cls, options in classes
         for lr in (0.01, lambda step: 0.1 / (1 + step))
     ]
-    return [train(device, optimizer=optimizer, donate=donate) for optimizer in optimizers for donate in (False, True)]
+    return [both(device, optimizer=optimizer) for optimizer in optimizers]
 
 
 @case("optim.apply_if_finite", "optim.NonFiniteGradientsError")
 def _(device):
     optimizer = ll.optim.apply_if_finite(ADAMW, 1)
-    runs = [train(device, optimizer=optimizer, donate=donate, of=with_infinity) for donate in (False, True)]
+    runs = both(device, optimizer=optimizer, of=with_infinity)
     try:
         train(device, optimizer=optimizer, of=lambda device: with_infinity(device)[1:2] * 3)
     except ll.optim.NonFiniteGradientsError as error:
@@ -383,40 +378,35 @@ def with_infinity(device):
     return first, (x / 0, y), third
 
 
-@case("optim.skip_spikes")
-def _(device):
-    optimizer = ll.optim.skip_spikes(ADAMW, window=4, sigmas=2.0)
-    return [train(device, optimizer=optimizer, donate=donate, of=with_spike) for donate in (False, True)]
-
-
 def with_spike(device):
     first, (x, y), third = batches(device)
     return first, third, (x, y), first, (x * 1000, y), (x / 0, y), third
 
 
+# Optimizers, and what else is not as usual in the run.
+OPTIMIZERS = {
+    "optim.skip_spikes": (ll.optim.skip_spikes(ADAMW, window=4, sigmas=2.0), {"of": with_spike}),
+    "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
+    "optim.freeze": (ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1), {}),
+    "optim.master_weights": (ll.optim.master_weights(ADAMW), {"make": half, "loss": half_loss}),
+    "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
+    "contrib.lookahead": (ll.contrib.lookahead(SGD, sync_period=2), {}),
+}
+for name, (optimizer, options) in OPTIMIZERS.items():
+    case(name)(functools.partial(both, optimizer=optimizer, **options))
+
+
 @case("optim.ema", "optim.ema_warmup", "optim.eval_state")
 def _(device):
-    runs = []
-    for optimizer in (
+    optimizers = (
         ll.ema(ADAMW, 0.9),
         ll.ema(ADAMW, ll.optim.ema_warmup(0.9), buffers=True, every=2),
         ll.ema(ll.optim.apply_if_finite(SGD, 1), 0.5),
-    ):
-        for donate in (False, True):
-            state, metrics = train(device, optimizer=optimizer, donate=donate, of=with_infinity)
-            runs.append((ll.eval_state(optimizer, state), state, metrics))
-    return runs
-
-
-@case("optim.swa")
-def _(device):
-    optimizer = ll.optim.swa(ADAMW, start=1, buffers=True)
-    return [train(device, optimizer=optimizer, donate=donate) for donate in (False, True)]
-
-
-@case("optim.freeze")
-def _(device):
-    return train(device, optimizer=ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1))
+    )
+    runs = [
+        (optimizer, run) for optimizer in optimizers for run in both(device, optimizer=optimizer, of=with_infinity)
+    ]
+    return [(ll.eval_state(optimizer, state), state, metrics) for optimizer, (state, metrics) in runs]
 
 
 @case("optim.injected", "optim.hyperparameters", "optim.set_hyperparameters")
@@ -427,29 +417,12 @@ def _(device):
     return state, metrics, ll.optim.hyperparameters(optimizer, state)
 
 
-@case("optim.master_weights")
-def _(device):
-    optimizer = ll.optim.master_weights(ADAMW)
-    return [train(device, optimizer=optimizer, make=half, loss=half_loss, donate=donate) for donate in (False, True)]
-
-
-@case("optim.partition")
-def _(device):
-    optimizer = ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim))
-    return [train(device, optimizer=optimizer, donate=donate) for donate in (False, True)]
-
-
 @case("optim.where")
 def _(device):
     return ll.optim.where(torch.tensor(True, device=device), {"x": data(device)[0]}, {"x": data(device)[0] * 2})
 
 
 # Methods.
-
-
-@case("contrib.adaptive_grad_clip")
-def _(device):
-    return train(device, ll.contrib.adaptive_grad_clip)
 
 
 @case("contrib.make_per_sample_grad_fn")
@@ -481,12 +454,6 @@ def _(device):
     return curve.losses, curve.suggestion
 
 
-@case("contrib.lookahead")
-def _(device):
-    optimizer = ll.contrib.lookahead(SGD, sync_period=2)
-    return [train(device, optimizer=optimizer, donate=donate) for donate in (False, True)]
-
-
 @case("contrib.make_contrastive_grad_fn")
 def _(device):
     model, state = started(device, make=plain)
@@ -505,11 +472,6 @@ def _(device):
         return ll.next_token_loss(model(batch), batch)
 
     return train(device, loss=ll.contrib.neftune(loss, "0"), make=language_model, of=lambda device: [tokens(device)])
-
-
-@case("contrib.sam")
-def _(device):
-    return train(device, ll.contrib.sam), train(device, lambda g: ll.contrib.sam(g, adaptive=True), donate=True)
 
 
 # Metrics.
@@ -620,7 +582,7 @@ def _(device):
             raise torch.OutOfMemoryError("out of memory")
         return metric_fn(model, batch)
 
-    with no_warnings():
+    with warnings.catch_warnings(action="ignore"):
         return ll.evaluate(ll.evaluation.split_on_oom(ll.make_eval_step(model, metrics)), state, batches(device))
 
 
@@ -815,20 +777,6 @@ def _(device):
     ll.testing.assert_causal(
         ll.make_predict_step(words, lambda model, x: model(x)), ll.init_state(words), tokens(device)
     )
-
-
-class no_warnings:
-    """Out-of-memory errors warn; the tests of those functions look at the warning."""
-
-    def __enter__(self):
-        import warnings
-
-        self.caught = warnings.catch_warnings()
-        self.caught.__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *error):
-        self.caught.__exit__(*error)
 
 
 _COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` runs it on a GPU"

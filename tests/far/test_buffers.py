@@ -1,6 +1,5 @@
-"""Buffers of a donated step on a device: few kernels copy them, and a failed step has them back."""
+"""Buffers of a donated step on a device are copied by few kernels."""
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,19 +20,13 @@ class Operators(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_buffers_are_copied_by_one_kernel_for_each_dtype_and_put_back_after_an_error():
+def test_buffers_are_copied_by_one_kernel_for_each_dtype():
     norms = [nn.BatchNorm1d(3) for _ in range(4)]
     with far() as device:
         model = nn.Sequential(nn.Linear(3, 3), *norms).to(device)
-        optimizer, fails = ll.optimizer(torch.optim.SGD, lr=0.1), []
-
-        def loss_fn(model, x):
-            loss = model(x).square().sum() + model[0].bias.sum()
-            if fails:
-                raise KeyError("after the forward pass")
-            return loss
-
-        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().sum())
+        step = ll.make_train_step(grad_fn, optimizer, donate=True)
         state, x = ll.init_state(model, optimizer), torch.randn(5, 3).to(device)
         for _ in range(2):
             state, _ = step(state, x)
@@ -43,8 +36,3 @@ def test_buffers_are_copied_by_one_kernel_for_each_dtype_and_put_back_after_an_e
         assert seen.names.count("_foreach_copy_") == 2
         assert "clone" not in seen.names
         assert not any(torch.equal(state.buffers[name].cpu(), value) for name, value in before.items())
-        before = {name: tensor.cpu() for name, tensor in state.buffers.items()}
-        fails.append(True)
-        with pytest.raises(KeyError):
-            step(state, x)
-        assert all(torch.equal(state.buffers[name].cpu(), value) for name, value in before.items())

@@ -119,30 +119,6 @@ def test_each_device_has_a_random_generator_of_its_own():
     assert torch.rand(2, device="far:0").tolist() == drawn.tolist()
 
 
-def test_views_share_their_storage_and_resizing_keeps_it():
-    x = ones()
-    x.view(3, 1)[1:].t().zero_()
-    assert x.tolist() == [1, 0, 0]
-    assert x[1:].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0
-    out = torch.empty(0, device="far")
-    storage = out.untyped_storage()
-    torch.add(x, x, out=out)
-    assert out.tolist() == [2, 0, 0]
-    assert storage.nbytes() == 12
-    other = torch.empty(0, device="far").set_(x.untyped_storage(), 1, (2,), (1,))
-    other.fill_(7)
-    assert x.tolist() == [1, 7, 7]
-
-
-def test_saving_and_vmap_and_autocast(tmp_path):
-    torch.save({"x": ones("far:1")}, tmp_path / "x.pt")
-    assert torch.load(tmp_path / "x.pt")["x"].device == torch.device("far:1")
-    assert torch.load(tmp_path / "x.pt", map_location="cpu")["x"].tolist() == [1, 1, 1]
-    assert torch.func.vmap(lambda x: x * 2)(ones()).tolist() == [2, 2, 2]
-    with torch.autocast("far", torch.bfloat16):
-        assert torch.nn.functional.linear(ones(), torch.ones(2, 3, device="far")).dtype is torch.bfloat16
-
-
 def test_a_non_blocking_copy_waits_for_its_stream():
     x, pinned = ones(), torch.zeros(3).pin_memory()
     side, done = torch.Stream("far"), torch.Event("far")

@@ -11,29 +11,6 @@ from far.test_cases import bits
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"num_workers": 1}], ids=["plain", "pinned", "worker"])
-def test_batches_are_copied_from_pinned_memory_without_waiting(monkeypatch, options):
-    data = torch.utils.data.TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
-    copies, to = [], torch.Tensor.to
-
-    def noting(tensor, *args, **named):
-        if args[0] == torch.device("far", 0):
-            copies.append((tensor.is_pinned(), named.get("non_blocking")))
-        return to(tensor, *args, **named)
-
-    with far() as device:
-        loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order(), device=device, **options)
-        monkeypatch.setattr(torch.Tensor, "to", noting)
-        with host_reads() as reads:
-            batches = list(loader(ll.TrainState(epoch_length=len(loader))))
-        assert reads == []
-        assert copies == [(True, True)] * 4
-        monkeypatch.undo()
-        assert [[part.device for part in batch] for batch in batches] == [[device] * 2] * 2
-        assert torch.cat([x for x, _ in batches]).tolist() == torch.arange(12.0).view(6, 2).tolist()
-        assert torch.cat([y for _, y in batches]).tolist() == list(range(6))
-
-
 @pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"num_workers": 1}])
 def test_a_run_over_copied_batches_has_the_bits_of_the_cpu(options):
     dataset = torch.utils.data.TensorDataset(*cases.samples())
@@ -53,33 +30,6 @@ def test_a_run_over_copied_batches_has_the_bits_of_the_cpu(options):
             assert torch.ops.far.queued_copies() - queued == (6 if target == device else 0)
             ends.append(bits(state.params))
     assert ends[0] == ends[1]
-
-
-class Record:
-    """A batch with a `to` of its own."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device, non_blocking=False):
-        return Record(self.x.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self):
-        return Record(self.x.pin_memory())
-
-
-def test_nested_batches_and_objects_with_a_to_are_moved():
-    def collate(rows):
-        return {"x": [torch.stack(rows), Record(torch.stack(rows))], "name": "b"}
-
-    with far() as device:
-        loader = ll.make_loader(
-            list(torch.arange(4.0)), batch_size=2, device=device, collate_fn=collate, pin_memory=True
-        )
-        batch = next(iter(loader(ll.TrainState())))
-        assert batch["x"][0].device == batch["x"][1].x.device == device
-        assert batch["name"] == "b"
-        assert batch["x"][0].tolist() == batch["x"][1].x.tolist()
 
 
 def test_an_index_is_one_of_the_accelerator():

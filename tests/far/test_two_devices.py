@@ -3,7 +3,6 @@
 import accelerate
 import pytest
 import torch
-import transformers
 from torch.nn import functional as F
 
 import looplib as ll
@@ -110,34 +109,3 @@ def test_a_step_of_a_model_on_two_devices_reads_nothing():
     with host_reads() as reads:
         step(state, batch)
     assert reads == []
-
-
-def test_a_transformer_on_two_devices(tmp_path):
-    settings = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 16}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).save_pretrained(tmp_path / "model")
-    parts = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.h.0": 0, "transformer.drop": 0}
-    parts |= {"transformer.h.1": 1, "transformer.ln_f": 1, "lm_head": 0}
-    tokens = torch.randint(0, 16, (4, 9), generator=torch.Generator().manual_seed(0)).to("far:0")
-
-    def begin():
-        model = transformers.GPT2LMHeadModel.from_pretrained(
-            tmp_path / "model",
-            device_map={name: f"far:{index}" for name, index in parts.items()},
-            attn_implementation="eager",
-        ).train()
-        step = ll.make_train_step(
-            ll.make_grad_fn(model, lambda model, x: ll.next_token_loss(model(x).logits, x.to("far:0"))),
-            cases.ADAMW,
-            donate=True,
-        )
-        return step, ll.init_state(model, cases.ADAMW)
-
-    ends = []
-    for seed in range(2):
-        torch.far.manual_seed_all(seed)
-        step, state = begin()
-        assert devices(state.params) == {"far:0", "far:1"}
-        for _ in range(2):
-            state, _ = step(state, tokens)
-        ends.append(bits(state.params))
-    assert ends[0] == ends[1]

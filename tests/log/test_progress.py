@@ -88,18 +88,6 @@ def test_a_loop_that_becomes_slow_is_redrawn_at_every_batch(stream, clock):
     assert len([n for n in shown if n <= 2000]) < 25
 
 
-def test_a_batch_is_counted_after_its_body_as_tqdm_does():
-    counts = []
-    for make in (
-        lambda file: bar_of(range(3), file, mininterval=0, ncols=60)(at(epoch_length=3)),
-        lambda file: tqdm(range(3), file=file, mininterval=0, miniters=1, ncols=60),
-    ):
-        stream = io.StringIO()
-        shown = [drawings(stream)[-1] for _ in make(stream)] + drawings(stream)[-1:]
-        counts.append([re.search(r"\d/3", line)[0] for line in shown])
-    assert counts == [["0/3", "1/3", "2/3", "3/3"]] * 2
-
-
 def test_the_last_numbers_are_shown_whenever_the_bar_is_drawn(stream):
     bar = bar_of(range(3), stream, mininterval=0)
     for i in bar(at(epoch_length=3)):

@@ -1,4 +1,4 @@
-"""Files, lines and tables: read by the standard library, cut, killed and resumed."""
+"""Files, lines and tables: read by the standard library, cut and resumed."""
 
 import csv
 import enum
@@ -7,10 +7,7 @@ import json
 import math
 import os
 import re
-import signal
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -145,30 +142,6 @@ def test_a_log_cut_at_any_byte_loses_at_most_its_last_row(tmp_path):
             make(path)(at(9), {"x": 9.0, "text": "t"})
             assert read_columns(path)["x"] == [*kept, 9.0]
             assert read_columns(path)["text"][-1] == "t"
-
-
-ENDLESS = """
-import itertools, sys
-from looplib.log import jsonl
-from looplib.types import TrainState
-
-log = jsonl(sys.argv[1])
-for step in itertools.count():
-    log(TrainState(step=step), {"text": "x" * 1000})
-    print(step, flush=True)
-"""
-
-
-def test_a_killed_process_loses_at_most_the_line_in_flight(tmp_path):
-    path = tmp_path / "log"
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True) as process:
-        for _ in range(50):
-            process.stdout.readline()
-        os.kill(process.pid, signal.SIGKILL)
-        told = 49 + len([line for line in process.stdout.read().splitlines(True) if line.endswith("\n")])
-    steps = [row["step"] for row in read_jsonl(path)]
-    assert steps == list(range(len(steps)))
-    assert len(steps) > told
 
 
 def test_a_full_disk_is_an_error_and_the_next_row_is_whole(tmp_path):

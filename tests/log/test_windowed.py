@@ -1,7 +1,6 @@
 """Means over a window of steps, by a sink that is called with the metrics of each."""
 
 import torch
-from ranks import launch
 from torch import nn
 
 import looplib as ll
@@ -24,15 +23,3 @@ def test_it_logs_what_a_window_logs():
                 window = ll.Window()
     assert [row["step"] for row in rows] == [4, 8, 12]
     assert rows == expected
-
-
-def on_two_ranks():
-    with ll.distributed.setup():
-        rows = []
-        log_metrics = ll.log.windowed(ll.log.record(rows), ll.every_n_steps(1))
-        log_metrics(ll.TrainState(step=1), {"loss": [ll.Mean(1.0, 1), ll.Mean(9.0, 3)][ll.distributed.rank()]})
-        assert rows[0]["loss"] == 2.5
-
-
-def test_metrics_are_those_of_all_ranks():
-    launch(2, on_two_ranks)

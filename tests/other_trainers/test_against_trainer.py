@@ -15,7 +15,6 @@ PIECES, EXAMPLES, EPOCHS = 4, 3, 2
 MICROBATCHES = 30  # in an epoch: seven windows of four and one of two, whose last microbatch has two samples
 STEPS = 16
 PEAK, WARMUP, MAX_NORM, DECAY = 3e-3, 5, 1.2, 0.1
-SCHEDULES = {"linear": ll.schedules.warmup_linear, "cosine": ll.warmup_cosine}
 
 
 def gpt2():
@@ -47,7 +46,7 @@ def collate(examples):
 
 
 @functools.cache
-def by_trainer(schedule="linear", smoothing=0.0, averages_tokens=True):
+def by_trainer(averages_tokens=True):
     """The parameters, the log, and the examples of each micro-batch in the Trainer's own order."""
     model, seen = gpt2(), []
     model.accepts_loss_kwargs = averages_tokens
@@ -71,11 +70,10 @@ def by_trainer(schedule="linear", smoothing=0.0, averages_tokens=True):
             gradient_accumulation_steps=PIECES,
             optim="adamw_torch_fused",
             learning_rate=PEAK,
-            lr_scheduler_type=schedule,
+            lr_scheduler_type="linear",
             warmup_steps=WARMUP,
             weight_decay=DECAY,
             max_grad_norm=MAX_NORM,
-            label_smoothing_factor=smoothing,
         )
         trainer = Trainer(model, args, train_dataset=texts(), data_collator=recording)
         trainer.train()
@@ -102,36 +100,22 @@ def token_loss(model, batch):
     return ll.Mean(F.cross_entropy(logits, targets, reduction="sum"), len(targets))
 
 
-def counted_on_the_device(model, batch):
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    targets = batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return ll.Mean(total, (targets != -100).sum())
-
-
-def smooth_loss(model, batch):
-    logits, targets = predictions(model, batch)
-    log_probs = logits.log_softmax(-1)
-    likely = -log_probs.gather(1, targets[:, None]).sum()
-    return ll.Mean(0.9 * likely - 0.1 * log_probs.mean(1).sum(), len(targets))
-
-
 def mean_of_means(model, batch):
     logits, targets = predictions(model, batch)
     return ll.Mean(F.cross_entropy(logits, targets), 1)
 
 
-def by_looplib(batches, loss_fn=token_loss, schedule="linear", cut=None, donate=True):
+def by_looplib(batches, loss_fn=token_loss, cut=None):
     model = gpt2()
     optimizer = ll.optimizer(
         torch.optim.AdamW,
-        lr=SCHEDULES[schedule](PEAK, warmup=WARMUP, total=STEPS),
+        lr=ll.schedules.warmup_linear(PEAK, warmup=WARMUP, total=STEPS),
         weight_decay=DECAY,
         groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],
     )
     grad_fn = ll.make_grad_fn(model, loss_fn)
     grad_fn = ll.clip_by_global_norm(cut(grad_fn) if cut else grad_fn, MAX_NORM)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     state, log = ll.init_state(model, optimizer), []
     for batch in batches:
         state, metrics = train_step(state, batch)
@@ -190,11 +174,10 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean(schedule, cut):
-    params, log, seen = by_trainer(schedule)
+def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean(cut):
+    params, log, seen = by_trainer()
     make, accumulate = CUTS[cut]
-    assert_close(by_looplib(make(seen), schedule=schedule, cut=accumulate), (params, log))
+    assert_close(by_looplib(make(seen), cut=accumulate), (params, log))
 
 
 def test_the_data_is_hard_enough_for_the_comparison():
@@ -205,23 +188,8 @@ def test_the_data_is_hard_enough_for_the_comparison():
     assert {len(window[-1]) for window in windows(seen)} == {3, 2}
     clipped = [record["grad_norm"] > MAX_NORM for record in log]
     assert 3 <= sum(clipped) <= 13
-    lr = SCHEDULES["linear"](PEAK, warmup=WARMUP, total=STEPS)
+    lr = ll.schedules.warmup_linear(PEAK, warmup=WARMUP, total=STEPS)
     assert [record["learning_rate"] for record in log] == [lr(step) for step in range(STEPS)]
-
-
-def test_pure_steps_and_counts_on_the_device_are_the_trainers_as_well():
-    params, log, seen = by_trainer()
-    ours = by_looplib(lists(seen), counted_on_the_device, cut=ll.accumulate, donate=False)
-    assert_close(ours, (params, log))
-
-
-@pytest.mark.parametrize("cut", ["a list of pieces", "microbatches=4"])
-def test_label_smoothing_is_three_lines_of_the_loss_function(cut):
-    params, log, seen = by_trainer(smoothing=0.1)
-    make, accumulate = CUTS[cut]
-    assert_close(by_looplib(make(seen), smooth_loss, cut=accumulate), (params, log))
-    plain, plain_log, _ = by_trainer()
-    assert apart((params, log), (plain, plain_log))[1] > 1e-3
 
 
 def test_a_mean_of_weight_one_is_the_trainers_mean_of_means():

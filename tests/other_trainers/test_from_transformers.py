@@ -556,15 +556,15 @@ def _(accumulated, model, loss_fn, batch):
 
 
 @shows("TrainingArguments.push_to_hub")
-def _(server, pushed):
+def _(the_hub, pushed):
     pushed.result()
-    assert [path for path in server.repos["me/gpt2-small"].files if "step-00000004/manifest" in path]
+    assert [path for path in the_hub.repos["me/gpt2-small"].files if "step-00000004/manifest" in path]
 
 
 @shows("TrainingArguments.hub_revision")
-def _(server, pushed):
+def _(the_hub, pushed):
     pushed.result()
-    assert {"config.json", "model.safetensors"} <= server.repos["user/gpt2-small"].files.keys()
+    assert {"config.json", "model.safetensors"} <= the_hub.repos["user/gpt2-small"].files.keys()
 
 
 @shows("TrainingArguments.debug")
@@ -618,8 +618,8 @@ def _(one_process, gpt2):
 
 
 @shows("TrainingArguments before 5.push_to_hub_model_id")
-def _(server, repo):
-    assert [*server.repos] == [repo] == ["organization/gpt2-small"]
+def _(the_hub, repo):
+    assert [*the_hub.repos] == [repo] == ["organization/gpt2-small"]
 
 
 @shows("TrainingArguments before 5.save_safetensors")
@@ -789,8 +789,8 @@ def _(stack, scores, model, loss_fn, loader):
 
 
 @shows("Trainer.push_to_hub")
-def _(server, after):
-    assert server.repos["user/gpt2-small"].commits[-1]["message"] == "End of training"
+def _(the_hub, after):
+    assert the_hub.repos["user/gpt2-small"].commits[-1] == "End of training"
 
 
 @shows("Trainer.create_model_card")
@@ -818,13 +818,13 @@ def _(best, objective):
 
 
 @shows("Trainer.push_to_hub(blocking)")
-def _(server, hub):
-    assert len(server.repos["user/gpt2-small"].commits) == 2
+def _(the_hub, hub):
+    assert len(the_hub.repos["user/gpt2-small"].commits) == 2
 
 
 @shows("Trainer.push_to_hub(commit_message)")
-def _(server, after):
-    assert "last-checkpoint/manifest.json" in server.repos["user/gpt2-small"].files
+def _(the_hub, after):
+    assert "last-checkpoint/manifest.json" in the_hub.repos["user/gpt2-small"].files
 
 
 # Methods that begin with an underscore
@@ -1028,42 +1028,14 @@ def test_the_code_does_what_its_row_says(row, tmp_path, monkeypatch, request):
 
 
 # Fields that transformers had in its fourth version, or before, and has no more.
-BEFORE_5 = [
-    "adafactor",
-    "dispatch_batches",
-    "evaluation_strategy",
-    "fp16_backend",
-    "fp16_opt_level",
-    "fsdp_min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "group_by_length",
-    "half_precision_backend",
-    "include_inputs_for_metrics",
-    "include_tokens_per_second",
-    "jit_mode_eval",
-    "logging_dir",
-    "mp_parameters",
-    "no_cuda",
-    "overwrite_output_dir",
-    "past_index",
-    "per_gpu_eval_batch_size",
-    "per_gpu_train_batch_size",
-    "push_to_hub_model_id",
-    "push_to_hub_organization",
-    "push_to_hub_token",
-    "ray_scope",
-    "save_safetensors",
-    "sharded_ddp",
-    "split_batches",
-    "torchdynamo",
-    "tpu_metrics_debug",
-    "tpu_num_cores",
-    "use_ipex",
-    "use_legacy_prediction_loop",
-    "use_mps_device",
-    "warmup_ratio",
-    "xpu_backend",
-]
+BEFORE_5 = """
+    adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level fsdp_min_num_params
+    fsdp_transformer_layer_cls_to_wrap group_by_length half_precision_backend include_inputs_for_metrics
+    include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir past_index
+    per_gpu_eval_batch_size per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization
+    push_to_hub_token ray_scope save_safetensors sharded_ddp split_batches torchdynamo tpu_metrics_debug
+    tpu_num_cores use_ipex use_legacy_prediction_loop use_mps_device warmup_ratio xpu_backend
+""".split()  # noqa: SIM905
 
 
 def fields(cls):

@@ -2,14 +2,11 @@
 
 import importlib.util
 import inspect
-import signal
-import warnings
 
 import pytest
 import torch
 from migration_page import ROOT
 from ranks import launch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import looplib as ll
 
@@ -157,24 +154,6 @@ def test_it_stops_early(name, tmp_path):
     assert ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["step"] == EVALUATED[name][1]
 
 
-def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps(tmp_path):
-    run("from_transformers", tmp_path, num_train_epochs=0.5)  # of seven updates in an epoch
-    assert ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["step"] == 4
-
-
-def test_o1_has_a_loss_scale_and_a_minus_is_for_less(tmp_path):
-    scores = run("from_dist_trainer", tmp_path, n_epochs=1, fp16="O1", metric_key="-loss")
-    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
-    assert all("train/loss_scale" in row for row in rows if "train/loss" in row)
-    assert scores["loss"] == pytest.approx(min(row["dev/loss"] for row in rows if "dev/loss" in row), rel=1e-6)
-
-
-def test_few_batches_are_learned_by_heart(tmp_path):
-    settings = {"n_epochs": 40, "batch_size": 32, "dropout": 0.0, "patience": 99, "overfit_batches": 2}
-    assert run("from_fastnlp", tmp_path, **settings)["accuracy"] == 1
-    assert ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["samples"] == 40 * 2 * 32
-
-
 PRECISE = {
     "from_transformers": {"bf16": False, "hidden_dropout": 0.0},
     "from_dist_trainer": {},
@@ -197,35 +176,3 @@ def test_two_ranks_log_what_one_process_logs(name, tmp_path):
     rows, found = (ll.log.read_jsonl(tmp_path / ranks / "log.jsonl") for ranks in ("one", "two"))
     for one, two in zip(rows, found, strict=True):
         assert two == pytest.approx(one, rel=1e-4)  # sums of float32 in other orders, which Adam enlarges
-
-
-def run_until_a_signal(name, folder):
-    calls = 0
-
-    def count(*_):
-        nonlocal calls
-        calls += 1
-        if calls == 60 and ll.distributed.rank() == 1:
-            signal.raise_signal(signal.SIGTERM)
-
-    register_module_forward_pre_hook(count)
-    assert run(name, folder, **{SIZE[name]: 4}) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIZE)
-def test_stopped_on_two_ranks_it_continues_on_one_at_the_same_sample(name, tmp_path):
-    launch(2, run_until_a_signal, name, tmp_path)
-    step = ll.checkpoint_io(tmp_path / "checkpoints").latest().step
-    seen = ll.log.read_jsonl(tmp_path / "log.jsonl")[-1]["samples"]
-    assert seen == step * 2 * 4 * 2
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        run(name, tmp_path, **{SIZE[name]: 4})
-    assert any("batch_size" in str(warning.message) for warning in said)
-    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
-    samples = {"from_transformers": 100, "from_dist_trainer": 1437}[name]
-    assert rows[-1]["samples"] == 2 * samples  # each once in each of two epochs
-    after = [row for row in rows if row["step"] > step and "epoch" in row and row["epoch"] == 0]
-    assert after
-    assert all(row["samples"] == seen + (row["step"] - step) * 8 for row in after)

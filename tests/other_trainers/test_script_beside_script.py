@@ -26,17 +26,8 @@ def test_looplibs_script_has_no_more_lines_than_the_trainers():
     assert said + f"{lengths[0]:,} characters in all instead of {lengths[1]:,}" in page
 
 
-@pytest.fixture
-def default_dtype(request):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield request.param
-    torch.set_default_dtype(before)
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
-@pytest.mark.parametrize("default_dtype", [torch.float32, torch.float64], indirect=True)
-def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
+def test_both_scripts_train_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # The scripts are run as they are, but for the order of the samples: the Trainer gets that of looplib's loader.
     order = lambda trainer, train_set=None: Order(len(trainer.train_dataset), trainer.args.seed)  # noqa: E731
@@ -46,8 +37,8 @@ def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
     exec(OURS, ours)
     history, rows = theirs["trainer"].state.log_history, ll.log.read_jsonl("runs/loop/log.jsonl")
 
-    # In float32 a loss is averaged in another order, and the machine's kernels decide how far Adam carries the last bits.
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-6}[default_dtype]  # the Trainer's log has six digits
+    # A loss is averaged in another order, and the machine's kernels decide how far Adam carries the last bits.
+    tolerance = 1e-5
     losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
     found = [[row["step"], row["train/loss"]] for row in rows if "train/loss" in row]
     assert found == [pytest.approx(row, abs=tolerance) for row in losses]
@@ -63,7 +54,7 @@ def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
     assert one.keys() == other.keys()
     for name, weight in one.items():
         # In attention, the gradient of a key's bias is 0 but for rounding, and AdamW makes steps of it.
-        atol = 1e-3 if name.endswith("key.bias") and default_dtype is torch.float32 else 1e-5
+        atol = 1e-3 if name.endswith("key.bias") else 1e-5
         torch.testing.assert_close(other[name], weight, rtol=1e-5, atol=atol, msg=name)
     for name in ("trainer", "loop"):
         assert (tmp_path / f"runs/{name}/best/tokenizer_config.json").exists()

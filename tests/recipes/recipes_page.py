@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -40,7 +38,7 @@ INTRODUCTION = """\
 Each recipe is one script (or one folder, with its tests) that you can copy and run. It has real data that comes with
 scikit-learn or Python, settings on the command line, the numbers it reached in its docstring, and a test that runs it
 at a small size. Times are for one core of a small machine. `python -m looplib.recipes copy NAME` copies a recipe out of
-an installed looplib. Below each recipe stand the names that it uses and most others do not.
+an installed looplib.
 
 Each recipe names the packages that it needs besides looplib. looplib is not on PyPI yet; the README says how to install
 it from a clone.
@@ -63,13 +61,12 @@ class Recipe:
     def link(self) -> str:
         return self.path.name if self.path.parent == FOLDER else f"{self.name}/"
 
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text())
-
     @property
     def paragraphs(self) -> list[str]:
-        return re.split(r"\n{2,}(?!    )|\n{2,}(?=    )(?<!    )", (ast.get_docstring(self.tree) or "").strip("\n"))
+        return re.split(
+            r"\n{2,}(?!    )|\n{2,}(?=    )(?<!    )",
+            (ast.get_docstring(ast.parse(self.path.read_text())) or "").strip("\n"),
+        )
 
     @property
     def title(self) -> str:
@@ -99,22 +96,13 @@ class Recipe:
         match = re.search(pattern, " ".join(self.reached.split()))
         return match[0] if match else ""
 
-    @property
-    def uses(self) -> set[str]:
-        """The names it takes from `ll`, such as "optimizer" or "distributed.setup"."""
-        nodes = [ast.unparse(node) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
-        names = {name.removeprefix("ll.") for name in nodes if name.startswith("ll.")}
-        return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
-
-    def section(self, rare: set[str]) -> list[str]:
-        """Its part of the page; `rare` are the names that few recipes use."""
+    def section(self) -> list[str]:
+        """Its part of the page."""
         lines = [f"## {self.name}", "", f"[{self.link}]({self.link}): {self.title}", ""]
         if self.commands:
             lines += ["```sh", re.sub(r"(?m)^(.*?\S|) {2,}\((.*)\)$", r"\1  # \2", self.commands), "```", ""]
         if self.reached:
             lines += [self.reached, ""]
-        if names := sorted(self.uses & rare):
-            lines += [f"Uses {', '.join(f'`ll.{name}`' for name in names)}.", ""]
         return lines
 
 
@@ -128,15 +116,13 @@ def recipes() -> list[Recipe]:
 
 
 def page() -> str:
-    """The text of recipes/README.md: a table, and for each recipe its command, its numbers and what it uses."""
+    """The text of recipes/README.md: a table, and for each recipe its command and its numbers."""
     every = recipes()
-    counts = Counter(name for recipe in every for name in recipe.uses)
-    rare = {name for name, count in counts.items() if count <= len(every) / 3}
     rows = [
         f"| [{recipe.name}](#{recipe.name}) | {recipe.title.replace('|', chr(92) + '|')} | {recipe.time} |"
         for recipe in every
     ]
-    sections = [line for recipe in every for line in recipe.section(rare)]
+    sections = [line for recipe in every for line in recipe.section()]
     documents = [path for path in sorted(FOLDER.glob("*.md")) if path != PAGE]
     links = [f"- [{path.read_text().partition(chr(10))[0].lstrip('# ')}]({path.name})" for path in documents]
     table = ["| recipe | what it shows | time |", "| --- | --- | --- |", *rows, ""]

@@ -7,7 +7,6 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_recipes import load
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -34,49 +33,20 @@ def docstrings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(docstrings, tmp_path_factory):
-    """A small run: what it returned, and of each fit the modes in its first step and the weights before and after."""
-    patch, folder, fits = pytest.MonkeyPatch(), tmp_path_factory.mktemp("run"), []
-
-    def fit(model, *given, fit=recipe.fit):
-        modes = []
-        hook = model.register_forward_pre_hook(lambda model, _: modes.append([m.training for m in model.modules()]))
-        before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-        trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
-        state = fit(model, *given)
-        hook.remove()
-        fits.append((modes[0], trained, before, ll.copy_state(state).params))
-        return state
-
-    with patch.context() as patched:
-        patched.setattr(recipe, "fit", fit)
+    """A small run: its folder and its scores."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch().context() as patched:
         patched.setattr(recipe, "read_library", lambda: docstrings[::4])
         topics = recipe.pydoc_data.topics.topics
         patched.setattr(recipe.pydoc_data.topics, "topics", {name: topics[name] for name in sorted(topics)[:40]})
         scores = recipe.main(1, 128, rank=2, base_steps=2, base_width=24, directory=str(folder))
-    return folder, scores, fits
-
-
-@pytest.mark.slow
-def test_what_is_trained_changes_and_nothing_else(run):
-    folder, scores, fits = run
-    assert len(fits) == 4
-    for modes, trained, before, after in fits:
-        assert all(modes)
-        changed = {name for name in before if not torch.equal(before[name], after[name])}
-        assert changed == trained
-    _, _, _, (_, trained, _, after) = fits
-    assert all(re.search(r"\.lora_(embedding_)?[AB]\.|^base_model\.model\.classifier\.", name) for name in trained)
-    base = load_file(folder / "base/model.safetensors")
-    kept = {name.replace("base_model.model.", "").replace(".base_layer", ""): after[name] for name in after}
-    kept = {name: tensor for name, tensor in kept.items() if name.startswith("model.")}
-    same = [name for name, tensor in kept.items() if name in base and torch.equal(tensor, base[name])]
-    assert sorted(same) == sorted(name for name in base if name.startswith("model."))  # bit for bit
-    assert all(0 <= scores[method] <= 1 for method in ("head", "lora", "full"))
+    return folder, scores
 
 
 def test_the_files_are_the_model_of_the_loop(run):
-    folder, scores, _ = run
+    folder, scores = run
     assert scores["served"] == 1
+    assert all(0 <= scores[method] <= 1 for method in ("head", "lora", "full"))
     merged = AutoModelForSequenceClassification.from_pretrained(folder / "merged")
     fresh = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=len(recipe.PACKAGES))
     adapted = peft.PeftModel.from_pretrained(fresh, folder / "adapter")
@@ -92,7 +62,7 @@ def test_the_files_are_the_model_of_the_loop(run):
 
 
 def test_fit_does_as_a_raw_loop(run, tmp_path):
-    folder, _, _ = run
+    folder, _ = run
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 200, (32, 12), generator=generator)
     examples = [{"input_ids": row, "labels": row[0] % 9} for row in ids]

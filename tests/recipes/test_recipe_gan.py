@@ -6,7 +6,6 @@ import pytest
 import scipy.linalg
 import torch
 from safetensors.torch import load_file
-from sklearn.neural_network import MLPClassifier
 from test_recipes import load
 
 import looplib as ll
@@ -14,51 +13,9 @@ import looplib as ll
 SMALL = {"epochs": 3, "batch_size": 256, "width": 8}  # 4 batches of the 1,198 digits, and so 8 updates an epoch
 
 
-fitted = []
-
-
-class FittedOnce(MLPClassifier):
-    """The judge of all these tests, which learns from the same digits in each."""
-
-    def fit(self, *data):
-        if not fitted:
-            fitted.append(super().fit(*data))
-        return fitted[0]
-
-
 @pytest.fixture
 def recipe():
-    module = load("gan_digits")
-    module.MLPClassifier = FittedOnce
-    return module
-
-
-def run(recipe, folder, **settings):
-    return recipe.main(**SMALL | settings, directory=str(folder), picture=str(folder / "pictures/digits.png"))
-
-
-def saved(recipe, folder):
-    """The state of the last checkpoint, as a dict of tensors by the paths of their leaves."""
-    (found,) = ll.checkpoint_io(folder / "checkpoints").steps()
-    return found.step, load_file(found.path / "tensors.safetensors")
-
-
-def of(network):
-    return lambda name: name.startswith(f"{network}.")
-
-
-def test_no_gradient_of_the_discriminators_loss_reaches_the_generator(recipe):
-    model, real = recipe.make_model(8), torch.rand(16, 64)
-    loss, aux = recipe.discriminator_loss(model, real)
-    loss.backward()
-    reached = {name for name, tensor in model.named_parameters() if tensor.grad is not None}
-    assert reached == {name for name, _ in model.named_parameters() if of("discriminator")(name)}
-    assert not real.requires_grad
-    assert not any(tensor.isnan() for tensor in aux.values())
-
-    model.zero_grad()
-    recipe.generator_loss(model, real).backward()  # this one runs through both, hence trainable=
-    assert all(tensor.grad is not None for tensor in model.parameters())
+    return load("gan_digits")
 
 
 def test_training_is_that_of_a_raw_loop(recipe, tmp_path, monkeypatch):
@@ -67,8 +24,9 @@ def test_training_is_that_of_a_raw_loop(recipe, tmp_path, monkeypatch):
 
     calls = itertools.count()
     monkeypatch.setattr(recipe, "draw", lambda model, real: model["generator"](noise(next(calls), len(real))))
-    run(recipe, tmp_path)
-    _, tensors = saved(recipe, tmp_path)
+    recipe.main(**SMALL, directory=str(tmp_path), picture=str(tmp_path / "pictures/digits.png"))
+    (found,) = ll.checkpoint_io(tmp_path / "checkpoints").steps()
+    tensors = load_file(found.path / "tensors.safetensors")
 
     train = recipe.load_data()[0]
     loader = ll.make_loader(train, batch_size=256, drop_last=True)
@@ -114,22 +72,6 @@ def test_training_is_that_of_a_raw_loop(recipe, tmp_path, monkeypatch):
         torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_the_judge_tells_digits_from_others(recipe):
-    train, test, labels, test_labels = recipe.load_data()
-    same = recipe.judge(train, labels, test, test_labels, test)
-    for what in ("confident", "classes", "nearest", "frechet"):
-        assert same[f"drawn_{what}"] == same[f"real_{what}"]
-    ones = test[test_labels == 1].repeat(20, 1)[: len(test)]
-    collapsed = recipe.judge(train, labels, test, test_labels, ones)
-    assert collapsed["drawn_classes"] < 3
-    assert collapsed["drawn_frechet"] > 10 * collapsed["real_frechet"]
-    copied = recipe.judge(train, labels, test, test_labels, train[: len(test)])
-    assert copied["drawn_nearest"] < 1e-3 < copied["real_nearest"]
-    noisy = recipe.judge(train, labels, test, test_labels, torch.rand(len(test), 64))
-    assert noisy["drawn_confident"] < same["real_confident"] - 0.2
-    assert noisy["drawn_nearest"] > 2 * same["real_nearest"]
-
-
 def test_frechet_is_its_formula(recipe):
     generator = np.random.default_rng(0)
     one, other = (
@@ -140,13 +82,3 @@ def test_frechet_is_its_formula(recipe):
     mean = one.mean(0) - other.mean(0)
     expected = mean @ mean + np.trace(a + b - 2 * scipy.linalg.sqrtm(a @ b).real)
     torch.testing.assert_close(recipe.frechet(torch.tensor(one), torch.tensor(other)), expected)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("seed", range(3))
-def test_digits_are_drawn_as_the_docstring_says(recipe, tmp_path, seed):
-    scores = recipe.main(seed=seed, directory=str(tmp_path), picture=str(tmp_path / "digits.png"))
-    assert scores["drawn_classes"] == 10
-    assert scores["drawn_confident"] > 0.75
-    assert scores["drawn_frechet"] < 1.3 * scores["real_frechet"]
-    assert scores["drawn_nearest"] > 0.95 * scores["real_nearest"]

@@ -1,27 +1,23 @@
 """Recipes for several processes: stopped and resumed with different numbers of ranks, they log what one process logs."""
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import launch
+from test_recipes import RECIPES
+from test_recipes import load as load_recipe
 
 import looplib as ll
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {"steps": 18, "warmup": 2, "batch_size": 16, "length": 128, "width": 16, "depth": 2, "heads": 2, "lr": 1e-2}
 SMALL |= {"microbatches": 3, "eval_every": 10, "log_every": 2, "precision": "float32"}
 
 
 def load(engine):
-    spec = importlib.util.spec_from_file_location("recipe", RECIPES / f"language_model_{engine}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe(f"language_model_{engine}")
 
 
 def stopped(engine, settings, calls):

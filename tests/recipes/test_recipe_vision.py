@@ -9,8 +9,6 @@ from scipy import ndimage
 from test_recipes import load
 from torch.nn import functional as F
 
-import looplib as ll
-
 
 @pytest.fixture(scope="module")
 def recipe():
@@ -31,15 +29,6 @@ def test_its_accuracy_is_that_of_its_model(recipe, tmp_path, monkeypatch):
     assert scores["accuracy_without_ema"] == (torch.cat(right) == labels).double().mean().item()
 
 
-def test_what_is_learned_from_is_drawn_by_class(recipe):
-    train_set, test_set = recipe.load_data(200, 1)
-    assert len(train_set) == 200
-    assert set(torch.bincount(train_set.tensors[1]).tolist()) <= {19, 20, 21}
-    pictures = torch.cat([train_set.tensors[0], test_set.tensors[0]])
-    assert len(pictures.flatten(1).unique(dim=0)) == 1797
-    assert not torch.equal(train_set.tensors[0], recipe.load_data(200, 2)[0].tensors[0])
-
-
 @pytest.mark.parametrize(
     ("degrees", "size", "x", "y"), [(0, 1, 2, -1), (90, 1, 0, 0), (20, 1.3, 0.4, -0.7), (-65, 0.7, -1.5, 0)]
 )
@@ -57,23 +46,6 @@ def test_a_moved_picture_is_that_of_scipy(recipe, degrees, size, x, y):
     torch.testing.assert_close(found[0].double(), torch.tensor(expected), atol=1e-5, rtol=0)  # float32 coordinates
     if degrees == 90:
         torch.testing.assert_close(found, picture.rot90(1, (1, 2)), atol=1e-5, rtol=0)
-
-
-def test_pictures_are_a_function_of_seed_epoch_and_index(recipe):
-    data = recipe.Augmented(recipe.load_data(20, 0)[0], 15.0, 0.15, 1.0)
-
-    def pictures(batch_size, epoch, seed=0):
-        loader = ll.make_loader(data, batch_size=batch_size, seed=seed)
-        found = {}
-        for k, (batch, _) in enumerate(loader(ll.TrainState(epoch=epoch))):
-            indices = loader.indices(ll.TrainState(epoch=epoch, batch=k)).tolist()
-            found |= dict(zip(indices, batch, strict=True))
-        return torch.stack([found[index] for index in range(20)])
-
-    first = pictures(6, epoch=1)
-    assert torch.equal(first, pictures(20, epoch=1))
-    for other in pictures(6, epoch=2), pictures(6, epoch=1, seed=1):
-        assert all(not torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
 def test_mixed_pictures_have_mixed_labels(recipe):

@@ -17,6 +17,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from harness import quiet_arguments
 from torch import Tensor, nn
 
 import looplib as ll
@@ -213,21 +214,13 @@ def trainer(task: Task, device: torch.device, options: Mapping[str, Any]) -> Con
         nonlocal stamps
         stamps = Stamps(device, WARM, WARM + steps)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = transformers.TrainingArguments(
+            arguments = quiet_arguments(
                 folder,
                 per_device_train_batch_size=1,
                 max_steps=steps + MORE,
                 bf16=task.autocast is torch.bfloat16,
-                lr_scheduler_type="constant",
                 max_grad_norm=task.max_norm or 0.0,
-                save_strategy="no",
-                logging_strategy="no",
-                logging_nan_inf_filter=False,
-                report_to=[],
-                disable_tqdm=True,
                 use_cpu=device.type == "cpu",
-                remove_unused_columns=False,
-                dataloader_pin_memory=False,
             )
             if device.type != "cpu":
                 arguments._n_gpu = 1  # more would be wrapped in DataParallel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,6 @@ PEAKS = {
     "4090": 165e12,
     "MI300X": 1307e12,
 }
-
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "hipLaunchKernel", "hipModuleLaunchKernel")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize")
 
 
 def name_of(device: torch.device) -> str:
@@ -82,28 +78,3 @@ def host_reads(device: torch.device, run: Callable[[], object]) -> int | None:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return sum("synchronizing" in str(warning.message) for warning in caught)
-
-
-def trace(device: torch.device, run: Callable[[], object], path: Path) -> dict[str, int | None]:
-    """Write a Chrome trace of one run, and count kernel launches, graph launches, waits and copies to the host in it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type != "cpu":
-        activities.append(getattr(torch.profiler.ProfilerActivity, device.type.upper()))
-    wait(device)
-    with torch.profiler.profile(activities=activities) as profile:
-        with torch.profiler.record_function("one step"):
-            run()
-        wait(device)
-    profile.export_chrome_trace(str(path))
-    # The block is shown on the device as well, where it ends later.
-    events: Any = [event for event in profile.events() or () if event.device_type.name == "CPU"]
-    step = next(event for event in events if event.name == "one step")
-    inside = [event.name for event in events if step.time_range.start <= event.time_range.start < step.time_range.end]
-    if device.type == "cpu":
-        return {"launches": None, "graph launches": None, "waits": None, "operators": len(inside)}
-    return {
-        "launches": sum(name.startswith(LAUNCHES) for name in inside),
-        "graph launches": sum(name.startswith("cudaGraphLaunch") for name in inside),
-        "waits": sum(name.startswith(WAITS) for name in inside),
-        "operators": sum(name.startswith("aten::") for name in inside),
-    }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import Block, classify, next_token
+from models import Block, Transformer, classify, next_token
 from torch import Tensor, nn
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -41,23 +41,6 @@ class Task:
     flops: float = 0.0
 
 
-class GPT(nn.Module):
-    """GPT-2: pre-norm blocks, learned positions, the head tied to the embedding."""
-
-    def __init__(self, vocabulary: int, length: int, width: int, depth: int, heads: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        self.apply(_initialize)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        out: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places))))
-        return out
-
-
 def _initialize(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
@@ -84,7 +67,7 @@ def gpt2(device: torch.device, small: bool) -> Task:
     def make() -> nn.Module:
         torch.manual_seed(0)
         with torch.device(device):
-            return GPT(vocabulary, length, width, depth, heads)
+            return Transformer(vocabulary, width, depth, length, heads).apply(_initialize)
 
     count = 4 * size * (length + 1)
     batches = text_tokens(count, vocabulary).view(4, size, length + 1).to(device)

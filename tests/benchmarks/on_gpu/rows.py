@@ -8,19 +8,20 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Ratio, ratio
-from torch import nn
+from harness import Count, Mebibytes, Ratio, Report, Seconds, ratio
+from loops import looplib_step
+from tqdm import tqdm
 
 import looplib as ll
 from on_gpu import contenders
 from on_gpu.contenders import Contender, Make
-from on_gpu.device import allocated, free, host_reads, peak_memory, trace, wait
+from on_gpu.device import allocated, free, host_reads, peak_memory, wait
 from on_gpu.models import Task, gpt2, small_tasks
-from on_gpu.report import OutOfTime, Report
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def made(report: Report, settings: Settings, row: str, task: Task, makers: Mappi
     entries: dict[str, Entry] = {}
     first_loss = 0.0
     for name, make in makers.items():
-        with report.attempt(row, name):
+        with report.attempt(f"{row}, {name}"):
             if name in settings.left_out:
                 continue
             report.check_time(needed=0 if settings.small else 20)
@@ -106,7 +107,7 @@ def made(report: Report, settings: Settings, row: str, task: Task, makers: Mappi
 
             peak = peak_memory(settings.device, two_steps, before)
             entries[name] = Entry(contender, seconds, peak, [])
-            report.say(f"{row}, {name}: the first {FIRST} steps took {seconds:.1f} s, loss {loss:.4f}")
+            tqdm.write(f"{row}, {name}: the first {FIRST} steps took {seconds:.1f} s, loss {loss:.4f}")
     return entries
 
 
@@ -118,22 +119,11 @@ def take_turns(
         if number and time.perf_counter() > until:
             break
         for name in random.sample(list(entries), len(entries)):
-            with report.attempt(row, name):
+            with report.attempt(f"{row}, {name}"):
                 entries[name].times.append(entries[name].contender.measure(steps))
         for name in [name for name, entry in entries.items() if len(entry.times) <= number]:
             del entries[name]  # it failed, and its error is reported
-        report.say(f"{row}: round {number + 1} of {settings.rounds}")
-
-
-def looked_into(report: Report, settings: Settings, row: str, name: str, entry: Entry) -> dict[str, Any]:
-    """Host reads of a step, and what its trace shows."""
-    figures: dict[str, Any] = {}
-    if (step := entry.contender.step) is not None:
-        with report.attempt(row, f"{name}, trace"):
-            figures["host reads"] = host_reads(settings.device, step)
-            file = "".join(letter if letter.isalnum() else "-" for letter in f"{row} {name}")
-            figures |= trace(settings.device, step, report.folder / f"{file}.json.gz")
-    return figures
+        tqdm.write(f"{row}: round {number + 1} of {settings.rounds}")
 
 
 def best_other(entries: Mapping[str, Entry]) -> str:
@@ -160,16 +150,17 @@ def compare(
     best = best_other(entries) if any(not name.startswith("looplib") for name in entries) else next(iter(entries))
     for name, entry in entries.items():
         median = statistics.median(entry.times)
-        figures: dict[str, Any] = {"ms a step": 1000 * median}
+        figures: dict[str, Any] = {"a step": Seconds(median)}
         if task.tokens:
-            figures["tokens a second"] = task.tokens / median
-            figures["MFU"] = task.flops / median / settings.peak if settings.peak else None
+            figures["tokens a second"] = Count(task.tokens / median)
+            figures["MFU"] = f"{task.flops / median / settings.peak:.1%}" if settings.peak else ""
         figures["throughput over the best other"] = inverse(ratio(entry.times, entries[best].times))
-        figures["peak GiB"] = None if entry.peak is None else entry.peak / 2**30
-        figures["first steps, s"] = entry.first_seconds
+        figures["peak memory"] = "" if entry.peak is None else Mebibytes(entry.peak / 2**20)
+        figures["first steps"] = Seconds(entry.first_seconds)
         figures["rounds"] = len(entry.times)
-        figures |= looked_into(report, settings, row, name, entry)
-        report.add(row, name, **figures)
+        if (step := entry.contender.step) is not None:
+            figures["host reads"] = host_reads(settings.device, step)
+        report.add(name, figures, row)
     return entries
 
 
@@ -183,19 +174,24 @@ def language_model(report: Report, settings: Settings, seconds: float) -> None:
     best = best_other(entries)
     fastest = min(ours, key=lambda name: statistics.median(entries[name].times))
     speed = inverse(ratio(entries[fastest].times, entries[best].times))
-    report.goal(f"throughput, {fastest} over {best}", speed, 1.0, at_least=True)
+    goal(report, f"throughput, {fastest} over {best}", speed, speed.value >= 1, ">= 1")
     peaks = {name: entry.peak for name, entry in entries.items() if entry.peak}
     least = min((peak for name, peak in peaks.items() if name not in ours), default=None)
     for name in ours:
         if least and (peak := peaks.get(name)):
-            report.goal(f"peak memory, {name} over the least of the others", peak / least, 1.0, at_least=False)
+            goal(report, f"peak memory, {name} over the least other", Ratio(peak / least), peak <= least, "<= 1")
     no_reads(report, row)
 
 
+def goal(report: Report, what: str, measured: Any, met: bool, bound: str) -> None:
+    """A figure beside its goal."""
+    report.add(what, {"measured": measured, "goal": bound, "is": "met" if met else "missed"}, "goals")
+
+
 def no_reads(report: Report, row: str) -> None:
-    for figures in report.rows:
-        if figures["row"] == row and figures["name"].startswith("looplib") and figures.get("host reads") is not None:
-            report.goal(f"host reads, {figures['name']}", figures["host reads"], 0, at_least=False)
+    for name, figures in report.tables.get(row, {}).items():
+        if name.startswith("looplib") and figures["host reads"] is not None:
+            goal(report, f"{row}: host reads, {name}", figures["host reads"], not figures["host reads"], "0")
 
 
 def small_models(report: Report, settings: Settings, seconds: float) -> None:
@@ -206,60 +202,32 @@ def small_models(report: Report, settings: Settings, seconds: float) -> None:
         if "looplib, CUDA graphs" in entries and any(not name.startswith("looplib") for name in entries):
             best = best_other(entries)
             speed = inverse(ratio(entries["looplib, CUDA graphs"].times, entries[best].times))
-            report.goal(f"{row}: throughput, looplib with CUDA graphs over {best}", speed, 1.0, at_least=True)
+            goal(report, f"{row}: throughput, looplib with CUDA graphs over {best}", speed, speed.value >= 1, ">= 1")
         no_reads(report, row)
         entries.clear()
 
 
 def conditional_steps(report: Report, settings: Settings, seconds: float) -> None:
-    """Traces of the steps that are in no other row: float16 with a loss scale, recomputation, accumulation."""
-    row = "traces of one step"
-    task = gpt2(settings.device, settings.small)
-    kinds: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
-        "float16 with a loss scale": _loss_scaled(task),
-        "recomputed blocks": _recomputed(task),
-        "accumulated over 4 microbatches": _accumulated(task),
+    """Host reads of the steps that are in no other row: float16 with a loss scale, recomputation, accumulation."""
+    row = "host reads of one step"
+    task, adamw = gpt2(settings.device, settings.small), ll.optimizer(torch.optim.AdamW, lr=1e-4)
+    half = ll.autocast(task.loss_fn, torch.bfloat16)
+    kinds: dict[str, tuple[Any, Any, Any]] = {
+        "float16 with a loss scale": (
+            ll.autocast(task.loss_fn, torch.float16),
+            ll.grads.scale_loss,
+            ll.optim.dynamic_loss_scale(adamw),
+        ),
+        "recomputed blocks": (ll.losses.recompute(half, task.blocks), None, adamw),
+        "accumulated over 4 microbatches": (half, partial(ll.accumulate, microbatches=4), adamw),
     }
-    for name, make in kinds.items():
-        with report.attempt(row, name):
+    for name, (loss_fn, wrap, optimizer) in kinds.items():
+        with report.attempt(f"{row}, {name}"):
             report.check_time(needed=0 if settings.small else 5)
             free(settings.device)
-            model = task.make()
-            grad_fn, optimizer = make(model)
-            train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
-            state = ll.init_state(model, optimizer)
-
-            def step(train_step: Any = train_step, held: list[Any] = [state]) -> None:  # noqa: B006
-                held[0], _ = train_step(held[0], task.batches[0])
-
-            contender = contenders.own_loop(step, settings.device, lambda: 0.0)
-            seconds_of_one = contender.measure(3)
-            entry = Entry(contender, 0.0, None, [seconds_of_one])
-            report.add(row, name, **looked_into(report, settings, row, name, entry))
-
-
-def _loss_scaled(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
-    def make(model: nn.Module) -> tuple[Any, Any]:
-        grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model, ll.autocast(task.loss_fn, torch.float16)))
-        return grad_fn, ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.AdamW, lr=1e-4))
-
-    return make
-
-
-def _recomputed(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
-    def make(model: nn.Module) -> tuple[Any, Any]:
-        loss_fn = ll.losses.recompute(ll.autocast(task.loss_fn, torch.bfloat16), task.blocks)
-        return ll.make_grad_fn(model, loss_fn), ll.optimizer(torch.optim.AdamW, lr=1e-4)
-
-    return make
-
-
-def _accumulated(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
-    def make(model: nn.Module) -> tuple[Any, Any]:
-        grad_fn = ll.make_grad_fn(model, ll.autocast(task.loss_fn, torch.bfloat16))
-        return ll.accumulate(grad_fn, microbatches=4), ll.optimizer(torch.optim.AdamW, lr=1e-4)
-
-    return make
+            step = looplib_step(task.make(), loss_fn, task.batches[0], True, wrap=wrap, optimizer=optimizer)
+            contenders.own_loop(step, settings.device, lambda: 0.0).measure(3)
+            report.add(name, {"host reads": host_reads(settings.device, step)}, row)
 
 
 def saves(report: Report, settings: Settings, seconds: float) -> None:
@@ -272,7 +240,7 @@ def saves(report: Report, settings: Settings, seconds: float) -> None:
     }
     until = time.perf_counter() + seconds
     for number, (name, (donate, asynchronous)) in enumerate(kinds.items(), 1):
-        with report.attempt("saves", name):
+        with report.attempt(f"saves, {name}"):
             report.check_time(needed=0 if settings.small else 10)
             free(settings.device)
             begin = time.perf_counter()
@@ -282,29 +250,25 @@ def saves(report: Report, settings: Settings, seconds: float) -> None:
 def _save(
     report: Report, settings: Settings, task: Task, name: str, donate: bool, asynchronous: bool, until: float
 ) -> None:
-    model = task.make()
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-4)
-    grad_fn = ll.make_grad_fn(model, ll.autocast(task.loss_fn, torch.bfloat16))
-    train_step, state = ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
-    batch, steps = task.batches[0], settings.steps
-    called, stood, done = [], [], []
+    step = looplib_step(task.make(), ll.autocast(task.loss_fn, torch.bfloat16), task.batches[0], donate)
+    steps, called, stood, done = settings.steps, [], [], []
 
-    def train(state: ll.TrainState) -> ll.TrainState:
+    def train() -> ll.TrainState:
         for _ in range(steps):
-            state, _ = train_step(state, batch)
+            state = step()
         wait(settings.device)
         return state
 
     with tempfile.TemporaryDirectory() as folder:
         ckpt = ll.checkpoint_io(folder, asynchronous=asynchronous, keep_last=1)
-        state = train(state)
+        train()
         for number in range(settings.rounds + 1):
             begin = time.perf_counter()
-            state = train(state)
+            state = train()
             usual, begin = time.perf_counter() - begin, time.perf_counter()
             ckpt.save(state)
             call = time.perf_counter() - begin
-            state = train(state)
+            train()
             delay = time.perf_counter() - begin - usual
             ckpt.wait()
             if number:  # the first one allocates
@@ -314,25 +278,20 @@ def _save(
             if len(done) > 1 and time.perf_counter() > until:
                 break
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    report.add(
-        "saves",
-        name,
-        **{
-            "GB": size / 1e9,
-            "the call, ms": 1000 * statistics.median(called),
-            f"delay of {steps} steps beside it, ms": 1000 * statistics.median(stood),
-            "on disk after, ms": 1000 * statistics.median(done),
-            "saves": len(done),
-        },
-    )
+    cells = {
+        "size": Mebibytes(size / 2**20),
+        "the call": Seconds(statistics.median(called)),
+        f"delay of {steps} steps beside it": Seconds(statistics.median(stood)),
+        "on disk after": Seconds(statistics.median(done)),
+        "saves": len(done),
+    }
+    report.add(name, cells, "saves")
 
 
 ROWS: dict[str, tuple[Callable[[Report, Settings, float], None], float]] = {
     # with the share of the time for their turns, beside what compiles
     "language": (language_model, 0.2),
     "saves": (saves, 0.12),
-    "traces": (conditional_steps, 0.05),
+    "reads": (conditional_steps, 0.05),
     "small": (small_models, 0.12),
 }
-
-__all__ = ["ROWS", "OutOfTime", "Settings"]
