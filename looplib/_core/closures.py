@@ -58,7 +58,7 @@ def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> 
         in_whole: selects functions and objects to search completely. In others, only attributes whose names occur in
             the user's code are searched, and none in objects of looplib's and torch's classes.
     """
-    names: set[str] = set()
+    names = {"forward", "__call__", "__getitem__", "__iter__", "__len__"}  # methods that torch and Python call
     while True:  # until the code that was found mentions no new names
         count = len(names)
         found = _search(roots, names, in_whole)
@@ -125,7 +125,7 @@ def _references(thing: Any, path: str, names: set[str], whole: bool) -> Iterator
         attributes = _attributes(thing)
         for name in attributes if whole else sorted(names & attributes):
             yield name, f"{path}.{name}", partial(getattr, thing, name, None)
-        yield from _of_class(type(thing), path, names | {"__call__"})
+        yield f"{path}'s class", path, partial(_itself, type(thing))
 
 
 _PARTS = {
@@ -140,11 +140,11 @@ def _of_module(model: nn.Module) -> Iterator[Reference]:
         path = prefix or type(module).__name__
         for name in own_attributes(module):
             yield f"{path}.{name}", f"{path}.{name}", partial(vars(module).get, name)
-        yield from _of_class(type(module), path, None)
+        yield f"{path}'s class", path, partial(_itself, type(module))
 
 
 def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) -> Iterator[Reference]:
-    """Variables of a user's class or module: `settings.scale`."""
+    """Variables of a user's class or module, such as `settings.scale`, and methods that are called."""
     for owner in space.__mro__ if isinstance(space, type) else (space,):
         module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
         if not _is_installed_module(module):
@@ -165,16 +165,6 @@ def _of_function(function: types.FunctionType, names: set[str], whole: bool) -> 
             yield f"global {name}", name, partial(space.get, name)
         for index, value in enumerate(function.__defaults__ or ()):
             yield f"default {index}", f"a default of {function.__name__}", partial(_itself, value)
-
-
-def _of_class(kind: type, path: str, called: set[str] | None) -> Iterator[Reference]:
-    """The class of an object, and its methods that are called and not from an installed package."""
-    for owner in kind.__mro__:
-        for name, method in vars(owner).items():
-            users = isinstance(method, types.FunctionType) and not is_installed(method)
-            if users and name != "__init__" and (called is None or name in called):
-                yield f"{owner.__name__}.{name}()", name, partial(_itself, method)
-    yield f"{path}'s class", path, partial(_itself, kind)
 
 
 def _attributes(thing: Any) -> set[str]:
@@ -217,4 +207,4 @@ def _member(values: Any, key: Any) -> Any:
 def _names(code: types.CodeType) -> set[str]:
     """Globals and attributes that a function mentions, including those of nested functions."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inner)
+    return set(code.co_names).union(*inner) - {"__init__"}

@@ -36,21 +36,17 @@ class Count:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def _refuse(self, *_: Any) -> Any:
+    def refuse(self, *_: Any) -> Any:
         raise UntraceableError(
             f"state.{self.name} was read for its value, which the graph of a step would keep for ever: ask for what "
             f"follows from it by ll.transforms.on_host(function, state.{self.name}), which is called again at each step"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
-    __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = _refuse
-    __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __float__ = __index__ = __round__ = __str__ = _refuse
-    __hash__ = _refuse
-    __repr__ = _refuse
-    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
 
-    def __format__(self, spec: str) -> str:
-        return str(self._refuse())
+# All that can be done with a number, or with the user's `extra`, which is often a dict.
+_names = {*vars(int), *vars(dict), "__str__", "__format__"} - {"__new__", "__getattribute__", *vars(Count)}
+for _name in _names:
+    setattr(Count, _name, Count.refuse)
 
 
 class Trace:
@@ -60,6 +56,7 @@ class Trace:
         inputs: id of a traced tensor -> its index among the inputs.
         answer: function that returns the host's answer to a question.
         differentiable: True if the graph itself is to be differentiated.
+        stacked: True if the graph is to be mapped over members.
         kernels_from: number of parameters from which on a fused kernel, which can neither be mapped over members nor
             differentiated, updates them.
         stream: index of the microbatch for which random numbers are drawn.
@@ -71,11 +68,13 @@ class Trace:
         inputs: dict[int, int],
         answer: Callable[[Callable[..., Any], list[Any]], Any],
         differentiable: bool = False,
+        stacked: bool = False,
         kernels_from: float = math.inf,
     ) -> None:
         self.inputs = inputs
         self.answer = answer
         self.differentiable = differentiable
+        self.stacked = stacked
         self.kernels_from = kernels_from
         self.stream = 0
         self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -153,6 +152,12 @@ def differentiated() -> bool:
     """True while a step is being traced to be differentiated itself."""
     here = _here()
     return here is not None and here.differentiable
+
+
+def keeps_terms_of_0() -> bool:
+    """True if an update is to have the terms whose factors are 0: of other members they may not be, or of a gradient."""
+    trace = current()
+    return trace is not None and (trace.stacked or trace.differentiable)
 
 
 def takes_kernel(parameters: int) -> bool:

@@ -163,7 +163,7 @@ class _Numbers(TorchFunctionMode):
     def _compared(self, name: str, args: Any) -> Any:
         _, value, source = self.known[id(args[0])]
         compare, other = _COMPARISONS[name], args[1]
-        if _tracing.differentiated():  # it has a gradient even at 0, which the branch for 0 would lose
+        if _tracing.keeps_terms_of_0() and not other:
             return bool(compare(0.5, other))
         return on_host(lambda source: bool(compare(value(source), other)), source)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from looplib._core import interrupts as _interrupts
+from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.lease import check_unwritten, give_up
 from looplib._core.misuse import Watch, warn_of_stale
@@ -87,6 +88,17 @@ def compile_step(
     return remembered
 
 
+def spec_without_graphs(step: object, transform: str) -> StepSpec:
+    """Components of a step that runs eagerly."""
+    parts = spec_of(step, transform)
+    message = (
+        f"{transform} got a step that is compiled, of a stack or differentiable already: give the one that "
+        "ll.make_train_step returned (and compile the step of a stack, ll.compile_step(ll.vmap_step(step)))"
+    )
+    check(parts.compiler is None, message, TypeError)
+    return parts
+
+
 def step_of_graphs(step: S, parts: StepSpec, compiler: Compiler) -> S:
     """The same step, run by the graphs that a compiler makes of it."""
     made = _train_step(parts, compiler) if parts.kind == "train" else _step_without_training(compiler)
@@ -107,23 +119,26 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if watch is not None and compiler.no_grad:
             warn_of_stale(ready.machine.modules)
         lease = None
+        _hold_signals = True  # until the caller has the result
+        _interrupts.install()
+        if donate:
+            check_unwritten(state)  # the loss may have run other steps while it was traced
+            lease, spent = give_up(state, ready.machine.program.written)
+        out, checks = compiler.run(ready, state)
+        applied = bool(out.applied)
         try:
-            _hold_signals = True  # until the caller has the result
-            _interrupts.install()
-            if donate:
-                check_unwritten(state)  # the loss may have run other steps while it was traced
-                lease, spent = give_up(state, ready.machine.program.written[0])
-            new_params, opt_state, new_buffers, metrics, samples, applied = compiler.run(ready, state)
-            applied = bool(applied)
-            new = advanced(state, new_params, new_buffers, opt_state, samples, applied, same_batch, lease)
-            if lease is not None:
-                lease.step = new.step
-                _interrupts.returns_to(sys._getframe(1))
-            compiler.remember(ready, new)
-        finally:
-            if lease is not None and compiler.intact:
+            for check in checks:
+                check()
+        except BaseException:
+            if lease is not None and not applied:
                 lease.written = spent  # the graph has put the state's own values into its tensors
-        return new, metrics
+            raise
+        new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, same_batch, lease)
+        if lease is not None:
+            lease.step = new.step
+            _interrupts.returns_to(sys._getframe(1))
+        compiler.remember(ready, new)
+        return new, out.metrics
 
     return compiled
 
@@ -132,9 +147,9 @@ def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], An
     def compiled(state: TrainState, batch: Any) -> Any:
         _interrupts.install()
         ready = compiler.prepare(state, batch)
-        outputs = compiler.run(ready, state).metrics
+        out, _ = compiler.run(ready, state)
         compiler.remember(ready, state)
-        return outputs
+        return out.metrics
 
     return compiled
 

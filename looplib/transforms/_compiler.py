@@ -10,13 +10,14 @@ is an error. `compile_step` lists what a graph keeps of the step's Python.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
-from looplib.transforms._expression import as_answer, expression, reader
+from looplib.transforms._expression import Expression, as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
 from looplib.transforms._program import (
     COUNTS,
@@ -45,7 +46,7 @@ from looplib.transforms._program import (
 from looplib.transforms._trace import trace
 from looplib.types import TrainState
 
-_MANY = (16, 64, 256)  # number of compilations before a warning
+_MANY = 16  # number of compilations at which a warning is given
 _KERNELS_FROM = 64  # parameters; generated code is faster for fewer, and takes long to compile for more
 
 Draw = Callable[[TrainState, Sequence[torch.Generator]], list[Tensor]]
@@ -59,55 +60,34 @@ def seed_streams(state: TrainState, generators: Sequence[torch.Generator]) -> li
     return []
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the collector of cyclic garbage.
-
-    Compiling makes millions of objects, and the collector would search them all time and again: seven times for a
-    transformer. It searches them once afterwards, which takes a third less.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _is_watched() -> bool:
     """True if somebody reads what is printed: on a terminal, or in a notebook."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
+@dataclass
 class CompiledProgram:
     """A program with its machine code.
 
     Attributes:
         program: the program.
         run: function from the values of its inputs to those of its graph's outputs.
-        rebuild: function that builds the outcome from these.
-        random: True if it needs random numbers.
-        draw: seeds the random streams, and draws the numbers that are inputs of the graph.
+        draw: seeds the random streams, and draws the numbers that are inputs of the graph; None if it needs none.
         finish: final change to the outcome.
-        stable: True if outputs have the layout of inputs; known after the first run.
+        reads: function that lists the tensors of the new state's trees, or False if their layout is not that of the
+            old state; known after the first run.
         modules: modules whose parameters it reads without their being in the state.
         generators: those of the devices of its inputs, if it needs random numbers; known after the first run.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        run: Compiled,
-        draw: Draw = seed_streams,
-        finish: Callable[[Outcome], Outcome] = lambda outcome: outcome,
-    ) -> None:
-        self.program, self.run, self.rebuild, self.random = program, run, program.rebuild(), program.random()
-        self.draw, self.finish = draw, finish
-        self.stable: bool | None = None
-        self.modules: list[nn.Module] = []
-        self.generators: Sequence[torch.Generator] | None = None
+    program: Program
+    run: Compiled
+    draw: Draw | None
+    finish: Callable[[Outcome], Outcome] = lambda outcome: outcome
+    reads: Callable[[Any], list[Tensor]] | Literal[False] | None = None
+    modules: list[nn.Module] = field(default_factory=list)
+    generators: Sequence[torch.Generator] | None = None
 
 
 class Ready(NamedTuple):
@@ -136,18 +116,13 @@ class Compiler:
         self.table: dict[Any, dict[Any, Any]] = {}  # by the inputs, and then by the host's answers
         self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
         self.compilations = 0
-        self.seconds = 0.0  # spent on compiling, shown by progress bars
-        self.intact = True  # True if the run that raised left the state unchanged
 
     def compiled(self, options: Mapping[str, Any]) -> Compiler:
         """A compiler that makes the same programs and compiles them with these options."""
         raise TypeError(
-            "compile_step got a step that is compiled already: give the one that ll.make_train_step returned"
+            "compile_step got a step that is compiled already, or differentiable: give the one that ll.make_train_step "
+            "returned, or compile the outer train step, whose graph then holds the differentiable one"
         )
-
-    def options_for(self, transform: str) -> Mapping[str, Any]:
-        """Options for compiling programs, for a transform of the step that they are made from."""
-        return self.options
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         """Find or make the program for these inputs, and get the host's answers for this step."""
@@ -201,79 +176,72 @@ class Compiler:
         begin, shown = time.perf_counter(), self.options.get("backend") != "eager" and _is_watched()
         if shown:
             print("looplib: compiling the step ...", file=sys.stderr, flush=True)
-        with tracing.one_at_a_time(), collector_paused():
+        with tracing.one_at_a_time():
             machine = self.make(inputs)
-        constants = [read() for kind, read in machine.program.inputs if kind is None]
-        machine.modules = modules_read(constants, *self.watched)
-        answers, key = machine.program.traced.place
+        traced = machine.program.traced
+        machine.modules = modules_read([read() for read in traced.constants], *self.watched)
+        answers, key = traced.place
         answers[key] = machine
         self.compilations += 1
-        seconds = time.perf_counter() - begin
-        self.seconds += seconds
         if shown:
-            print(f"looplib: compiled the step in {seconds:.0f} s", file=sys.stderr, flush=True)
-        if self.compilations in _MANY:
+            print(f"looplib: compiled the step in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        if self.compilations == _MANY:
             warn(
                 f"the step has been compiled {self.compilations} times, since it was given so many different "
                 "shapes, numbers or strings in batches, or answers of on_host: pad batches to few shapes"
             )
 
+    def ask(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
+        """The host's current answer."""
+        return as_answer(question.function(*question.arguments(flat, counts)))
+
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        """The host's current answer: the part that selects a graph, and the tensors for it."""
-        answer = as_answer(question.function(*question.arguments(flat, counts)))
+        """The part of the host's current answer that selects a graph, and the tensors for it."""
+        answer = self.ask(question, flat, counts)
         return answer.key(), answer.tensors
 
     def make(self, inputs: Inputs) -> CompiledProgram:
         """Make a program for such inputs."""
-
-        def evaluate(question: Question) -> Any:
-            return question.function(*question.arguments(inputs.flat, inputs.counts))
-
+        evaluate = partial(self.ask, flat=inputs.flat, counts=inputs.counts)
         program = program_of(trace(self.core, inputs, evaluate, kernels_from=self.kernels_from), self.donate)
-        return CompiledProgram(program, self.build(program))
+        return CompiledProgram(program, self.build(program), seed_streams if program.traced.streams else None)
 
-    def run(self, ready: Ready, state: TrainState) -> Outcome:
-        """Run the program. With `donate`, the state's tensors are overwritten."""
+    def run(self, ready: Ready, state: TrainState) -> tuple[Outcome, list[partial[None]]]:
+        """Run the program, and return its outcome and the checks to make of it.
+
+        With `donate`, the state's tensors are overwritten.
+        """
         machine, flat, answers, counts, _ = ready
-        program = machine.program
+        program, traced = machine.program, machine.program.traced
         drawn: list[Tensor] = []
         grad_mode = torch.is_grad_enabled()
-        self.intact = True
         if machine.generators is None:
-            machine.generators = _generators(*(tensor.device for tensor in flat)) if machine.random else ()
+            machine.generators = _generators(*(tensor.device for tensor in flat)) if machine.draw else ()
         generators = machine.generators
         with draws.turn if generators else nullcontext():
             streams = [generator.get_state() for generator in generators]
             try:
                 if self.no_grad:
                     torch._C._set_grad_enabled(False)
-                if generators:
+                if machine.draw is not None:
                     drawn = machine.draw(state, generators)
-                tensors: tuple[list[Tensor], ...] = ([], flat, answers, drawn)
-                self.intact = not self.donate
-                outputs = machine.run(
-                    [value() if kind is None else tensors[kind][value] for kind, value in program.inputs]
-                )
-                outcome, arguments = machine.rebuild(outputs, flat, answers, counts)
+                values = [*drawn, *[read() for read in traced.constants], *answers, *flat]
+                result = machine.run([values[index] for index in program.inputs])
+                outcome, arguments = program.rebuild(result, values, counts)
             finally:
                 torch._C._set_grad_enabled(grad_mode)
                 for generator, stream in zip(generators, streams, strict=True):
                     generator.set_state(stream)
-        out = Outcome(*outcome)
-        if checks := program.traced.checks:
-            self.intact = not (self.donate and out.applied)
-            for function, values in zip(checks, arguments, strict=True):
-                function(*values)
-        return machine.finish(out)
+        checks = [partial(function, *values) for function, values in zip(traced.checks, arguments, strict=True)]
+        return machine.finish(Outcome(*outcome)), checks
 
     def remember(self, ready: Ready, state: TrainState) -> None:
         """Remember the state that a run has made: if its layout is unchanged, the next step need not search it."""
         if not self.no_grad:  # do not keep references to tensors that autograd tracks
             return
         machine, trees = ready.machine, (state.params, state.buffers, state.opt_state)
-        if machine.stable is None:
-            machine.stable = self.kinds.get(expression(trees).key(self.no_grad)) == ready.kind
-        if machine.stable:
-            alike = self.known is not None and self.known[2] == ready.kind
-            read = self.known[1] if self.known is not None and alike else reader(trees)
-            self.known = (weakref.ref(state), read, ready.kind)
+        if machine.reads is None:
+            alike = self.kinds.get(expression(trees).key(self.no_grad)) == ready.kind
+            machine.reads = alike and reader(trees)
+        if machine.reads:
+            self.known = weakref.ref(state), machine.reads, ready.kind

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import (
-    retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
     temporarily_restore_interpreter_stack,
 )
@@ -37,12 +36,12 @@ from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import map_tensors
-from looplib.steps import Outcome, spec_of
+from looplib.steps import Outcome
 from looplib.transforms import _decompositions
-from looplib.transforms._compile_step import step_of_graphs
-from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
+from looplib.transforms._compile_step import spec_without_graphs, step_of_graphs
+from looplib.transforms._compiler import CompiledProgram, Compiler, Ready, seed_streams
 from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._program import Core, Inputs, Question, fakes, memory_like, program_of
+from looplib.transforms._program import Core, Inputs, Question, examples_of, memory_like, program_of
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState, TrainStep
 
@@ -100,7 +99,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
         train_step: a step from `make_train_step`.
 
     Raises:
-        TypeError: `train_step` is a different function.
+        TypeError: `train_step` is a different function, or is compiled already.
         UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
             surrounding `torch.func` transform; for an update that may be skipped, such as with `apply_if_finite`,
             under torch.vmap or in a compiled outer step; or if torch.vmap maps over a number in `opt_state` that
@@ -110,11 +109,9 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
     """
-    parts = spec_of(train_step, "differentiable")
+    parts = spec_without_graphs(train_step, "differentiable")
     kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
     check(parts.kind == "train", kind, TypeError)
-    if parts.compiler is not None:
-        parts.compiler.options_for("differentiable")  # compile options make no difference here
     made = step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
     return with_repr(made, differentiable, train_step)
 
@@ -126,17 +123,6 @@ class _Differentiable(Compiler):
 
     def __init__(self, core: Core, watched: tuple[Any, ...]) -> None:
         super().__init__(core, False, {"backend": "eager"}, watched)
-
-    def compiled(self, options: Mapping[str, Any]) -> Compiler:
-        raise TypeError(
-            "compile_step got a differentiable step, which runs operation by operation so that autograd records it: "
-            "compile the outer train step, whose graph then holds this one"
-        )
-
-    def options_for(self, transform: str) -> Mapping[str, Any]:
-        if transform == "differentiable":
-            return self.options
-        raise TypeError(f"{transform} got a differentiable step: give the one that ll.make_train_step returned")
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         ready = super().prepare(state, batch)
@@ -150,18 +136,27 @@ class _Differentiable(Compiler):
             )
         return ready
 
-    def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        answer = _answer(question.function, question.arguments(flat, counts))
-        return answer.key(), answer.tensors
+    def ask(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
+        values = question.arguments(flat, counts)
+        check(
+            not any(isinstance(value, Tensor) and _is_mapped(value) for value in values),
+            "torch.vmap maps over a number in opt_state that the host is asked about (on_host), and it is not one number "
+            "there: let it be the same for all tasks, or take them one by one",
+            UntraceableError,
+        )
+        # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
+        answer = as_answer(question.function(*map_tensors(Tensor.detach, values)))
+        tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
+        return as_answer(question.function(*values)) if tracked else answer
 
     def make(self, inputs: Inputs) -> CompiledProgram:
         state = inputs.state
         with _written_apart() as interpreters:
 
-            def evaluate(question: Question) -> Any:
+            def evaluate(question: Question) -> Expression:
                 with temporarily_restore_interpreter_stack(interpreters):
-                    answer = _answer(question.function, question.arguments(inputs.flat, inputs.counts))
-                return answer.build()([*map(_zeros, answer.tensors)])
+                    answer = self.ask(question, inputs.flat, inputs.counts)
+                return answer._replace(tensors=[*map(_zeros, answer.tensors)])
 
             flat = [*map(_zeros, inputs.flat)]
             trees = expression((state.params, state.buffers, state.opt_state))
@@ -172,7 +167,8 @@ class _Differentiable(Compiler):
             traced = trace(self.core, plain, evaluate, differentiable=True)
             graph = _without_cuts(traced.graph)
         program = program_of(replace(traced, graph=graph, trained=frozenset()), apart=False)
-        return CompiledProgram(program, lambda values: graph.forward(*values), finish=_with_detached_buffers)
+        draw = seed_streams if traced.streams else None
+        return CompiledProgram(program, lambda values: graph.forward(*values), draw, _with_detached_buffers)
 
 
 def _with_detached_buffers(out: Outcome) -> Outcome:
@@ -207,20 +203,6 @@ def _zeros(tensor: Tensor) -> Tensor:
     return memory_like(tensor).zero_()
 
 
-def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
-    """The host's answer about these values."""
-    check(
-        not any(isinstance(value, Tensor) and _is_mapped(value) for value in values),
-        "torch.vmap maps over a number in opt_state that the host is asked about (on_host), and it is not one number "
-        "there: let it be the same for all tasks, or take them one by one",
-        UntraceableError,
-    )
-    # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
-    answer = as_answer(function(*map_tensors(Tensor.detach, values)))
-    tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
-    return as_answer(function(*values)) if tracked else answer
-
-
 def _is_mapped(tensor: Tensor) -> bool:
     """True if torch.vmap is mapping over a tensor, within other transforms too."""
     functorch = torch._C._functorch
@@ -235,7 +217,7 @@ def _without_cuts(graph: GraphModule) -> GraphModule:
     """A graph without in-place writes, detached only where the loss function detaches."""
     with torch.no_grad():
         interpreted = functionalize(_Pure(graph).run, remove="mutations")
-        pure = make_fx(interpreted, _decompositions.differentiable(), tracing_mode="fake")(*fakes(graph))
+        pure = make_fx(interpreted, _decompositions.differentiable(), tracing_mode="fake")(*examples_of(graph))
     for node in list(pure.graph.nodes):
         if node.target is torch.ops.aten.view.default:  # torch.vmap may have changed their strides
             node.target = torch.ops.aten.reshape.default
@@ -294,9 +276,8 @@ def unroll(
     With `recompute_every`, the backward pass holds the states between segments and the operations of one segment,
     which it computes again. Memory is smallest for segments of about the square root of the number of steps, and the
     time is that of about one more forward pass. The gradient is bitwise the same, because the same operations run
-    again. If `torch.func.grad` differentiates through `torch.vmap` of this function, its record of the backward pass
-    keeps everything; `backward()`, as called by an outer train step, does not. The gradient reaches tensors in state
-    and batches, not those that functions close over.
+    again. Only `backward()`, as called by an outer train step, saves memory: `torch.func.grad` records its own backward
+    pass, which keeps everything. The gradient reaches tensors in state and batches, not those that functions close over.
 
     Args:
         train_step: from `differentiable`, or any train step if no gradient is needed.
@@ -391,31 +372,10 @@ class _Segment(torch.autograd.Function):
             inputs = {**dict(enumerate(flat)), **dict(zip(indices, varied, strict=True))}
             return tuple(filter(_is_smooth, ctx.run(*inputs.values())))
 
-        with _beneath_gradient() as (down, up):
-            flat = [*map(down, ctx.saved_tensors)]
-            _, pull_back = torch.func.vjp(run, *map(flat.__getitem__, indices))[:2]
-            grads_in = pull_back(tuple(map(down, filter(_is_smooth, grads))))
-        grad_of = dict(zip(indices, map(up, grads_in), strict=True))
+        flat = ctx.saved_tensors
+        _, pull_back = torch.func.vjp(run, *map(flat.__getitem__, indices))[:2]
+        grad_of = dict(zip(indices, pull_back(tuple(filter(_is_smooth, grads))), strict=True))
         return None, *map(grad_of.get, range(len(flat)))
-
-
-@contextmanager
-def _beneath_gradient() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """Leave one level of torch.func if it is that of a gradient, and return functions that move a tensor out and back.
-
-    torch.func.grad records its own backward pass, of which nothing is left when it returns, so it need not hold what
-    a segment computes again. Transforms around it record what they need.
-    """
-    top = torch._C._functorch.peek_interpreter_stack()
-    if top is None or top.key() != torch._C._functorch.TransformType.Grad:
-        yield lambda tensor: tensor, lambda tensor: tensor
-        return
-    level = top.level()
-    with retrieve_current_functorch_interpreter().lower():
-        yield (
-            lambda tensor: torch._C._functorch._unwrap_for_grad(tensor, level),
-            lambda tensor: torch._C._functorch._wrap_for_grad(tensor, level),
-        )
 
 
 def _is_smooth(tensor: Tensor) -> bool:

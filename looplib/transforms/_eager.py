@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from looplib.optim._traced_update import FUSED_UPDATE, fused_update
 from looplib.transforms._expression import kind_of
@@ -29,8 +30,7 @@ def eager(graph: GraphModule) -> Callable[[list[Tensor]], Any]:
     """Function that runs a graph operation by operation, on a list of its inputs."""
     nodes = Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
-    _without_views(nodes)
-    numbers = _numbers(nodes)
+    numbers = _computed_once(nodes)
     _in_place(nodes)
     _call_directly(nodes)
     forward = GraphModule(graph, nodes).forward
@@ -56,20 +56,19 @@ def _replace(node: Node, by: Node) -> None:
     node.graph.erase_node(node)
 
 
-def _without_views(nodes: Graph) -> None:
-    """Remove views that are like the tensor that they view."""
-    for node in _operations(nodes):
-        if len(node.all_input_nodes) == 1 and is_same(node, viewed := node.all_input_nodes[0]):
-            _replace(node, viewed)
+def _computed_once(nodes: Graph) -> list[Tensor]:
+    """Remove views that are like the tensor that they view, and compute numbers that depend on nothing beforehand.
 
-
-def _numbers(nodes: Graph) -> list[Tensor]:
-    """Make numbers that depend on nothing the first inputs, and return them. Results are always new."""
+    Returns the numbers, which become the graph's first inputs. Results are always new.
+    """
     first = next(iter(nodes.nodes))
     results = _memory(nodes.find_nodes(op="output")[0].all_input_nodes)
     numbers: list[Tensor] = []
     for node in _operations(nodes):
-        if not node.all_input_nodes and not node.meta["val"].dim() and storage(node) not in results:
+        inputs = node.all_input_nodes
+        if len(inputs) == 1 and is_same(node, inputs[0]):
+            _replace(node, inputs[0])
+        elif not inputs and not node.meta["val"].dim() and storage(node) not in results:
             numbers.append(cast(Any, node.target)(*node.args, **node.kwargs))
             with nodes.inserting_before(first):
                 number = nodes.placeholder(f"number_{len(numbers)}")
@@ -141,21 +140,12 @@ def _call_directly(nodes: Graph) -> None:
             node.target = fused_update
         elif isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
             name = str(node.target).split(".")[1]
-            args, kwargs = _values(node.args), _values(node.kwargs)
+            args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
             method = getattr(Tensor, _METHODS.get(name, name), None)
             if is_tensor(node.args[0]) and _calls(method, node.target, args, kwargs):
                 node.op, node.target = "call_method", cast(Any, method).__name__
             elif _calls(getattr(torch, name, None), node.target, args, kwargs):
                 node.target = getattr(torch, name)
-
-
-def _values(arguments: Any) -> Any:
-    """Arguments of a node, with tensors without values."""
-    if isinstance(arguments, Node):
-        return arguments.meta["val"]
-    if isinstance(arguments, (tuple, list)):
-        return (tuple if isinstance(arguments, tuple) else list)(map(_values, arguments))
-    return {key: _values(value) for key, value in arguments.items()} if isinstance(arguments, dict) else arguments
 
 
 def _calls(function: Any, operation: Any, args: Any, kwargs: Any) -> bool:
@@ -185,9 +175,8 @@ class _Expecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_equal(one: Any, two: Any) -> bool:
-    leaves, structure = tree_flatten(one)
-    others, other_structure = tree_flatten(two)
-    return structure == other_structure and all(
+    leaves, others = tree_leaves(one), tree_leaves(two)
+    return len(leaves) == len(others) and all(
         a is b or (not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b))
         for a, b in zip(leaves, others, strict=True)
     )

@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 
 from looplib._core.checks import check
 from looplib.transforms._eager import eager
-from looplib.transforms._program import Program, fakes
+from looplib.transforms._program import Program, examples_of
 
 R = TypeVar("R")
 Compiled = Callable[[list[Tensor]], Any]
@@ -65,7 +65,7 @@ def _built(compile_graph: Callable[..., Compiled], program: Program) -> Compiled
     without_alpha(program.graph)
     powers_once(program.graph)
     with torch.no_grad():
-        return compile_graph(program.graph, fakes(program.graph), program.in_place)
+        return compile_graph(program.graph, examples_of(program.graph), program.in_place)
 
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Compiled]:
@@ -187,9 +187,6 @@ _INCLUDES = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _MACROS = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)\w", re.MULTILINE)
 
 
-_patching = threading.RLock()  # the two functions belong to the process
-
-
 class Kernel(NamedTuple):
     """A function `kernel` in C++, and the types of its arguments."""
 
@@ -201,36 +198,35 @@ class Kernel(NamedTuple):
 def compiled_together() -> Iterator[None]:
     """Compile the kernels of each graph that this thread compiles, or finds in Inductor's cache, in few files.
 
-    Another thread of looplib's that compiles waits, since otherwise the two would restore each other's functions.
+    Another thread of looplib's that compiles waits (`tracing.one_at_a_time`), since the functions belong to the process.
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    with _patching:
-        plain, plain_wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, threading.get_ident()
+    plain, plain_wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, threading.get_ident()
 
-        def cpp_pybinding(compiler: Any, argtypes: list[str], source: str) -> Any:
-            if threading.get_ident() != thread or _MACROS.search(source):
-                return plain(compiler, argtypes, source)
-            return Kernel(argtypes, source)
+    def cpp_pybinding(compiler: Any, argtypes: list[str], source: str) -> Any:
+        if threading.get_ident() != thread or _MACROS.search(source):
+            return plain(compiler, argtypes, source)
+        return Kernel(argtypes, source)
 
-        def wait(compiler: Any, scope: dict[str, Any]) -> None:
-            kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
-            try:
-                scope.update(zip(kernels, load(list(kernels.values())), strict=True))
-            except Exception:  # of any compiler: what is wrong with one kernel is said when it is compiled alone
-                scope.update({name: plain(compiler, *kernel) for name, kernel in kernels.items()})
-            plain_wait(compiler, scope)
-
-        patched: Any = AsyncCompile
-        patched.cpp_pybinding, patched.wait = cpp_pybinding, wait
+    def wait(compiler: Any, scope: dict[str, Any]) -> None:
+        kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
         try:
-            yield
-        finally:
-            patched.cpp_pybinding, patched.wait = plain, plain_wait
+            scope.update(zip(kernels, load(list(kernels.values())), strict=True))
+        except Exception:  # of any compiler: what is wrong with one kernel is said when it is compiled alone
+            scope.update({name: plain(compiler, *kernel) for name, kernel in kernels.items()})
+        plain_wait(compiler, scope)
+
+    patched: Any = AsyncCompile
+    patched.cpp_pybinding, patched.wait = cpp_pybinding, wait
+    try:
+        yield
+    finally:
+        patched.cpp_pybinding, patched.wait = plain, plain_wait
 
 
 def load(kernels: Sequence[Kernel]) -> list[Any]:
-    """Compile kernels, and return Python functions that call them."""
+    """Compile kernels in as many files as there are compilers at work, and return Python functions that call them."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from looplib._core.closures import is_installed, is_plain, walk
+from looplib._core.closures import Variable, is_installed, is_plain, walk
 from looplib._core.trees import same
 from looplib.optim._traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
@@ -21,37 +21,16 @@ from looplib.types import TrainState
 
 COUNTS = (*_COUNTS, "extra")  # values outside a graph
 
-# Kinds of tensors: in the graph's result, in state and batch, in the host's answers, and drawn beforehand.
-RESULT, GIVEN, ANSWER, DRAWN = range(4)
-
 Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
-Source = tuple[int | None, Any]  # (kind, index), or (None, function that reads a value that the step holds in Python)
 
 
-class Held(NamedTuple):
-    """A plain value or a tensor outside the state that a step may read.
-
-    Attributes:
-        name: its name in messages.
-        read: function that returns its current value.
-        value: its value when the step was traced.
-    """
-
-    name: str
-    read: Callable[[], Any]
-    value: Any
-
-
-def held_by(*functions: Any) -> list[Held]:
+def held_by(*functions: Any) -> list[Variable]:
     """Plain values and tensors outside the state that these functions may read.
 
     Variables of looplib's own wrappers are left out, since they never change.
     """
-    return [
-        Held(variable.path, variable.read, variable.value)
-        for variable in walk(*functions)
-        if is_plain(variable.value) and not is_installed(variable.owner)
-    ]
+    variables = walk(*functions)
+    return [variable for variable in variables if is_plain(variable.value) and not is_installed(variable.owner)]
 
 
 def modules_read(constants: Iterable[Tensor], *functions: Any) -> list[nn.Module]:
@@ -61,9 +40,9 @@ def modules_read(constants: Iterable[Tensor], *functions: Any) -> list[nn.Module
     return [module for module in modules if not read.isdisjoint(map(id, module.parameters()))]
 
 
-def changed(held: Iterable[Held]) -> list[str]:
+def changed(held: Iterable[Variable]) -> list[str]:
     """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
-    return [name for name, read, value in held if (now := read()) is not value and not _alike(now, value)]
+    return [path for _, _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
 
 
 def _alike(now: Any, value: Any) -> bool:
@@ -108,7 +87,7 @@ class Inputs(NamedTuple):
     batch: Any
     flat: list[Tensor]
     counts: Mapping[str, Any]
-    held: list[Held]
+    held: list[Variable]
     questions: dict[Any, Any]
 
 
@@ -117,8 +96,10 @@ class Traced:
     """A step as it was recorded.
 
     Attributes:
-        graph: takes a tensor for each of `inputs`, and returns every tensor of the outcome.
-        inputs: source of each placeholder.
+        graph: takes numbers drawn beforehand (if any), the constants, the tensors of the host's answers, and those of
+            state and batch, in this order. It returns every tensor of the outcome.
+        constants: functions that read the tensors that the step holds in Python.
+        given: number of tensors of state and batch.
         outcome: an `Outcome` and the arguments of `checks`, as a tree.
         checks: functions to call after a run.
         replaced: index of a tensor of the outcome -> index in the state of the one that it replaces.
@@ -129,12 +110,13 @@ class Traced:
     """
 
     graph: GraphModule
-    inputs: list[Source]
+    constants: list[Callable[[], Tensor]]
+    given: int
     outcome: Any
     checks: list[Callable[..., None]]
     replaced: dict[int, int]
     trained: frozenset[int]
-    held: list[Held]
+    held: list[Variable]
     streams: list[int]
     place: tuple[dict[Any, Any], Any]
 
@@ -144,34 +126,21 @@ class Program:
     """A graph and its calling convention.
 
     Attributes:
-        graph: takes the tensors of `inputs` as arguments, and returns those that it computes.
-        inputs: source of each placeholder.
-        outputs: source of each tensor of the outcome: `(RESULT, i)`, or an unchanged input.
-        written: names of the parameters, and of the buffers, that it writes in place.
-        in_place: indices of the inputs that are tensors of a donated state, which keep their addresses.
+        graph: takes the tensors that it needs as arguments, and returns those that it computes.
+        inputs: index of each argument among all that the traced graph takes.
+        rebuild: `rebuild(result, values, counts) -> (outcome, arguments of checks)`, from the graph's result and all
+            that the traced graph takes.
+        written: names of the parameters that it writes in place.
+        in_place: indices of the arguments that are tensors of a donated state, which keep their addresses.
         traced: the step that it was made from.
     """
 
     graph: GraphModule
-    inputs: list[Source]
-    outputs: list[Source]
-    written: tuple[set[str], set[str]]
+    inputs: list[int]
+    rebuild: Callable[[Any, Any, Any], tuple[Any, Any]]
+    written: set[str]
     in_place: list[int]
     traced: Traced
-
-    def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
-        """`rebuild(result, given, answers, counts) -> (outcome, arguments)`."""
-        return expression(self.traced.outcome, self._code_of).build("r, g, a, n")
-
-    def _code_of(self, _: Tensor, index: int) -> str:
-        """Code for a tensor of the outcome: in the graph's result, in what it was given, or in the host's answers."""
-        kind, source = self.outputs[index]
-        trained = kind == RESULT and index in self.traced.trained
-        return f"{'rga'[kind or 0]}[{source}]{'.requires_grad_()' * trained}"
-
-    def random(self) -> bool:
-        """True if it draws random numbers."""
-        return any(map(draws, self.graph.graph.nodes))
 
 
 def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Program:
@@ -181,13 +150,13 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
         traced: the step.
         donate: if True, the graph overwrites the old state with the new one as its last operation.
         apart: if True, results share no memory with the states, which a later step may overwrite, nor do tensors of
-            the new state with each other.
+            the new state with each other. Tensors that autograd wraps have no memory that could be compared.
     """
     graph = traced.graph.graph
     (output,) = graph.find_nodes(op="output")
     placeholders = graph.find_nodes(op="placeholder")
-    inputs = dict(zip(placeholders, traced.inputs, strict=True))
-    given = {source[1]: node for node, source in inputs.items() if source[0] == GIVEN}
+    values = {node: index for index, node in enumerate(placeholders)}
+    given = placeholders[len(placeholders) - traced.given :]
     old = {index: given[place] for index, place in traced.replaced.items()}
     results: list[Node] = list(output.args[0])
     graph.erase_node(output)
@@ -197,28 +166,31 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
         if _is_copy(results[index], node, written):
             results[index] = node
     if apart:
-        _separate(
-            graph, results, old, {*map(storage, given.values())}, len(expression(traced.outcome[0][:3]).tensors)
-        )
-    names = _overwrite(traced, graph, results, old) if donate else (set[str](), set[str]())
+        _separate(graph, results, old, {*map(storage, given)}, len(expression(traced.outcome[0][:3]).tensors))
+    names = _overwrite(traced, graph, results, old) if donate else set[str]()
 
-    sources = {node: source for node, source in inputs.items() if source[0] is not None}
-    computed = {node: index for index, node in enumerate(dict.fromkeys(n for n in results if n not in sources))}
+    computed = {node: index for index, node in enumerate(dict.fromkeys(n for n in results if n not in values))}
     graph.output(list(computed))
     graph.eliminate_dead_code()
-    for node in placeholders:
-        if not node.users:
-            graph.erase_node(node)
-            del inputs[node]
+    needed = [node for node in placeholders if node.users]
+    for node in values.keys() - needed:
+        graph.erase_node(node)
     graph.lint()
     traced.graph.recompile()
-    kept = {*old.values()} if any(names) else set()
+
+    def code_of(_: Tensor, index: int) -> str:
+        node = results[index]
+        if node in values:
+            return f"v[{values[node]}]"
+        return f"r[{computed[node]}]{'.requires_grad_()' * (index in traced.trained)}"
+
+    kept = {*old.values()} if donate else set()
     return Program(
         graph=traced.graph,
-        inputs=list(inputs.values()),
-        outputs=[sources.get(node) or (RESULT, computed[node]) for node in results],
+        inputs=[values[node] for node in needed],
+        rebuild=expression(traced.outcome, code_of).build("r, v, n"),
         written=names,
-        in_place=[index for index, node in enumerate(inputs) if node in kept],
+        in_place=[index for index, node in enumerate(needed) if node in kept],
         traced=traced,
     )
 
@@ -256,22 +228,15 @@ def _separate(graph: Graph, results: list[Node], old: Mapping[int, Node], taken:
             taken.add(storage(results[index]))
 
 
-def _overwrite(
-    traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]
-) -> tuple[set[str], set[str]]:
-    """Overwrite the old state with the new one, and return the names of the parameters and the buffers written."""
+def _overwrite(traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]) -> set[str]:
+    """Overwrite the old state with the new one, and return the names of the parameters written."""
     new = {index: results[index] for index, node in old.items() if results[index] is not node}
     for index in new:
         results[index] = old[index]
     for index in new.keys() - _written_by_kernels(graph, results, old, new):
         copy = graph.call_function(torch.ops.aten.copy_.default, (old[index], new[index]))
         copy.meta["val"] = old[index].meta["val"]
-    params, opt_state, buffers = traced.outcome[0][:3]
-    first_buffer = len(params) + len(expression(opt_state).tensors)
-    return (
-        {name for index, name in enumerate(params) if index in new},
-        {name for index, name in enumerate(buffers, first_buffer) if index in new},
-    )
+    return {name for index, name in enumerate(traced.outcome[0][0]) if index in new}  # the parameters come first
 
 
 def _written_by_kernels(
@@ -325,21 +290,14 @@ def memory_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def fakes(
-    graph: GraphModule, members: Sequence[int | None] = (), stacks: Mapping[int, Tensor] | None = None
-) -> list[Tensor]:
-    """Tensors without values like the graph's inputs, with a dimension of members in front if given.
-
-    `stacks` has inputs with that dimension, by index: a graph is specialized to their strides.
-    """
+def fakes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors without values like these."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imported here because it imports sympy
 
-    metas = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    sizes, stacks = list(members) or [None] * len(metas), stacks or {}
     with FakeTensorMode(shape_env=ShapeEnv()):  # otherwise Inductor would not use its cache
-        return [
-            memory_like(stacks.get(index, meta))
-            if size is None or index in stacks
-            else torch.empty((size, *meta.size()), dtype=meta.dtype, device=meta.device)
-            for index, (meta, size) in enumerate(zip(metas, sizes, strict=True))
-        ]
+        return [*map(memory_like, tensors)]
+
+
+def examples_of(graph: GraphModule) -> list[Tensor]:
+    """Tensors without values like the graph's inputs."""
+    return fakes(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))

@@ -216,8 +216,6 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
 
 # Hyperparameters that differ between the members
 
-LEAST = 5e-324  # the smallest positive number
-
 
 class per_member:
     """Hyperparameters per member of a stack: one value or schedule for each.
@@ -225,8 +223,8 @@ class per_member:
     >>> import looplib as ll, torch
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-3, 3e-3, 1e-2]), weight_decay=0.1)
 
-    Use it anywhere `ll.optimizer` takes a number or a schedule. If the value is 0 for some members and not for others
-    (weight decay, momentum), the update of all members includes the term, multiplied by 0 for those.
+    Use it anywhere `ll.optimizer` takes a number or a schedule. If the value is 0 for some members (weight decay,
+    momentum), the update includes the term, multiplied by 0 for those.
 
     Such an optimizer creates one initial state for all members. Rprop and ASGD store the learning rate in it: for
     these, create each member's initial state with an optimizer that has its own rate, and the step with `per_member`.
@@ -257,8 +255,7 @@ class per_member:
                 f"{self} has {len(self.values)} values, and the stack {asked.count} members: give one each"
             )
         asked.own = True
-        value = _at(self.values[asked.number], step)
-        return value or (LEAST if asked.without_zeros else value)
+        return _at(self.values[asked.number], step)
 
 
 def _at(value: Any, step: int) -> float:
@@ -271,13 +268,11 @@ class Asked:
 
     Attributes:
         number, count: index of the member, and number of members.
-        without_zeros: True if hyperparameters that are 0 are to be returned as nonzero.
         own: True if a hyperparameter with a value per member was asked for.
     """
 
     number: int
     count: int
-    without_zeros: bool
     own: bool = False
 
 
@@ -285,9 +280,9 @@ _asked: ContextVar[Asked | None] = ContextVar("looplib.transforms.asked", defaul
 
 
 @contextmanager
-def asking(count: int, without_zeros: bool) -> Iterator[Asked]:
+def asking(count: int) -> Iterator[Asked]:
     """Ask for the members of a stack in turn: the caller increases `number`."""
-    asked = Asked(0, count, without_zeros)
+    asked = Asked(0, count)
     token = _asked.set(asked)
     try:
         yield asked

@@ -24,27 +24,23 @@ from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.closures import is_library
+from looplib._core.closures import Variable, is_library
 from looplib._core.tracing import Count, UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._decompositions import RecurrentInParts
-from looplib.transforms._expression import as_answer, expression
+from looplib.transforms._expression import Expression, expression
 from looplib.transforms._program import (
-    ANSWER,
     COUNTS,
-    GIVEN,
     Core,
-    Held,
     Inputs,
     Question,
-    Source,
     Traced,
     changed,
     draws,
 )
 from looplib.types import TrainState
 
-HOSTS = "looplib_host"  # key in a node's metadata: index of the tensor in the host's answers
+FROM_HOST = "looplib_host"  # key in a node's metadata: it is a tensor of the host's answers
 
 _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a tracing tensor", "numpy")
 
@@ -52,8 +48,9 @@ _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a 
 def trace(
     core: Core,
     inputs: Inputs,
-    evaluate: Callable[[Question], Any],
+    evaluate: Callable[[Question], Expression],
     differentiable: bool = False,
+    stacked: bool = False,
     kernels_from: float = math.inf,
 ) -> Traced:
     """Trace a step.
@@ -63,6 +60,7 @@ def trace(
         inputs: the inputs for which the program is made.
         evaluate: function that returns the host's answer for this state.
         differentiable: True if the graph itself is to be differentiated.
+        stacked: True if the graph is to be mapped over members.
         kernels_from: number of parameters from which on a fused kernel updates them.
     """
     in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
@@ -75,7 +73,7 @@ def trace(
     def run(*tensors: Tensor) -> list[Tensor]:
         """Run the step on a state made of these tensors."""
         known = {id(tensor): index for index, tensor in enumerate(tensors)}
-        record = tracing.Trace(known, branch.ask, differentiable, kernels_from)
+        record = tracing.Trace(known, branch.ask, differentiable, stacked, kernels_from)
         counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
         params, buffers, opt_state = in_state.build()(tensors)
         state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
@@ -104,10 +102,20 @@ def trace(
             "a graph would keep what they were. Make them buffers (register_buffer), which are part of the state"
         )
     outcome, checks, replaced, streams = recorded
-    sources, streams = _tidied(graph, inputs.held, streams)
+    constants, streams = _tidied(graph, inputs.held, streams)
     trained = (i for i, name in enumerate(outcome[0][0]) if inputs.state.params[name].requires_grad)
-    place = branch.table, branch.key
-    return Traced(graph, sources, outcome, checks, replaced, frozenset(trained), inputs.held, streams, place)
+    return Traced(
+        graph=graph,
+        constants=constants,
+        given=len(inputs.flat),
+        outcome=outcome,
+        checks=checks,
+        replaced=replaced,
+        trained=frozenset(trained),
+        held=inputs.held,
+        streams=streams,
+        place=(branch.table, branch.key),
+    )
 
 
 def _better_error(error: Exception) -> UntraceableError | None:
@@ -138,32 +146,35 @@ def _replaced(out: Outcome, old: TrainState, known: dict[int, int]) -> dict[int,
     }
 
 
-def _tidied(graph: GraphModule, held: list[Held], streams: list[int]) -> tuple[list[Source], list[int]]:
-    """Make inputs of all that a graph reads, and return their sources, and the microbatch of each draw that is used."""
+def _tidied(
+    graph: GraphModule, held: list[Variable], streams: list[int]
+) -> tuple[list[Callable[[], Tensor]], list[int]]:
+    """Make inputs of all that a graph reads: the host's answers and the constants come before what it was given.
+
+    Returns functions that read the constants, and the microbatch of each draw that is used.
+    """
     nodes = graph.graph
     nodes.set_codegen(CodeGen())
-    placeholders = nodes.find_nodes(op="placeholder")
-    given = [node for node in placeholders if HOSTS not in node.meta]
-    answers = [node for node in placeholders if HOSTS in node.meta]
-    for node in answers:  # they are at the point where they were requested
-        given[0].prepend(node)
-    sources: list[Source] = [(ANSWER, node.meta[HOSTS]) for node in answers]
-    sources += [(GIVEN, index) for index in range(len(given))]
+    first = next(iter(nodes.nodes))
+    for node in nodes.find_nodes(op="placeholder"):
+        if FROM_HOST in node.meta:  # it is at the point where it was requested
+            first.prepend(node)
     # Tensors that the step holds in Python are read at each run.
-    reads = {id(value): read for _, read, value in held if isinstance(value, Tensor)}
+    constants: list[Callable[[], Tensor]] = []
+    reads = {id(value): read for _, _, _, read, value in held if isinstance(value, Tensor)}
     for node in nodes.find_nodes(op="get_attr"):
         if isinstance(value := getattr(graph, str(node.target), None), Tensor):
             with nodes.inserting_before(next(iter(nodes.nodes))):
-                constant = nodes.placeholder(f"constant_{len(sources)}")
+                constant = nodes.placeholder(f"constant_{len(constants)}")
             constant.meta.update(node.meta)
             node.replace_all_uses_with(constant)
             nodes.erase_node(node)
-            sources.insert(0, (None, reads.get(id(value), partial(_itself, value))))
+            constants.insert(0, reads.get(id(value), partial(_itself, value)))
     for node, stream in zip(filter(draws, nodes.nodes), streams, strict=True):
         node.meta["stream"] = stream
     nodes.eliminate_dead_code()
     graph.recompile()
-    return sources, [node.meta["stream"] for node in nodes.nodes if draws(node)]
+    return constants, [node.meta["stream"] for node in nodes.nodes if draws(node)]
 
 
 def _itself(value: Any) -> Any:
@@ -176,26 +187,24 @@ class _Branch:
     def __init__(
         self,
         questions: dict[Any, Any],
-        evaluate: Callable[[Question], Any],
+        evaluate: Callable[[Question], Expression],
         without_values: FakeTensorMode,
     ) -> None:
         self.table, self.key = questions, None
         self.evaluate, self.without_values = evaluate, without_values
-        self.tensors = 0  # number of tensors in the answers so far
 
     def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
         """The host's answer, with its tensors as inputs of the graph."""
         question = Question(function, sources, {})
         with _disable_current_modes():  # the host computes now, and nothing is recorded
-            answer = as_answer(self.evaluate(question))
+            answer = self.evaluate(question)
             inputs = [self.without_values.from_tensor(tensor) for tensor in answer.tensors]
         question = self.table.setdefault(self.key, question)
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         for tensor in inputs:
-            proxy = tracer.create_proxy("placeholder", f"host_{self.tensors}", (), {})
-            proxy.node.meta[HOSTS] = self.tensors
+            proxy = tracer.create_proxy("placeholder", f"host_{len(tracer.graph.nodes)}", (), {})
+            proxy.node.meta[FROM_HOST] = True
             track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
-            self.tensors += 1
         self.table, self.key = question.answers, answer.key()
         return answer.build()(inputs)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -19,7 +18,6 @@ from torch.func import functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from looplib._core.random import mix
@@ -27,26 +25,24 @@ from looplib._core.ranks import rank
 from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
-from looplib.steps import Outcome, spec_of
-from looplib.transforms._compile_step import step_of_graphs
+from looplib.steps import Outcome
+from looplib.transforms._compile_step import spec_without_graphs, step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
 from looplib.transforms._decompositions import mappable
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import (
-    ANSWER,
-    DRAWN,
-    GIVEN,
     Core,
     Inputs,
     Question,
     Traced,
     draws,
+    examples_of,
     fakes,
     is_tensor,
     memory_like,
     program_of,
 )
-from looplib.transforms._stacks import LEAST, _member, _Records, asking, members_of
+from looplib.transforms._stacks import _member, _Records, asking, members_of
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState
 
@@ -104,7 +100,7 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     The metrics have one value for each member; read them with `ll.transforms.compute_members`.
 
     Raises:
-        TypeError: `step` is a different function.
+        TypeError: `step` is a different function, or is compiled already (compile the step of the stack).
         ValueError: the state is not a stack; the wrappers of different members would do different things (for example
             average only some of them); or the number of `per_member` values is not the number of members.
         UntraceableError: sparse gradients; random numbers whose distribution depends on tensors in a way that cannot
@@ -112,11 +108,8 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
-    parts = spec_of(step, "vmap_step")
-    options: Mapping[str, Any] = {"backend": "eager"}
-    if parts.compiler is not None:
-        options = parts.compiler.options_for("vmap_step")
-    compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
+    parts = spec_without_graphs(step, "vmap_step")
+    compiler = _Stacked(parts.core, parts.donate, {"backend": "eager"}, parts.watched, own_batches)
     remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
     return remembered
 
@@ -135,9 +128,6 @@ class _Stacked(Compiler):
         if self.options.get("backend") != "eager":
             return super().compiled(options)
         return _Stacked(self.core, self.donate, options, self.watched, self.own_batches)
-
-    def options_for(self, transform: str) -> Mapping[str, Any]:
-        raise TypeError(f"{transform} got a step of a stack, as vmap_step returns it: give the step of one member")
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         self.count = members_of(state)
@@ -162,83 +152,52 @@ class _Stacked(Compiler):
         stacked = len(inputs.flat) - len(in_batch.tensors) * (not self.own_batches)
         varied: list[bool] = []  # for each number from the host, True if each member has its own
 
-        def evaluate(question: Question) -> Any:
+        def evaluate(question: Question) -> Expression:
             answers, varies = _answers(question, self.count, inputs.flat, inputs.counts)
             varied.extend(varies for _ in answers[0].tensors)
-            return answers[0].build()(answers[0].tensors)
+            return answers[0]
 
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
         batch = in_batch.build()(flat[-len(in_batch.tensors) :]) if in_batch.tensors else inputs.batch
         member = inputs._replace(state=_member(inputs.state, 0), batch=batch, flat=flat)
-        traced = trace(partial(_mappable, self.core), member, evaluate)
+        traced = trace(partial(_mappable, self.core), member, evaluate, stacked=True)
         mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
         program = program_of(mapped, self.donate)
-        draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True)))
-        machine = CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
-        machine.random = bool(drawings)
-        return machine
+        draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None
+        return CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
 
 
 def _mappable(core: Core, state: TrainState, batch: Any) -> Outcome:
     """The step, in operations that can be mapped over members."""
-    with sdpa_kernel(SDPBackend.MATH), _Dense():  # type: ignore[no-untyped-call]
+    with sdpa_kernel(SDPBackend.MATH):
         return core(state, batch)
-
-
-class _Dense(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse sparse gradients."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.layout is not torch.strided:
-            raise UntraceableError(
-                f"the step makes sparse gradients (shape {tuple(made.shape)}), which cannot be mapped over members: "
-                "leave out Embedding(sparse=True), and train the stack by an optimizer of dense gradients"
-            )
-        return made
 
 
 def _answers(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any]
 ) -> tuple[list[Expression], bool]:
     """The host's answer for each member, and True if members may have different answers."""
-    for without_zeros in (False, True):
-        answers, varies = _asked_for_each(question, count, flat, counts, without_zeros)
-        keys = [answer.key() for answer in answers]
-        number = next((number for number, key in enumerate(keys) if key != keys[0]), None)
-        if number is None:
-            return answers, varies
-        # torch's optimizers skip a term whose factor is 0. Unless it is 0 for all members, all have the term.
-        if {answer.source for answer in answers} != {"True", "False"}:
-            break
-    raise ValueError(
-        f"members 0 and {number} of the stack part in what their step does (on_host said "
-        f"{answers[0].source} and {answers[number or 0].source}): a counter of theirs differs, such as that "
-        "of an average when some updates were skipped. Step them in stacks of their own, by "
-        "ll.transforms.select_members"
-    )
-
-
-def _asked_for_each(
-    question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any], without_zeros: bool
-) -> tuple[list[Expression], bool]:
-    known: dict[str, Expression] = {}  # by argument: most members of most stacks get the same answer
     indices = [value for kind, value in question.sources if kind == "input"]
     rows = list(zip(*(flat[index].tolist() for index in indices), strict=True)) or [()] * count
+    known: dict[str, Expression] = {}  # by argument: most members of most stacks get the same answer
     answers: list[Expression] = []
-    with asking(count, without_zeros) as asked:
+    with asking(count) as asked:
         for number, row in enumerate(rows):
             asked.number = number
             if asked.own or str(row) not in known:
-                stripped = {index: _without_zero(flat[index][number], without_zeros) for index in indices}
-                known[str(row)] = as_answer(question.function(*question.arguments(stripped, counts)))
+                inputs = {index: flat[index][number] for index in indices}
+                known[str(row)] = as_answer(question.function(*question.arguments(inputs, counts)))
             answers.append(known[str(row)])
-        return answers, asked.own or bool(indices)
-
-
-def _without_zero(value: Tensor, now: bool) -> Tensor:
-    """A hyperparameter from the state (identified by its dtype, double) as if it were not 0."""
-    return value.clamp(min=LEAST) if now and value.dtype == torch.float64 and value == 0 else value
+    first, *others = (answer.key() for answer in answers)
+    for number, key in enumerate(others, 1):
+        if key != first:
+            raise ValueError(
+                f"members 0 and {number} of the stack part in what their step does (on_host said "
+                f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
+                "of an average when some updates were skipped. Step them in stacks of their own, by "
+                "ll.transforms.select_members"
+            )
+    return answers, asked.own or bool(indices)
 
 
 def _mapped(
@@ -247,27 +206,27 @@ def _mapped(
     """The step of one member mapped over all members, and the operations that draw its random numbers beforehand."""
     with torch.no_grad():
         pure = functionalize(traced.graph, remove="mutations")
-        one = make_fx(pure, mappable(), tracing_mode="fake")(*fakes(traced.graph))
+        one = make_fx(pure, mappable(), tracing_mode="fake")(*examples_of(traced.graph))
     _without_copies(one)
     _with_numbers_moved(one)
     drawings = drawn_beforehand(one)
-    inputs = [*product([DRAWN], range(len(drawings))), *traced.inputs]
-    stacks = {
-        place: stacked[index] for place, (kind, index) in enumerate(inputs) if kind == GIVEN and index < len(stacked)
-    }
-    of_members = [
-        place in stacks or kind == DRAWN or (kind == ANSWER and varied[index])
-        for place, (kind, index) in enumerate(inputs)
+    fixed = [None] * len(traced.constants)
+    shared = [None] * (traced.given - len(stacked))
+    dims = (*[0] * len(drawings), *fixed, *[0 if varies else None for varies in varied], *[0] * len(stacked), *shared)
+    likes = [node.meta["val"] for node in one.graph.find_nodes(op="placeholder")]
+    likes = [
+        like.new_empty((count, *like.size())) if dim == 0 else like for like, dim in zip(likes, dims, strict=True)
     ]
-    examples = fakes(one, [count if mapped else None for mapped in of_members], stacks)
-    dims = tuple(0 if mapped else None for mapped in of_members)
+    begin = len(likes) - traced.given
+    likes[begin : begin + len(stacked)] = stacked  # a graph is specialized to their strides
+    examples = fakes(likes)
     with torch.no_grad():
         all_of_them = torch.vmap(lambda *values: one(*values), in_dims=dims, randomness="error")
         graph = make_fx(lambda *values: [*map(_of_own_memory, all_of_them(*values))], tracing_mode="fake")(*examples)
     outcome: Any = traced.outcome[0], []  # an error of one member is not raised
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (output.args[0][: len(expression(outcome).tensors)],)
-    return replace(traced, graph=graph, inputs=inputs, outcome=outcome, checks=[]), drawings
+    return replace(traced, graph=graph, outcome=outcome, checks=[]), drawings
 
 
 def _of_own_memory(value: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Compiling as a transform: of each kind of step, in either order with the others, and what it refuses."""
 
-import gc
 import inspect
 import warnings
 from functools import partial
@@ -62,31 +61,6 @@ def test_steps_that_do_not_train_are_compiled_too(backend):
     assert all(not tensor.requires_grad for tensor in found["classes"])
 
 
-def test_a_stack_is_compiled_in_either_order():
-    model, optimizer = seeded(plain), ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-2, 1e-3]))
-    step = train_step(model, optimizer, donate=True)
-    outcomes = []
-    for mapped in (
-        ll.vmap_step(step),
-        ll.compile_step(ll.vmap_step(step)),
-        ll.vmap_step(ll.compile_step(step)),
-    ):
-        stack = ll.transforms.stack_states([ll.init_state(seeded(plain), optimizer, seed=seed) for seed in range(2)])
-        for batch in batches(4):
-            stack, metrics = mapped(stack, batch)
-        outcomes.append((stack, metrics))
-    first = outcomes[0][0]
-    assert first.step == 4
-    for stack, metrics in outcomes[1:]:
-        close(stack.params, first.params)
-        assert metrics["loss"].compute().shape == (2,)
-    evals = [ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})]
-    mapped = ll.vmap_step(evals[0])
-    again = ll.compile_step(mapped, **{"mode": "default"})
-    one, two = (ll.transforms.compute_members(each(first, batches(1)[0])) for each in (mapped, again))
-    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-12)
-
-
 def refused_calls():
     """name -> (call, what the message names)"""
     model = seeded(plain)
@@ -102,7 +76,7 @@ def refused_calls():
         "compiled": (lambda: ll.compile_step(compiled), [known, "ll.make_train_step"]),
         "a compiled stack": (lambda: ll.compile_step(ll.compile_step(stacked)), [known]),
         "smooth": (lambda: ll.compile_step(smooth), ["compile the outer train step"]),
-        "a stack of stacks": (lambda: ll.vmap_step(stacked), ["vmap_step", "a stack"]),
+        "a stack of compiled": (lambda: ll.vmap_step(compiled), ["vmap_step", "ll.compile_step(ll.vmap_step(step))"]),
         "a stack of smooth": (lambda: ll.vmap_step(smooth), ["vmap_step", "differentiable"]),
         "a smooth stack": (lambda: ll.transforms.differentiable(stacked), ["differentiable", "a stack"]),
         "a smooth eval step": (lambda: ll.transforms.differentiable(eval_step), ["differentiable", "'eval'"]),
@@ -131,19 +105,15 @@ def test_a_warning_shows_the_line_that_called_the_step():
     model.factor = 1.0
     grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch) * model.factor)
     step = ll.make_train_step(grad_fn, adamw())
-    single, stack = ll.init_state(model, adamw()), None
-    for wrapped in (ll.compile_step(step, **QUICK), ll.vmap_step(step)):
-        state = single if stack is None else stack
-        model.factor = 1.0
-        wrapped(state, batches(1)[0])
-        model.factor = 2.0
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            wrapped(state, batches(1)[0])
-            line = inspect.currentframe().f_lineno - 1
-        assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
-        assert "changed since the step was compiled" in str(caught[0].message)
-        stack = ll.transforms.stack_states([single])
+    compiled, state = ll.compile_step(step, **QUICK), ll.init_state(model, adamw())
+    compiled(state, batches(1)[0])
+    model.factor = 2.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(state, batches(1)[0])
+        line = inspect.currentframe().f_lineno - 1
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+    assert "changed since the step was compiled" in str(caught[0].message)
 
 
 class Counting(nn.Linear):
@@ -215,44 +185,3 @@ def test_conjugates_in_a_graph_are_conjugates(donate):
         return state.params
 
     close(trained(partial(ll.compile_step, **QUICK)), trained(lambda step: step))
-
-
-def test_the_collector_of_cycles_runs_again_after_a_step_is_compiled():
-    seen = []
-
-    def loss(model, batch):
-        seen.append(gc.isenabled())
-        return loss_fn(model, batch)
-
-    model = seeded(plain)
-    step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss), adamw()), **QUICK)
-    step(ll.init_state(model, adamw()), batches(1)[0])
-    assert (seen, gc.isenabled()) == ([False], True)
-
-
-@pytest.mark.parametrize("transform", [partial(ll.compile_step, **QUICK), lambda step: step], ids=["graph", "eager"])
-def test_a_line_search_tries_steps_from_one_state_and_keeps_the_best(transform):
-    raw, rates = seeded(plain), [0.01, 3.0, 0.3]
-    model, optimizer = seeded(plain), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
-    step, state = transform(train_step(model, optimizer)), ll.init_state(model, optimizer)
-    measure = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
-    chosen = []
-    for batch in batches(4):
-        best = None
-        for rate in rates:
-            values = [{"lr": torch.tensor(rate, dtype=torch.float64)}]
-            tried, _ = step(state.replace(opt_state={**state.opt_state, "hyperparameters": values}), batch)
-            loss = ll.compute(measure(tried, batch))["loss"]
-            best = min(best or (loss, rate, tried), (loss, rate, tried), key=lambda found: found[0])
-        _, rate, state = best
-        chosen.append(rate)
-
-        loss_fn(raw, batch).backward()
-        with torch.no_grad():
-            trials = [{name: p - rate * p.grad for name, p in raw.named_parameters()} for rate in rates]
-            losses = [loss_fn(partial(torch.func.functional_call, raw, trial), batch) for trial in trials]
-        assert rates[losses.index(min(losses))] == rate
-        raw.load_state_dict(trials[losses.index(min(losses))])
-        raw.zero_grad()
-    assert len({*chosen}) > 1
-    close(state.params, {name: p.detach() for name, p in raw.named_parameters()})

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,12 +11,11 @@ from torch import nn
 import looplib as ll
 
 
-def made(loss_fn=None, averaged=True, compiled=False, **options):
+def made(loss_fn=None, compiled=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     # A schedule, since a trace asks the host for its value, and a plain step does not.
-    optimizer = ll.optimizer(torch.optim.SGD, lr=ll.schedules.cosine(0.1, total=10), momentum=0.9)
-    optimizer = ll.optim.ema(optimizer, decay=0.9) if averaged else optimizer
+    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.schedules.cosine(0.1, total=10), momentum=0.9), decay=0.9)
     grad_fn = ll.make_grad_fn(model, loss_fn or (lambda model, x: model(x).square().mean()))
     step = ll.make_train_step(grad_fn, optimizer, **options)
     return ll.compile_step(step, backend="eager") if compiled else step, ll.init_state(model, optimizer)
@@ -40,28 +40,6 @@ class Waiting:
         return model(x).square().mean()
 
 
-def in_thread(function):
-    results = []
-
-    def run():
-        try:
-            results.append(function())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
-
-
-def result_of(thread, results):
-    thread.join(120)
-    assert not thread.is_alive()
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
-
-
 @pytest.fixture
 def batches():
     return [torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -79,45 +57,32 @@ def assert_same(one, other):
     assert one.step == other.step
 
 
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_plain_step_while_another_thread_traces(batches, expected, donate):
+def test_a_plain_step_while_another_thread_traces(batches, expected, donate, pool):
     waiting = Waiting()
-    compiled, state = made(waiting, compiled=True)
-    running = in_thread(lambda: steps_of(compiled, state, batches))
+    running = pool.submit(steps_of, *made(waiting, compiled=True), batches)
     assert waiting.entered.wait(120)
     try:
-        plain, start = made(donate=donate)
-        taken = steps_of(plain, start, batches)
+        taken = steps_of(*made(donate=donate), batches)
     finally:
         waiting.proceed.set()
     assert_same(taken, expected)
-    assert_same(result_of(*running), expected)
+    assert_same(running.result(120), expected)
 
 
-def test_two_traces_at_once(batches, expected):
+def test_two_traces_at_once(batches, expected, pool):
     waiting = Waiting()
     (one, state), (other, start) = made(waiting, compiled=True), made(compiled=True)
-    running = in_thread(lambda: steps_of(one, state, batches))
+    running = pool.submit(steps_of, one, state, batches)
     assert waiting.entered.wait(120)
-    meanwhile = in_thread(lambda: steps_of(other, start, batches))
+    meanwhile = pool.submit(steps_of, other, start, batches)
     time.sleep(0.5)  # in which it comes as far as it can; the result is to be the same however far that is
     waiting.proceed.set()
-    assert_same(result_of(*running), expected)
-    assert_same(result_of(*meanwhile), expected)
-
-
-def test_a_trace_within_a_trace_waits_for_nothing(batches):
-    inner_step, start = made(averaged=False)
-    inner_step, start = ll.transforms.differentiable(inner_step), ll.copy_state(start)
-    model = nn.Linear(3, 1, bias=False)
-
-    def meta_loss(model, x):
-        state, _ = inner_step(start, x * model.weight)
-        return sum(tensor.square().sum() for tensor in state.params.values())
-
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, meta_loss)
-    state = ll.init_state(model, optimizer)
-    plain = steps_of(ll.make_train_step(grad_fn, optimizer), state, batches)
-    compiled = steps_of(ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager"), state, batches)
-    torch.testing.assert_close(compiled.params, plain.params)
+    assert_same(running.result(120), expected)
+    assert_same(meanwhile.result(120), expected)

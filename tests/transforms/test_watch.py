@@ -110,6 +110,7 @@ class Steps:
         assert self.compiled.compiler.compilations == compilations
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("loss_fn", "owner", "name"),
     [

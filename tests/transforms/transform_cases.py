@@ -18,6 +18,10 @@ def batches(count=5, size=6, members=(), dtype=torch.float64, **scales):
     return found
 
 
+def counts(state):
+    return state.step, state.epoch, state.batch, state.samples, state.batch_samples, state.batch_steps, state.seed
+
+
 def classify(model, batch):
     x, y = batch
     return F.cross_entropy(model(x), y)

@@ -203,21 +203,6 @@ def test_other_updates_are_those_of_the_class(make):
     assert near(model, optimizer) == {dampened: [0, 0], mixed: [2], with_gaps: [1, 1]}.get(make, [0])
 
 
-@pytest.mark.slow
-def test_a_stack_and_a_differentiated_step_have_no_kernel():
-    model, optimizer = Many(64), OPTIMIZERS["AdamW"]()
-    plain, _ = steps_of(model, optimizer, False, **QUICK)
-    (batch,) = batches(model, 1)
-    start = ll.init_state(model, optimizer)
-    expected, _ = plain(start, batch)
-    stacked = ll.vmap_step(plain)
-    stack, _ = stacked(ll.transforms.stack_states([start, start]), batch)
-    state, _ = ll.transforms.differentiable(plain)(start, batch)
-    for found in (ll.transforms.unstack_states(stack)[1], state):
-        torch.testing.assert_close(dict(found.params), dict(expected.params))
-    assert kernels_in(stacked) == [0]
-
-
 def test_a_gradient_with_other_strides_is_paired_by_its_indices():
     def updated(grad):
         param = torch.ones(2, 3)

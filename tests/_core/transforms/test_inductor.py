@@ -79,3 +79,15 @@ def test_a_scaled_sum_in_two_operations_is_rounded_as_in_one(dtype):
     for found, expected in zip(graph(x, y), plain(x, y), strict=True):
         assert found.dtype is expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # one operation rounds once, two twice
+
+
+def test_a_power_is_computed_once_and_not_for_each_element():
+    def scaled(x, step):
+        return x / (1 - 0.9**step).sqrt()
+
+    inputs = torch.randn(3, 4), torch.tensor(3.0)
+    graph = make_fx(scaled, tracing_mode="fake")(*inputs)
+    _inductor.powers_once(graph)
+    (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
+    assert node.args[1].target is torch.ops.aten.as_strided.default  # which Inductor writes to memory
+    assert torch.equal(graph(*inputs), scaled(*inputs))

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -107,22 +105,6 @@ def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(mo
     assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
 
 
-def test_two_threads_that_compile_at_once_leave_inductor_as_it_was():
-    before, second_is_in = (AsyncCompile.cpp_pybinding, AsyncCompile.wait), threading.Event()
-
-    def second():
-        with _inductor.compiled_together():
-            second_is_in.set()
-            time.sleep(0.1)  # without the lock, the first thread leaves in this time
-
-    with _inductor.compiled_together():
-        thread = threading.Thread(target=second)
-        thread.start()
-        assert not second_is_in.wait(0.1)
-    thread.join()
-    assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
-
-
 # The check of vector instructions
 
 
@@ -177,15 +159,6 @@ def test_an_error_that_stays_is_raised(isa):
     with pytest.raises(OSError, match="no such instruction"):
         without_isa_check(compile, {})
     assert len(used) == 2
-
-
-def test_an_interrupt_ends_compiling(isa):
-    def compile(settings):
-        assert settings
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        without_isa_check(compile, {})
 
 
 def test_what_is_compiled_afterwards_by_torch_itself_is_checked(isa):
