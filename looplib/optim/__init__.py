@@ -4,7 +4,7 @@ from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
 from looplib.optim._optimizer import optimizer
-from looplib.optim._parameters import freeze, master_weights, partition
+from looplib.optim._parameters import freeze, master_weights, own_steps, partition
 from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale, skip_spikes
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "injected",
     "master_weights",
     "optimizer",
+    "own_steps",
     "partition",
     "set_hyperparameters",
     "skip_spikes",

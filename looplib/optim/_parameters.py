@@ -13,7 +13,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_type
 from looplib._core.mappings import in_dtypes_of, mapped, pick
 from looplib._core.records import with_repr
-from looplib._core.tracing import on_host
+from looplib._core.tracing import on_host, tracing
 from looplib._core.updates import Decision, any_of, decided, flags_of, leaves_of, update_where, updated
 from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Updated, name_of, update_within, wrap, wrong_state
@@ -182,6 +182,35 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
         return update_within(optimizer, pick(grads, chosen), opt_state, params, step, **info)
 
     return wrap(optimizer, freeze, {"frozen": frozen}, {}, update_=update_)
+
+
+def own_steps(optimizer: Optimizer) -> Optimizer:
+    """Step count of its own: schedules of this optimizer follow its own updates instead of `state.step`.
+
+    >>> import looplib as ll, torch
+    >>> def adam(total):
+    ...     return ll.optimizer(torch.optim.Adam, lr=ll.schedules.cosine(1e-3, total=total))
+    >>> networks = {"critic": ll.optim.own_steps(adam(5000)), "generator": ll.optim.own_steps(adam(1000))}
+    >>> optimizer = ll.optim.partition(networks, lambda name, tensor: name.split(".")[0])
+
+    Use it for the parts of a `partition` that are updated by steps of their own, such as a critic with five updates for
+    each of the generator's: `state.step` counts the updates of both. The count is kept in `opt_state["updates"]`, and is
+    not moved by updates that are skipped or go to other parts.
+
+    Args:
+        optimizer: the optimizer whose schedules, and wrappers that depend on the step, are to follow its own updates.
+    """
+
+    def count(opt_state: Any, step: Any) -> Any:
+        return opt_state["updates"] if tracing() else int(opt_state["updates"])
+
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
+        out = update_within(optimizer, grads, opt_state, params, count(opt_state, step), **info)
+        opt_state["updates"] += 1
+        return out
+
+    keeps = {"updates": lambda params, **extra: torch.tensor(0)}
+    return wrap(optimizer, own_steps, {}, keeps, update_=update_, step_of=count)
 
 
 def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -177,23 +177,9 @@ def update_of_others(
     plan: Any, grads: Grads, opt_state: Any, params: Params, step: int, seed: int, evaluate: Evaluate | None
 ) -> dict[str, Any]:
     """Run the step of a third-party class on these tensors, and return a new record of what it keeps."""
-    recipe, makers = plan.recipe, plan.probe.makers
+    recipe = plan.recipe
     tensors, first = pick(params, grads), without_state(opt_state) & grads.keys()
-    if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
-        instance = recipe.build(params, plan.members)
-    else:
-        instance = plan.instance(plan.values)
-    values = recipe.values_at(instance.param_groups, opt_state, step)
-    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
-        group.update({key: deepcopy(v) if isinstance(v, (list, dict, set)) else v for key, v in numbers.items()})
-        group["params"] = [tensors[name] for name in names if name in tensors]
-    of_constructor, instance.state = instance.state, defaultdict(dict)
-    for name, tensor in tensors.items():
-        kept = of_constructor[tensor] if name in first else opt_state["state"][name]
-        made = {} if name in first else makers[name]
-        instance.state[tensor] = {key: made[key](value) if key in made else value for key, value in kept.items()}
-    shared = opt_state.get("shared", {})
-    instance.state.update({key: value for key, value in shared.items() if value is not None})
+    instance = _instance(plan, opt_state, params, tensors, step, first)
     closure = []
     if recipe.needs_closure:
         closure = [closure_over(evaluate, recipe.cls, tensors, [])]
@@ -203,17 +189,47 @@ def update_of_others(
         for name, tensor in tensors.items():
             tensor.grad = grads[name]
         plan.step(instance, *closure)
+    return _kept_by(instance, plan, opt_state, tensors, first)
+
+
+def _instance(
+    plan: Any, opt_state: Any, params: Params, tensors: Params, step: int, first: Set[str]
+) -> torch.optim.Optimizer:
+    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor."""
+    if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
+        instance = plan.recipe.build(params, plan.members)
+    else:
+        instance = plan.instance(plan.values)
+    values = plan.recipe.values_at(instance.param_groups, opt_state, step)
+    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
+        group.update({key: deepcopy(v) if isinstance(v, (list, dict, set)) else v for key, v in numbers.items()})
+        group["params"] = [tensors[name] for name in names if name in tensors]
+    of_constructor, instance.state = instance.state, defaultdict(dict)
+    for name, tensor in tensors.items():
+        if name in first:
+            instance.state[tensor] = of_constructor[tensor]
+            continue
+        made, kept = plan.probe.makers[name], opt_state["state"][name]
+        instance.state[tensor] = {key: made[key](value) if key in made else value for key, value in kept.items()}
+    shared = opt_state.get("shared", {})
+    instance.state.update({key: value for key, value in shared.items() if value is not None})
+    return instance  # type: ignore[no-any-return]
+
+
+def _kept_by(instance: Any, plan: Any, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
+    """What an instance keeps after its step, as a new record."""
+    makers = plan.probe.makers
     created: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         created[name] = instance.state[tensor]
         if name in first or makers[name]:
-            created[name], makers[name] = packed(recipe, name, created[name])
+            created[name], makers[name] = packed(plan.recipe, name, created[name])
     new = with_created(opt_state, created, first)
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
         new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
-    if shared:
-        new["shared"] = {key: instance.state.get(key) for key in shared}
+    if "shared" in opt_state:
+        new["shared"] = {key: instance.state.get(key) for key in opt_state["shared"]}
     return new
 
 

@@ -30,6 +30,7 @@ def wrap(
     decide: Callable[..., Any] | None = None,
     evaluation: Evaluation | None = None,
     within: Callable[[Grads, Params, Any], tuple[Grads, Params]] | None = None,
+    step_of: Callable[[Any, int], Any] = lambda opt_state, step: step,
 ) -> Optimizer:
     """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state, beside the entries that it `keeps`.
 
@@ -38,7 +39,8 @@ def wrap(
     `factory(optimizer, **settings)` is the call that makes it, from which its repr and its description are made.
     `decide(flag, opt_state, grads, metrics, step)` is given what the inner optimizer has decided, and returns the same
     with its own part. By default, an update is that of the inner optimizer. `within(grads, params, opt_state)` returns the
-    gradients and parameters that the inner optimizer decides about, if they are different ones.
+    gradients and parameters that the inner optimizer decides about, if they are different ones, and
+    `step_of(opt_state, step)` the step that it decides at.
     """
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
@@ -55,7 +57,7 @@ def wrap(
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
             raise wrong_state(opt_state, name_of(description, name), expected)
         seen, of = (grads, params) if within is None else within(grads, params, opt_state)
-        flag, inner = decided(optimizer, seen, opt_state["inner_state"], metrics, of, step)
+        flag, inner = decided(optimizer, seen, opt_state["inner_state"], metrics, of, step_of(opt_state, step))
         if inner is not opt_state["inner_state"]:
             opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
@@ -67,7 +69,7 @@ def wrap(
         update_ or partial(update_within, optimizer),
         decide_both,
         evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, own["inner_state"])),
-        lambda own, step: optimizer.hyperparameters(own["inner_state"], step),
+        lambda own, step: optimizer.hyperparameters(own["inner_state"], step_of(own, step)),
         description,
         optimizer.kernel,
     )
