@@ -67,7 +67,7 @@ def update(model, adam, rollout, batch, orders):
 
 
 def recorded(monkeypatch, recipe, name):
-    """What a function of the recipe returns from now on."""
+    """Results of a function of the recipe, from now on."""
     function, results = getattr(recipe, name), []
 
     def record(*args, **options):
