@@ -50,6 +50,10 @@ SMALL = {
     "language_model_ddp": (LANGUAGE | {"sample": 8, "precision": "float32"}, {"loss": (0, 4)}),
     "language_model_fsdp": (LANGUAGE | {"precision": "float32"}, {"loss": (0, 4)}),
     "optuna_pruning": ({"trials": 3, "epochs": 2}, {"accuracy": (0.5, 1), "share": (1, 1)}),
+    "ppo_cartpole": (
+        {"iterations": 8, "environments": 8, "steps": 32, "passes": 4, "lr": 1e-2, "width": 16, "log_every": 2},
+        {"mean_return": (20, 500)},
+    ),
     "restore_vowels": (
         {
             "steps": 6,
