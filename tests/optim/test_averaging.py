@@ -377,3 +377,62 @@ def test_buffers_may_be_averaged_where_there_are_none(kind, counter, donate):
         ends.append(ll.eval_state(optimizer, state))
         assert not equal(ends[-1].params, state.params)
     assert bits((ends[0].params, ends[0].buffers)) == bits((ends[1].params, ends[1].buffers))
+
+
+@both_steps
+def test_ema_on_one_group_only(donate):
+    optimizer = ll.optim.partition(
+        {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},
+        lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    )
+    model = net()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(model)
+    raw_loop(model, raw_adamw(model), batches(20), lambda step: averaged.update_parameters(model))
+    state = run(net(), optimizer, batches(20), donate)
+    own, average = dict(model.named_parameters()), dict(averaged.module.named_parameters())
+    expected = {name: average[name] if p.ndim == 2 else p for name, p in own.items()}
+    assert equal(ll.eval_state(optimizer, state).params, expected)
+
+
+def diffusers_decay(step, decay, inv_gamma, power):
+    """`EMAModel.get_decay` of diffusers with `use_ema_warmup`, as published; its step counts from 1 at the first call."""
+    return min(1 - (1 + step / inv_gamma) ** -power, decay)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_function_of_the_decay_is_first_called_with_one_and_moves_the_average_by_lerp(start):
+    calls = []
+
+    def decay(count):
+        calls.append(count)
+        return diffusers_decay(count, 0.95, 2.0, 0.7)
+
+    model, optimizer = net(), ll.ema(adamw(), decay, start=start)
+    raw, expected = raw_adamw(model), None
+    state = run(net(), optimizer, batches(8), False)
+    for number, x in enumerate(batches(8), 1):
+        expected = average_of(model) if number - 1 == start == 0 else expected
+        raw.zero_grad()
+        loss_fn(model, x).backward()
+        raw.step()
+        if number == start:
+            expected = average_of(model)
+        elif number > start:
+            weight = 1 - ll.optim.ema_warmup(0.95, inv_gamma=2.0, power=0.7)(number - start)
+            torch._foreach_lerp_(list(expected.values()), [p.detach() for p in model.parameters()], weight)
+    assert calls == list(range(1, 9 - start))
+    assert equal(state.opt_state["average"]["params"], expected)
+
+
+def average_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("inv_gamma", "power"), [(1.0, None), (None, 0.75), (10.0, 1.0)])
+def test_the_warmup_is_that_of_diffusers(inv_gamma, power):
+    warmup = ll.optim.ema_warmup(0.999, inv_gamma=inv_gamma, power=power)
+    for step in (1, 2, 10, 1000, 10**6):
+        assert warmup(step) == diffusers_decay(step, 0.999, inv_gamma or 1.0, power or 2 / 3)
+    with pytest.raises(ValueError, match="inv_gamma is -1"):
+        ll.optim.ema_warmup(0.9, inv_gamma=-1)

@@ -462,3 +462,9 @@ def test_where_takes_trees_of_one_kind(flag):
         with pytest.raises(ValueError, match="shapes and dtypes"):
             ll.optim.where(torch.tensor(flag), torch.ones(2), other)
     assert ll.optim.where(torch.tensor(flag), nn.Parameter(torch.ones(2)), torch.zeros(2)).requires_grad
+
+
+def test_master_weights_pass_on_the_metrics_of_an_update():
+    model, optimizer = net().bfloat16(), ll.optim.master_weights(report(adamw()))
+    _, metrics = made_step(model, optimizer, "donated")(ll.init_state(model, optimizer), batches(1)[0].bfloat16())
+    assert ll.compute(metrics)["moved"] > 0

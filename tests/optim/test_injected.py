@@ -271,3 +271,20 @@ def test_one_made_by_hand_tells_what_it_says():
     says = ll.types.Optimizer(plain.init, plain.update_, hyperparameters=lambda opt_state, step: {"lr": 0.5 * step})
     state = ll.init_state(model(), plain).replace(step=4)
     assert [ll.optim.hyperparameters(one, state) for one in (quiet, says)] == [{}, {"lr": 2.0}]
+
+
+def test_a_plateau_lowers_the_rates_of_all_groups_as_torchs_own_does():
+    optimizer = ll.optimizer(
+        torch.optim.SGD, lr=ll.optim.injected(0.1), groups=[(is_vector, {"lr": ll.optim.injected(0.02)})]
+    )
+    state = ll.init_state(net := model(), optimizer)
+    torchs = torch.optim.SGD([{"params": net[0].bias, "lr": 0.02}, {"params": net[0].weight}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torchs, factor=0.3, patience=0)
+    best = float("inf")
+    for loss in (1.0, 2.0, 0.5, 0.7, 0.8):
+        if loss >= best:
+            state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr * 0.3)
+        best = min(best, loss)
+        scheduler.step(loss)
+    vectors, rest = (group["lr"] for group in torchs.param_groups)
+    assert ll.optim.hyperparameters(optimizer, state) == {"lr": rest, "lr/0": vectors}

@@ -302,3 +302,19 @@ def test_parameters_without_elements_are_finite(way):
     step = make_train_step(ll.make_grad_fn(model, lambda model, x: (x @ model[0]).sum()), optimizer, **WAYS[way])
     state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
     assert (state.step, state.skipped) == (1, False)
+
+
+def test_a_loss_that_has_changed_for_good_is_accepted_in_the_end():
+    optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=1.0), window=8, sigmas=3.0, max_consecutive=0)
+    params, skipped = {"w": torch.zeros(1)}, []
+    opt_state = optimizer.init(params)
+    for at in range(40):
+        loss = (1.0 if at < 20 else 10.0) + 0.01 * (at % 2)
+        new, opt_state, _ = optimizer.update(
+            {"w": torch.ones(1)}, opt_state, params, at, metrics={"loss": ll.Mean(loss)}
+        )
+        skipped += [at] if new is params else []
+        params = new
+    assert skipped[0] == 20
+    assert 1 <= len(skipped) <= 4
+    assert skipped == list(range(20, 20 + len(skipped)))
