@@ -97,7 +97,15 @@ def check_flag(flag: Any) -> None:
 
 def decided(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: Any, step: int) -> tuple[Any, Any]:
     """Decision of an optimizer and its state, after checking that there are two values, and that the first is a flag."""
-    out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
+    try:
+        out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
+    except KeyError as error:
+        if error.args == ("inner_state",) and isinstance(opt_state, dict) and "inner_state" not in opt_state:
+            raise ValueError(
+                f"opt_state holds {', '.join(opt_state)}, and no inner_state, which this optimizer's wrapper reads: the state "
+                "was made by another optimizer. Make it with this one, ll.init_state(model, optimizer)"
+            ) from error
+        raise
     if type(out) is not tuple or len(out) != 2:
         raise TypeError(f"an optimizer's decide returned {_kind(out)}; it returns two values, (flag, opt_state)")
     if out[0] is not True:

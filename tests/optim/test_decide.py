@@ -468,3 +468,17 @@ def test_master_weights_pass_on_the_metrics_of_an_update():
     model, optimizer = net().bfloat16(), ll.optim.master_weights(report(adamw()))
     _, metrics = made_step(model, optimizer, "donated")(ll.init_state(model, optimizer), batches(1)[0].bfloat16())
     assert ll.compute(metrics)["moved"] > 0
+
+
+def test_a_users_wrapper_on_the_state_of_another_optimizer_is_refused_by_name():
+    def wrapped(optimizer):
+        def decide(grads, opt_state, metrics, **info):
+            flag, inner = optimizer.decide(grads, opt_state["inner_state"], metrics, **info)
+            return flag, {**opt_state, "inner_state": inner}
+
+        return dataclasses.replace(optimizer, decide=decide)
+
+    model, optimizer = net(), adamw()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), wrapped(optimizer))
+    with pytest.raises(ValueError, match="opt_state holds state, and no inner_state"):
+        step(ll.init_state(model, optimizer), batches(1)[0])
