@@ -528,7 +528,8 @@ class TrainStep(Protocol):
     >>> state, metrics = noisy_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     """
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]: ...
+    # The records are `Metric`s. Most are `Mean`s, whose `item()` a user's type checker is to accept.
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]: ...
 
 
 class EvalStep(Protocol):
@@ -541,7 +542,7 @@ class EvalStep(Protocol):
     {'mean': 1.5}
     """
 
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Metric]: ...
+    def __call__(self, state: TrainState, batch: Any) -> dict[str, Any]: ...
 
 
 class PredictStep(Protocol):
