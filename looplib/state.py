@@ -217,7 +217,8 @@ def end_epoch(state: TrainState) -> TrainState:
     """Start the next epoch of a stream: call it after the `for` loop over the loader.
 
     Loaders with a length do not need it, because each step compares its batch with `epoch_length`. The end of a
-    stream is known only when it is reached.
+    stream is known only when it is reached. In a loop without a loader, call it where an epoch is to end, such as after
+    each rollout in reinforcement learning: predicates such as `after_epochs` then count these.
 
     >>> import looplib as ll
     >>> state = ll.end_epoch(ll.TrainState(batch=3, step=3))

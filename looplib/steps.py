@@ -42,15 +42,15 @@ from looplib._core.records import Made, chain, made, mark, with_repr, without_re
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
-    announced,
     any_of,
-    copied,
-    copied_params,
-    decided,
+    call_decide,
+    call_update,
+    copy_params,
+    copy_tree,
+    flags_in_graph,
     new_tensors,
     read,
     update_where,
-    updated,
 )
 from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
@@ -241,7 +241,7 @@ def _train_step(
                 forward_params, new_buffers = forward_writes(new_buffers, params)
                 if donate:
                     undo.learn()
-                decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
+                decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, step)
                 applied = read(decision)
             finally:
                 # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
@@ -258,8 +258,8 @@ def _train_step(
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned = params
             else:  # what the forward pass has written are copies already
-                owned = {**copied_params(grads.keys() - forward_params.keys(), params), **forward_params}
-                next_opt_state, lease = copied(next_opt_state), None
+                owned = {**copy_params(grads.keys() - forward_params.keys(), params), **forward_params}
+                next_opt_state, lease = copy_tree(next_opt_state), None
             info = {
                 "applied": applied,
                 "metrics": metrics,
@@ -268,18 +268,9 @@ def _train_step(
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
             torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
-            new_params, new_opt_state, more = updated(optimizer, grads, next_opt_state, dict(owned), step, info)
-            replaced = new_tensors(new_params, owned, grads)  # by a functional update
-            if (
-                donate and replaced
-            ):  # the module holds the tensors that the step owns, and the new state may keep them
-                given = [owned[name] for name in replaced]
-                new_opt_state = _apart(new_opt_state, given)
-                for tensor, value in zip(given, replaced.values(), strict=True):
-                    tensor.copy_(value)
-            else:
-                for name, tensor in replaced.items():
-                    owned[name] = tensor.detach().requires_grad_(owned[name].requires_grad)
+            new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
+            if replaced := new_tensors(new_params, owned, grads):  # by a functional update
+                new_opt_state = _take_over(replaced, owned, new_opt_state, in_place=donate)
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
@@ -295,14 +286,31 @@ def _train_step(
     return train_step
 
 
+def _take_over(replaced: Params, owned: Params, opt_state: Any, in_place: bool) -> Any:
+    """Take the new tensors of a functional update as the parameters, and return the optimizer's state.
+
+    In place, their values go into the tensors that the step owns, since the module holds these. The optimizer's state may
+    have kept them as the values of before, and then gets copies.
+    """
+    if not in_place:
+        for name, tensor in replaced.items():
+            owned[name] = tensor.detach().requires_grad_(owned[name].requires_grad)
+        return opt_state
+    given = [owned[name] for name in replaced]
+    opt_state = _apart(opt_state, given)
+    for tensor, value in zip(given, replaced.values(), strict=True):
+        tensor.copy_(value)
+    return opt_state
+
+
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
     """The step for graphs, from the same parts: to own is to copy, and tensors choose whether the update is made."""
 
     def core(state: TrainState, batch: Any) -> Outcome:
         out = grad_fn(state, batch, GradRequest())
         params, _, opt_state = trees_of(state)
-        decision, opt_state = decided(optimizer, out.grads, opt_state, out.metrics, params, state.step)
-        flags = announced(decision)
+        decision, opt_state = call_decide(optimizer, out.grads, opt_state, out.metrics, params, state.step)
+        flags = flags_in_graph(decision)
         forward_params, buffers = forward_writes(out.buffers, params)
         info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
         start = {**params, **forward_params}

@@ -165,6 +165,9 @@ HOLDS = {
     "Freeze layers 2": lambda n: moved(n) == {"0.weight", "0.bias", "2.weight", "2.bias"},
     f"{TWO} 1": lambda n: counts(n, "critic", "generator") == [(8, 1, 256), (8, 0, 0)],
     f"{TWO} 2": lambda n: counts(n, "critic", "actor") == [(8, 1, 256), (8, 0, 0)],
+    "Set the learning rate by hand, or by the epoch 1": lambda n: (
+        ll.optim.hyperparameters(n["optimizer"], n["state"]) == {"lr": 1e-2 * 0.5**3}
+    ),
     "Use the model between steps 1": lambda n: len({tuple(each.tolist()) for each in n["rollouts"]}) == 4,
     "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),
     "Let a loss depend on the step 1": lambda n: n["with_smoothing"](n["state"], ())[1] == 0.2 - 16 / 100,

@@ -95,7 +95,7 @@ def check_flag(flag: Any) -> None:
     raise TypeError(f"decide returned {kind} as its flag: give True, False, or a 0-dim bool tensor")
 
 
-def decided(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: Any, step: int) -> tuple[Any, Any]:
+def call_decide(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: Any, step: int) -> tuple[Any, Any]:
     """Decision of an optimizer and its state, after checking that there are two values, and that the first is a flag."""
     try:
         out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
@@ -114,7 +114,7 @@ def decided(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: An
     return out
 
 
-def updated(
+def call_update(
     optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
 ) -> tuple[Any, Any, Mapping[str, Any]]:
     """The parameters, the state and further metrics of an update on tensors that it may overwrite."""
@@ -165,8 +165,10 @@ def update_where(
     """An update on copies, of which tensors choose whether it is made: for graphs, whose host reads no flag."""
     if flags is False:
         return params, opt_state, {}
-    copies = copied_params(grads, params), copied(opt_state)
-    new_params, new_state, metrics = updated(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
+    copies = copy_params(grads, params), copy_tree(opt_state)
+    new_params, new_state, metrics = call_update(
+        optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags}
+    )
     new_tensors(new_params, params, grads)  # raises if they do not fit
     flag = any_of(flags)
     return where(flag, new_params, params), where(flag, new_state, opt_state), metrics
@@ -176,21 +178,21 @@ def update_by_hand(
     optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
 ) -> tuple[Any, Any, bool | Tensor]:
     """A pure update: decide, copy, update."""
-    decision, opt_state = decided(optimizer, grads, opt_state, info.get("metrics") or {}, params, step)
+    decision, opt_state = call_decide(optimizer, grads, opt_state, info.get("metrics") or {}, params, step)
     if tracing():
-        flags = announced(decision)
+        flags = flags_in_graph(decision)
         new, opt_state, _ = update_where(flags, optimizer, grads, opt_state, params, step, info)
         return {**params, **new}, opt_state, any_of(flags)
     applied = read(decision)
     if not any_of(applied):
         return params, opt_state, False
-    own = copied_params(grads, params), copied(opt_state)
-    new, opt_state, _ = updated(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
+    own = copy_params(grads, params), copy_tree(opt_state)
+    new, opt_state, _ = call_update(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
     new_tensors(new, params, grads)  # raises if they do not fit
     return {**params, **new}, opt_state, True
 
 
-def announced(decision: Any) -> Any:
+def flags_in_graph(decision: Any) -> Any:
     """The flags of a decision in a graph, whose checks are made after it has run."""
     for check, arguments in decision.checks if isinstance(decision, Decision) else ():
         afterwards(check, *arguments)
@@ -200,7 +202,7 @@ def announced(decision: Any) -> Any:
 # Copies
 
 
-def copied_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters, with copies of these."""
     names = [*names]
     given = [params[name] for name in names]
@@ -210,7 +212,7 @@ def copied_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[st
     return {**params, **dict(zip(names, copies, strict=True))}
 
 
-def copied(tree: Any) -> Any:
+def copy_tree(tree: Any) -> Any:
     """A tree of dicts, lists and tuples with copies of its tensors, and with containers of its own."""
     tensors: list[Tensor] = []
     _collect(tree, tensors)

@@ -21,7 +21,8 @@ def step_seed(state: TrainState, *, rank: int = 0, microbatch: int = 0) -> int:
 
     Before the forward pass of each microbatch, a step seeds torch's random streams with a hash of the state's seed, its
     step, the rank and the index of the microbatch, and puts them back afterwards. Eval and predict steps do so too, with
-    microbatch 0. Steps that are compiled by Inductor draw other numbers from the same seed.
+    microbatch 0. Steps that are compiled by Inductor draw other numbers from the same seed. For draws of your own that
+    follow from the state, `torch.Generator().manual_seed(ll.debug.step_seed(ll.state.fold_in(state, 1)))`.
 
     Args:
         state: the state that the step is given.

@@ -14,7 +14,7 @@ from looplib._core.checks import check, check_type
 from looplib._core.mappings import in_dtypes_of, mapped, pick
 from looplib._core.records import with_repr
 from looplib._core.tracing import on_host, tracing
-from looplib._core.updates import Decision, any_of, decided, flags_of, leaves_of, update_where, updated
+from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, leaves_of, update_where
 from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Updated, name_of, update_within, wrap, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
@@ -73,7 +73,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 raise wrong_state(opt_state, name_of(description, "partition"), own)
         checks: list[Any] = []
         for key, (mine, subset) in parts(grads, params).items():
-            decision, states[key] = decided(optimizers[key], mine, states[key], metrics, subset, step)
+            decision, states[key] = call_decide(optimizers[key], mine, states[key], metrics, subset, step)
             flags[key] = flags_of(decision)
             checks += decision.checks if isinstance(decision, Decision) else ()
         if any(states[key] is not before[key] for key in states):
@@ -103,7 +103,7 @@ def _update_part(
         return update_where(flag, optimizer, grads, opt_state, params, step, info)
     if not any_of(flag):
         return params, opt_state, {}
-    return updated(optimizer, grads, opt_state, params, step, {**info, "applied": flag})
+    return call_update(optimizer, grads, opt_state, params, step, {**info, "applied": flag})
 
 
 def _parts(
@@ -247,7 +247,7 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
         master = opt_state["master"]
         wide, full = within(grads, params, opt_state)
-        new, inner, more = updated(optimizer, wide, opt_state["inner_state"], full, step, info)
+        new, inner, more = call_update(optimizer, wide, opt_state["inner_state"], full, step, info)
         with torch.no_grad():
             for name in grads.keys() & master.keys():
                 params[name].copy_(new[name])

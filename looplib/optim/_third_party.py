@@ -27,7 +27,7 @@ from looplib._core.modules import _generators
 from looplib._core.random import mix, restored
 from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
-from looplib._core.updates import copied
+from looplib._core.updates import copy_tree
 from looplib.optim._first_state import with_created, without_state
 from looplib.optim._lbfgs import Evaluate, closure_over
 from looplib.optim._recipe import Recipe, restored_grads
@@ -64,7 +64,7 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
     """Step once on copies, and raise if the class keeps something that a pure update cannot copy."""
     copies = _leaves(params)
     made = recipe.build(copies, members)
-    groups, shared = [*map(dict, made.param_groups)], copied(_for_all(made.state))
+    groups, shared = [*map(dict, made.param_groups)], copy_tree(_for_all(made.state))
     _raw_step(recipe, made, copies, 0)
     known = {*inspect.signature(recipe.cls).parameters, *chain.from_iterable(recipe.overrides)}
     found = Probe()
@@ -73,7 +73,7 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
             key for key, value in group.items() if isinstance(value, (int, float, Tensor)) and key not in moving
         ]
         own = [key for key in numbers if key not in known or old.get(key) != group[key]]
-        found.groups.append({key: copied(old.get(key)) for key in own})
+        found.groups.append({key: copy_tree(old.get(key)) for key in own})
     for key, value in _for_all(made.state).items():
         _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
         found.shared[key] = shared.get(key)
@@ -184,7 +184,7 @@ def update_of_others(
     if recipe.needs_closure:
         closure = [closure_over(evaluate, recipe.cls, tensors, [])]
     elif plan.probe.writes_grads:
-        grads = copied(grads)
+        grads = copy_tree(grads)
     with restored_grads(tensors.values()), streams_at(mix(seed, step, STREAM), params.values()):
         for name, tensor in tensors.items():
             tensor.grad = grads[name]
@@ -244,9 +244,9 @@ def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
     copies = detached_copies(pick(params, states))
     made = recipe.build(copies, recipe.members(copies))
     for name in states.keys() - without_state(opt_state):
-        made.state[copies[name]] = copied(states[name])
+        made.state[copies[name]] = copy_tree(states[name])
     for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
-        group.update({key: copied(value) for key, value in values.items() if value is not None})
+        group.update({key: copy_tree(value) for key, value in values.items() if value is not None})
     made.eval()
     return {**params, **copies}
 

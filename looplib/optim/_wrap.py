@@ -13,7 +13,7 @@ from looplib._core.checks import check_type
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.updates import decided, updated
+from looplib._core.updates import call_decide, call_update
 from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params, TrainState
 
 Updated = tuple[Params, Any, Mapping[str, Any]]
@@ -57,7 +57,7 @@ def wrap(
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
             raise wrong_state(opt_state, name_of(description, name), expected)
         seen, of = (grads, params) if within is None else within(grads, params, opt_state)
-        flag, inner = decided(optimizer, seen, opt_state["inner_state"], metrics, of, step_of(opt_state, step))
+        flag, inner = call_decide(optimizer, seen, opt_state["inner_state"], metrics, of, step_of(opt_state, step))
         if inner is not opt_state["inner_state"]:
             opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
@@ -80,7 +80,7 @@ def update_within(
     optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
 ) -> Updated:
     """Update by the inner optimizer, whose new state takes its place in the wrapper's. Its metrics are passed on."""
-    new, opt_state["inner_state"], more = updated(optimizer, grads, opt_state["inner_state"], params, step, info)
+    new, opt_state["inner_state"], more = call_update(optimizer, grads, opt_state["inner_state"], params, step, info)
     return new, opt_state, more
 
 

@@ -35,9 +35,9 @@ from looplib.transforms._inductor import Compiled, backend
 from looplib.transforms._program import (
     COUNTS,
     Core,
+    HostInput,
     Inputs,
     Program,
-    Question,
     changed,
     held_by,
     modules_read,
@@ -160,7 +160,7 @@ class Compiler:
         """Ask the host until its answers lead to a machine, or to none yet. Also returns the tensors in the answers."""
         tensors: list[Tensor] = []
         node: Any = questions.get(None)
-        while type(node) is Question:
+        while type(node) is HostInput:
             key, more = self.answer(node, flat, counts)
             tensors += more
             node = node.answers.get(key)
@@ -191,11 +191,11 @@ class Compiler:
                 "shapes, numbers or strings in batches, or answers of on_host: pad batches to few shapes"
             )
 
-    def ask(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
+    def ask(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
         """The host's current answer."""
         return as_answer(question.function(*question.arguments(flat, counts)))
 
-    def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    def answer(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
         """The part of the host's current answer that selects a graph, and the tensors for it."""
         answer = self.ask(question, flat, counts)
         return answer.key(), answer.tensors

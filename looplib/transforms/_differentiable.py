@@ -41,7 +41,7 @@ from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import spec_without_graphs, step_of_graphs
 from looplib.transforms._compiler import CompiledProgram, Compiler, Ready, seed_streams
 from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._program import Core, Inputs, Question, examples_of, memory_like, program_of
+from looplib.transforms._program import Core, HostInput, Inputs, examples_of, memory_like, program_of
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState, TrainStep
 
@@ -136,7 +136,7 @@ class _Differentiable(Compiler):
             )
         return ready
 
-    def ask(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
+    def ask(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
         values = question.arguments(flat, counts)
         check(
             not any(isinstance(value, Tensor) and _is_mapped(value) for value in values),
@@ -153,7 +153,7 @@ class _Differentiable(Compiler):
         state = inputs.state
         with _written_apart() as interpreters:
 
-            def evaluate(question: Question) -> Expression:
+            def evaluate(question: HostInput) -> Expression:
                 with temporarily_restore_interpreter_stack(interpreters):
                     answer = self.ask(question, inputs.flat, inputs.counts)
                 return answer._replace(tensors=[*map(_zeros, answer.tensors)])

@@ -51,13 +51,13 @@ def _alike(now: Any, value: Any) -> bool:
     return same(now, value)
 
 
-class Question(NamedTuple):
+class HostInput(NamedTuple):
     """A call of `on_host`: a question to the host before the graph runs.
 
     Attributes:
         function: the function passed to `on_host`.
         sources: source of each argument: ("input", index), ("count", name) or ("value", the value itself).
-        answers: the next Question, or a compiled program, by the part of the answer that is not a tensor.
+        answers: the next HostInput, or a compiled program, by the part of the answer that is not a tensor.
     """
 
     function: Callable[..., Any]

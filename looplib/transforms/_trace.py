@@ -32,8 +32,8 @@ from looplib.transforms._expression import Expression, expression
 from looplib.transforms._program import (
     COUNTS,
     Core,
+    HostInput,
     Inputs,
-    Question,
     Traced,
     changed,
     draws,
@@ -48,7 +48,7 @@ _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a 
 def trace(
     core: Core,
     inputs: Inputs,
-    evaluate: Callable[[Question], Expression],
+    evaluate: Callable[[HostInput], Expression],
     differentiable: bool = False,
     stacked: bool = False,
     kernels_from: float = math.inf,
@@ -187,7 +187,7 @@ class _Branch:
     def __init__(
         self,
         questions: dict[Any, Any],
-        evaluate: Callable[[Question], Expression],
+        evaluate: Callable[[HostInput], Expression],
         without_values: FakeTensorMode,
     ) -> None:
         self.table, self.key = questions, None
@@ -195,7 +195,7 @@ class _Branch:
 
     def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
         """The host's answer, with its tensors as inputs of the graph."""
-        question = Question(function, sources, {})
+        question = HostInput(function, sources, {})
         with _disable_current_modes():  # the host computes now, and nothing is recorded
             answer = self.evaluate(question)
             inputs = [self.without_values.from_tensor(tensor) for tensor in answer.tensors]

@@ -32,8 +32,8 @@ from looplib.transforms._decompositions import mappable
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import (
     Core,
+    HostInput,
     Inputs,
-    Question,
     Traced,
     draws,
     examples_of,
@@ -140,7 +140,7 @@ class _Stacked(Compiler):
                     )
         return super().prepare(state, batch)
 
-    def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    def answer(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
         answers, varies = _answers(question, self.count, flat, counts)
         if not varies:
             return answers[0].key(), answers[0].tensors
@@ -152,7 +152,7 @@ class _Stacked(Compiler):
         stacked = len(inputs.flat) - len(in_batch.tensors) * (not self.own_batches)
         varied: list[bool] = []  # for each number from the host, True if each member has its own
 
-        def evaluate(question: Question) -> Expression:
+        def evaluate(question: HostInput) -> Expression:
             answers, varies = _answers(question, self.count, inputs.flat, inputs.counts)
             varied.extend(varies for _ in answers[0].tensors)
             return answers[0]
@@ -174,7 +174,7 @@ def _mappable(core: Core, state: TrainState, batch: Any) -> Outcome:
 
 
 def _answers(
-    question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any]
+    question: HostInput, count: int, flat: list[Tensor], counts: Mapping[str, Any]
 ) -> tuple[list[Expression], bool]:
     """The host's answer for each member, and True if members may have different answers."""
     indices = [value for kind, value in question.sources if kind == "input"]
