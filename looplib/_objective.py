@@ -177,6 +177,13 @@ def split_loss(out: Any, counts: bool = True) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
+def with_own_weight(loss: Any) -> Any:
+    """The loss, whose weight is a copy: it may be a buffer, to which the next forward pass writes."""
+    if isinstance(loss, Mean) and isinstance(loss.weight, Tensor):
+        return loss._replace(weight=loss.weight.clone())
+    return loss
+
+
 def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool, counts: bool = True) -> dict[str, Metric]:
     """Metric records of a loss and its additional values. With `apart`, parameters and buffers among them are copied."""
     metrics = {"loss": record("loss", loss, samples)}

@@ -27,7 +27,7 @@ from looplib._core.reached import Reach
 from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
-from looplib._objective import objective_of, records, scalar_like, split_loss, value_of
+from looplib._objective import objective_of, records, scalar_like, split_loss, value_of, with_own_weight
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState, trees_of
 
@@ -174,6 +174,8 @@ def _microbatch_of(
         with cuts_marked() if leaves.traced else _AS_IT_IS:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out, counts)
+        if host.slots.buffers:
+            loss = with_own_weight(loss)
         if not isinstance(loss, Mean) and (total is not None or passes.ranks > 1):
             watch.look(batch)
         value, factor, weight = objective_of(loss, samples, total, passes)

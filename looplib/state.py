@@ -91,6 +91,13 @@ def init_state(
             )
         with torch.inference_mode(False):  # steps take no tensors made there
             opt_state = optimizer.init(pick(params, names), buffers=buffers)
+        kept = {"opt_state" + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(opt_state)[0]}
+        kept = {path: leaf for path, leaf in kept.items() if isinstance(leaf, Tensor)}
+        if (pair := overlapping(kept, set(kept))) is not None:
+            raise ValueError(
+                f"{pair[0]} and {pair[1]} share memory in what the optimizer keeps, so that an update in place would change "
+                "both: let its init make a tensor for each"
+            )
     state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
     )

@@ -26,6 +26,7 @@ from looplib._core.engines import described_program
 from looplib._core.kinds import check_function_of_model
 from looplib._core.lease import (
     Lease,
+    apart_from,
     check_unwritten,
     follows,
     give_up,
@@ -204,7 +205,7 @@ def make_train_step(
 #            whatever the gradients or the optimizer can refuse or skip is decided here: only the forward pass has written so
 #            far, and of that there are copies. The host reads the flags of all wrappers at once. (Giving up refuses as well,
 #            before it spends.)
-#   check    once more, since the loss may have run a step of another run over the same memory.
+#   check    once more, since the loss or the decision may have run a step of another run over the same memory.
 #   own      a pure step copies what the update writes. A donated one gives up the state: it is spent from here on, before
 #            the first write, so an update that fails halfway cannot leave a state that looks valid.
 #   update   writes in place, or returns new tensors.
@@ -219,7 +220,7 @@ def _train_step(
 ) -> TrainStep:
     request = GradRequest(donate=donate)
     compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
-    written = {name for one in chain(grad_fn) for name in one.renormed}  # parameters, by forward passes
+    written = {name for one in chain(grad_fn) for name in one.renormed}  # names of what forward passes write
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
 
@@ -240,7 +241,8 @@ def _train_step(
                 grads, metrics, new_buffers, samples, *_ = out
                 forward_params, new_buffers = forward_writes(new_buffers, params)
                 if donate:
-                    undo.learn()
+                    undo.learn()  # adds to `written` what this forward pass has written
+                torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
                 decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, step)
                 applied = read(decision)
             finally:
@@ -252,11 +254,12 @@ def _train_step(
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
-            # The passes have installed the guards of signals, and an earlier loop that is collected meanwhile removes them.
+            # The guards of signals were installed before the passes. The end of a loop over a loader, which may be collected
+            # at any moment, removes them, so they are installed again.
             _interrupts.install()
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                owned = params
+                owned, next_opt_state = params, apart_from(lease, next_opt_state, opt_state)
             else:  # what the forward pass has written are copies already
                 owned = {**copy_params(grads.keys() - forward_params.keys(), params), **forward_params}
                 next_opt_state, lease = copy_tree(next_opt_state), None
@@ -267,7 +270,6 @@ def _train_step(
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
-            torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
             new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
                 new_opt_state = _take_over(replaced, owned, new_opt_state, in_place=donate)
@@ -289,16 +291,17 @@ def _train_step(
 def _take_over(replaced: Params, owned: Params, opt_state: Any, in_place: bool) -> Any:
     """Take the new tensors of a functional update as the parameters, and return the optimizer's state.
 
-    In place, their values go into the tensors that the step owns, since the module holds these. The optimizer's state may
-    have kept them as the values of before, and then gets copies.
+    In place, their values go into the tensors that the step owns, since the module holds these. What shares memory with
+    them, values from another parameter or in the optimizer's state, is copied first.
     """
+    values = _apart([*replaced.values()], owned.values())
     if not in_place:
-        for name, tensor in replaced.items():
+        for name, tensor in zip(replaced, values, strict=True):
             owned[name] = tensor.detach().requires_grad_(owned[name].requires_grad)
         return opt_state
     given = [owned[name] for name in replaced]
     opt_state = _apart(opt_state, given)
-    for tensor, value in zip(given, replaced.values(), strict=True):
+    for tensor, value in zip(given, values, strict=True):
         tensor.copy_(value)
     return opt_state
 

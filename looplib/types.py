@@ -307,7 +307,9 @@ WHOLE = GradRequest()
 class GradFn(Protocol):
     """Gradient function: `grad_fn(state, batch, request=GradRequest()) -> Gradients`, pure.
 
-    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes `request` on:
+    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes `request` on. If it calls the inner one
+    twice, a donated step writes to its buffers twice, as two forward passes of a raw loop do; with
+    `dataclasses.replace(request, donate=False)`, a call leaves them alone:
 
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
@@ -387,7 +389,8 @@ class Decide(Protocol):
 
     `flag` says whether to update: a bool, or a 0-dim bool tensor, which the train step reads. `opt_state` goes to the
     update, or is kept if there is none, with what counts batches and not updates: skips, windows of losses, loss scales.
-    What the optimizer cannot update is refused here.
+    It writes to nothing that it is given: changed entries go into a new dict, `{**opt_state, "skips": skips}`. What the
+    optimizer cannot update is refused here. No gradients are recorded.
 
     A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure, donated,
     compiled and vectorized steps, and nested, with one read by the host for all wrappers. On several ranks, decide by

@@ -117,6 +117,8 @@ def _references(thing: Any, path: str, names: set[str], whole: bool) -> Iterator
     elif isinstance(thing, nn.Module):
         yield from _of_module(thing)
     elif isinstance(thing, (dict, list, tuple)):
+        if isinstance(thing, list):  # which a function may fill
+            yield "length", f"the length of {path}", partial(len, thing)
         for key in _keys(thing):
             yield f"[{key!r}]", f"{path}[{key!r}]", partial(_member, thing, key)
     elif isinstance(thing, (type, types.ModuleType)):

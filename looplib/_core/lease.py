@@ -196,6 +196,22 @@ def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     return lease, before
 
 
+def apart_from(lease: Lease, tree: Any, before: Any) -> Any:
+    """The tree, with copies of tensors that are not in the one before it and share memory that this lease covers.
+
+    A decision may have put parameters into the optimizer's state, where the update would write over them.
+    """
+    if tree is before or not any(lease_on(tensor) is lease for tensor in _new_tensors(tree, before)):
+        return tree
+    known = {id(tensor) for tensor in tensors_in(before)}
+
+    def own(leaf: Any) -> Any:
+        shares = isinstance(leaf, Tensor) and id(leaf) not in known and lease_on(leaf) is lease
+        return leaf.detach().clone() if shares else leaf
+
+    return pytree.tree_map(own, tree)
+
+
 def check_unwritten(state: Any) -> None:
     """Raise DonatedStateError if a state has been written since its step began, by another thread or within the loss."""
     if state._at != clock.time:

@@ -203,7 +203,7 @@ def flags_in_graph(decision: Any) -> Any:
 
 
 def copy_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, with copies of these."""
+    """All parameters, with copies in place of these."""
     names = [*names]
     given = [params[name] for name in names]
     copies = clones(given)

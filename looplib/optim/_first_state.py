@@ -25,13 +25,12 @@ def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set
 
 def _of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int]) -> States:
     """State that torch's classes create at a parameter's first gradient, of which only the presence matters."""
-    made = recipe.build(params, members)
+    made = recipe.build(params, members, fused)
     for tensor in params.values():
         tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
     init_group = torch_private.init_group(made)
     lists = len(inspect.signature(init_group).parameters) - 1
-    for number, group in enumerate(made.param_groups):
-        group |= {"fused": True} if number in fused else {}
+    for group in made.param_groups:
         init_group(group, *([] for _ in range(lists)))
     return {name: dict(made.state[tensor]) for name, tensor in params.items()}
 

@@ -83,9 +83,7 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     try:
         tensor = torch.zeros(1, device=device, dtype=dtype)
         tensor.grad = torch.zeros_like(tensor)
-        made = recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]])
-        made.param_groups[-1]["fused"] = True
-        made.step()
+        recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]], {len(recipe.groups)}).step()
     except (RuntimeError, TypeError):
         return False
     return True

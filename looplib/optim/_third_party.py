@@ -217,7 +217,7 @@ def _instance(
 
 
 def _kept_by(instance: Any, plan: Any, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
-    """What an instance keeps after its step, as a new record."""
+    """Record of the state that an instance keeps after its step."""
     makers = plan.probe.makers
     created: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():

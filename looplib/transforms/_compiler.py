@@ -135,7 +135,8 @@ class Compiler:
         in_batch = expression(batch)
         flat += in_batch.tensors
         counts = {name: getattr(state, name) for name in COUNTS}
-        questions = self.table.setdefault((kind, in_batch.key(self.no_grad)), {})
+        missing = tuple(name for name, value in counts.items() if value is None)  # which a step may ask about
+        questions = self.table.setdefault((kind, in_batch.key(self.no_grad), missing), {})
         machine, answers = self.find(questions, flat, counts)
         if machine is not None and (names := changed(machine.program.traced.held)):
             warn(f"{', '.join(names)} changed since the step was compiled, so it is compiled again")

@@ -74,7 +74,7 @@ def trace(
         """Run the step on a state made of these tensors."""
         known = {id(tensor): index for index, tensor in enumerate(tensors)}
         record = tracing.Trace(known, branch.ask, differentiable, stacked, kernels_from)
-        counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
+        counts: dict[str, Any] = {name: None if inputs.counts[name] is None else Count(name) for name in COUNTS}
         params, buffers, opt_state = in_state.build()(tensors)
         state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
         batch = in_batch.build()(tensors[len(in_state.tensors) :])

@@ -1,0 +1,223 @@
+"""Tensors of a user's that share memory with what a donated step writes: the same numbers as in a pure step."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+from looplib.types import Optimizer
+
+WHOLE = ll.types.GradRequest()
+KINDS = ["pure", "donated", "graph", "donated graph"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.every_case
+
+
+def made_step(grad_fn, optimizer, kind):
+    step = ll.make_train_step(grad_fn, optimizer, donate="donated" in kind)
+    return ll.compile_step(step, backend="eager") if "graph" in kind else step
+
+
+# The weight of a loss
+
+
+class Counting(nn.Module):
+    """Keeps the number of tokens of its last batch in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1).double()
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, mask):
+        self.tokens.copy_(mask.sum())
+        return self.linear(x).squeeze(2) * mask
+
+
+def counted_loss(model, batch):
+    x, mask = batch
+    return ll.Mean(model(x, mask).square().sum(), model.tokens)
+
+
+def token_batches(count):
+    generator = torch.Generator().manual_seed(1)
+    for number in range(count):
+        lengths = torch.tensor([1, 5, 2, 4]) if number % 2 else torch.tensor([5, 3, 4, 2])
+        mask = (torch.arange(5) < lengths[:, None]).double()
+        yield torch.randn(4, 5, 3, dtype=torch.float64, generator=generator), mask
+
+
+@each_kind
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_weight_of_a_loss_may_be_a_buffer_that_the_forward_pass_writes(kind, microbatches):
+    model, optimizer = Counting(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, counted_loss)
+    step = made_step(ll.accumulate(grad_fn, microbatches) if microbatches > 1 else grad_fn, optimizer, kind)
+    raw, losses = Counting(), []
+    sgd, state, kept = torch.optim.SGD(raw.parameters(), lr=0.1), ll.init_state(model, optimizer), []
+    for x, mask in token_batches(4):
+        sgd.zero_grad()
+        loss = raw(x, mask).square().sum() / mask.sum()
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+        state, metrics = step(state, (x, mask))
+        kept.append(metrics)
+    for name in ("linear.weight", "linear.bias"):
+        torch.testing.assert_close(state.params[name], raw.get_parameter(name).detach(), check_dtype=False)
+    assert [ll.compute(metrics)["loss"] for metrics in kept] == pytest.approx(losses, rel=1e-12)
+
+
+# Functional updates
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.ParameterDict({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])})
+
+
+def sum_of_squares(model, x):
+    return ((model["a"].square() + model["b"].square()) * x).sum()
+
+
+UPDATES = {
+    "lagging": lambda grads, params: {"a": params["a"] - 0.1 * grads["a"], "b": params["a"].detach()},
+    "swapped": lambda grads, params: {"a": params["b"].detach(), "b": params["a"].detach()},
+    "swapped and moved": lambda grads, params: {"a": params["b"] - 0.1 * grads["b"], "b": params["a"]},
+    "flipped": lambda grads, params: {**params, "a": params["a"].detach().flip(0)},
+}
+
+
+@each_kind
+@pytest.mark.parametrize("how", UPDATES)
+def test_a_functional_update_may_return_parameters_in_other_places(how, kind):
+    def update_(grads, opt_state, params, step):
+        with torch.no_grad():
+            return UPDATES[how](grads, params), opt_state
+
+    model, optimizer = net(), Optimizer(lambda params: {}, update_)
+    step, state = made_step(ll.make_grad_fn(model, sum_of_squares), optimizer, kind), ll.init_state(model, optimizer)
+    expected = {name: tensor.detach().clone() for name, tensor in state.params.items()}
+    for _ in range(3):
+        grads = {name: 2 * tensor for name, tensor in expected.items()}
+        expected = {name: tensor.clone() for name, tensor in UPDATES[how](grads, expected).items()}
+        state, _ = step(state, torch.ones(2))
+        torch.testing.assert_close(state.params, expected, rtol=1e-6, atol=1e-6, check_dtype=False)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in state.params.values()}
+        assert len(storages) == 2
+
+
+@each_kind
+def test_decide_may_hand_parameters_to_the_update(kind):
+    def halved(optimizer):
+        def init(params, **extra):
+            return {"inner": optimizer.init(params), "before": {n: p.detach().clone() for n, p in params.items()}}
+
+        def decide(grads, opt_state, metrics, params, **info):
+            flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, params=params, **info)
+            return flag, {"inner": inner, "before": {name: p.detach() for name, p in params.items()}}
+
+        def update_(grads, opt_state, params, step, **info):
+            new, inner = optimizer.update_(grads, opt_state["inner"], params, step, **info)
+            with torch.no_grad():
+                new = {name: tensor.lerp_(opt_state["before"][name], 0.5) for name, tensor in new.items()}
+            return new, {**opt_state, "inner": inner}
+
+        return dataclasses.replace(optimizer, init=init, decide=decide, update_=update_)
+
+    model, optimizer = net(), halved(ll.optimizer(torch.optim.SGD, lr=0.2))
+    step, state = made_step(ll.make_grad_fn(model, sum_of_squares), optimizer, kind), ll.init_state(model, optimizer)
+    raw = net()
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)  # half the rate
+    for _ in range(4):
+        sgd.zero_grad()
+        sum_of_squares(raw, torch.ones(2)).backward()
+        sgd.step()
+        state, _ = step(state, torch.ones(2))
+    for name, tensor in raw.items():
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_an_optimizer_that_keeps_one_tensor_under_two_names_is_refused():
+    def init(params):
+        zero = torch.zeros(2)
+        return {"m": zero, "v": zero}
+
+    with pytest.raises(ValueError, match=r"opt_state\['m'\] and opt_state\['v'\]"):
+        ll.init_state(net(), Optimizer(init, lambda grads, opt_state, params, step: (params, opt_state)))
+
+
+def test_decide_leaves_no_graph_in_the_state():
+    def decide(grads, opt_state, metrics, params):
+        return True, {"mean": 0.9 * opt_state["mean"] + 0.1 * params["a"].square().sum()}
+
+    def update_(grads, opt_state, params, step):
+        with torch.no_grad():
+            params["a"].sub_(0.1 * grads["a"])
+        return params, opt_state
+
+    model = net()
+    for donate in (False, True):
+        optimizer = Optimizer(lambda params: {"mean": torch.zeros(())}, update_, decide)
+        step = ll.make_train_step(ll.make_grad_fn(model, sum_of_squares), optimizer, donate=donate)
+        state, _ = step(ll.copy_state(ll.init_state(model, optimizer)), torch.ones(2))
+        assert state.opt_state["mean"].grad_fn is None
+        assert not state.opt_state["mean"].requires_grad
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_a_decision_that_runs_a_step_over_the_same_memory_is_noticed_before_anything_is_written(donate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    other, state, after = ll.make_train_step(grad_fn, sgd, donate=True), ll.init_state(model, sgd), []
+
+    def decide(grads, opt_state, metrics, **info):
+        after.append(other(state, torch.ones(4, 3))[0])
+        return True, opt_state
+
+    step = ll.make_train_step(grad_fn, dataclasses.replace(sgd, decide=decide), donate=donate)
+    with pytest.raises(ll.DonatedStateError):
+        step(state, torch.ones(4, 3))
+    assert after[0].buffers["1.num_batches_tracked"] == 1 + donate  # the step's own pass has run before
+    assert after[0].params["0.weight"] is model[0].weight
+
+
+# Graphs
+
+
+def test_a_list_that_a_function_of_the_step_fills_is_refused_in_graphs():
+    seen = []
+
+    def loss_fn(model, x):
+        seen.append(1)
+        return sum_of_squares(model, x) * len(seen)
+
+    model, optimizer = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = made_step(ll.make_grad_fn(model, loss_fn), optimizer, "graph")
+    with pytest.raises(ll.transforms.UntraceableError, match="seen"):
+        step(ll.init_state(model, optimizer), torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["pure", "graph"])
+def test_fields_of_the_state_that_are_none_are_none_in_graphs_too(kind):
+    def scaled(grad_fn):
+        def scaled_grad_fn(state, batch, request=WHOLE):
+            out = grad_fn(state, batch, request)
+            factor = (1 if state.epoch_length is None else 2) * (1 if state.extra is None else 3)
+            return out._replace(grads={name: grad * factor for name, grad in out.grads.items()})
+
+        return scaled_grad_fn
+
+    model, optimizer = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = made_step(scaled(ll.make_grad_fn(model, sum_of_squares)), optimizer, kind)
+    for options, factor in (({}, 1), ({"epoch_length": 5}, 2), ({"extra": {"a": 1}}, 3)):
+        state = ll.init_state(net(), optimizer, **options)
+        new, _ = step(state, torch.ones(2))
+        torch.testing.assert_close(
+            new.params["a"], state.params["a"].detach() * (1 - 0.2 * factor), check_dtype=False
+        )
