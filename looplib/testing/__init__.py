@@ -38,8 +38,8 @@ are about how the parts are put together. A complete `tests/test_your_step.py` n
         testing.assert_compiles(run.train_step, run.state, run.batch)
 
 `recipes/testing_your_step` is such a project. If the train step clips or scales gradients, pass the gradient function
-inside these wrappers as `grad_fn`. Sequence models also have `assert_causal`, and scripts for several ranks have
-`assert_ranks_train_alike`.
+inside these wrappers as `grad_fn`. Sequence models also have `assert_causal`, scripts for several ranks have
+`assert_ranks_train_alike`, and wrappers of your own `assert_donated_equals_pure`.
 
 Each check finds a bug that is common in practice: a loss averaged wrongly over microbatches, a frozen layer, labels
 shuffled apart from their inputs, evaluation in training mode. Steps may donate, because checks work on copies: the
@@ -49,6 +49,7 @@ FSDP2 works only on its own tensors: pass the unwrapped module to the checks, an
 """
 
 from looplib.testing._compilation import assert_compiles
+from looplib.testing._donation import assert_donated_equals_pure
 from looplib.testing._gradients import assert_all_gradients
 from looplib.testing._microbatches import assert_microbatches_equal_batch
 from looplib.testing._overfitting import assert_overfits
@@ -61,6 +62,7 @@ __all__ = [
     "assert_all_gradients",
     "assert_causal",
     "assert_compiles",
+    "assert_donated_equals_pure",
     "assert_microbatches_equal_batch",
     "assert_overfits",
     "assert_pure",

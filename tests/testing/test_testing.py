@@ -712,3 +712,33 @@ def test_ranks_that_each_train_a_model_of_their_own_are_found():
 def test_ranks_that_are_alike_and_not_as_one_process_are_found():
     with fails("after 3 steps 2 ranks have other weights than one process", "/embed.weight: "):
         testing.assert_ranks_train_alike(begin_with_means)
+
+
+def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step():
+    model, sgd = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), ll.optimizer(torch.optim.SGD, lr=0.1)
+    state, batches = ll.init_state(model, sgd), torch.randn(3, 5, 3)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    before = bits(state)
+    testing.assert_donated_equals_pure(grad_fn, sgd, state, batches)
+    assert bits(state) == before
+
+    last = []
+
+    def pulled(state, batch, request=WHOLE):  # towards the weights of the step before, which a donated step has moved
+        out = grad_fn(state, batch, request)
+        if state.step == 0:
+            last.clear()
+        earlier, last[:] = (last or [state.params["0.weight"]])[0], [state.params["0.weight"].detach()]
+        return out._replace(grads={**out.grads, "0.weight": out.grads["0.weight"] + earlier})
+
+    with pytest.raises(
+        AssertionError, match=r"after step \d, a donated step differs from a pure one(.|\n)*tensor.clone"
+    ):
+        testing.assert_donated_equals_pure(pulled, sgd, state, batches)
+
+    def watched(state, batch, request=WHOLE):
+        out = grad_fn(state, batch, request)
+        return out._replace(metrics={**out.metrics, "mean": ll.Mean(state.buffers["1.num_batches_tracked"])})
+
+    with pytest.raises(AssertionError, match=r"differs|have changed since"):
+        testing.assert_donated_equals_pure(watched, sgd, state, batches)
