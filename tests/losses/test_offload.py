@@ -132,3 +132,17 @@ def test_torch_func_refuses_it():
     per_sample = ll.contrib.make_per_sample_grad_fn(model, offload(loss_fn, nn.Linear))
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         per_sample(ll.init_state(model), batch("cpu"))
+
+
+def test_in_a_graph_it_has_no_effect(monkeypatch):
+    def step(loss):
+        step = ll.make_train_step(ll.make_grad_fn(model, loss), sgd)
+        return ll.compile_step(step, backend="eager")(ll.init_state(model, sgd), batch("cpu"))[0].params
+
+    def hooked(*hooks):
+        raise AssertionError("no hook in a graph")
+
+    model, sgd = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ll.optimizer(torch.optim.SGD, lr=0.1)
+    expected = bits(step(loss_fn))
+    monkeypatch.setattr("torch.autograd.graph.saved_tensors_hooks.__init__", hooked)
+    assert bits(step(offload(loss_fn, nn.Linear))) == expected
