@@ -131,6 +131,40 @@ def taught(names):
     return dict(student.named_parameters())
 
 
+def beside(task, names, *classes):
+    """True if the block's run has the bits of a raw loop with these optimizers, each over some of the parameters."""
+    start = at_the_start(task, "state = ")
+    model, state = start["model"], ll.init_state(start["model"], epoch_length=8)
+    raw = [make(model) for make in classes]
+    for step in range(16):
+        start["loss_fn"](
+            model, next(iter(start["loader"](state.replace(epoch=step // 8, batch=step % 8))))
+        ).backward()
+        for each in raw:
+            each.step()
+            each.zero_grad()
+    return all(torch.equal(names["state"].params[name], tensor) for name, tensor in model.named_parameters())
+
+
+def raw_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def raw_muon(model):
+    return torch.optim.Muon([model[0].weight], lr=0.02)
+
+
+def raw_rest(model):
+    return torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=1e-2, fused=True)
+
+
+def converted(names):
+    """True if the quantized model computes what the trained one did, from weights of few bits."""
+    layers = names["model"][0], names["model"][2]
+    quantized = all(type(layer.weight).__name__ == "IntxUnpackedToInt8Tensor" for layer in layers)
+    return quantized and torch.equal(names["model"](names["x"]), names["trained"])
+
+
 def close(found, expected):
     torch.testing.assert_close(dict(found), dict(expected))
     return True
@@ -172,6 +206,13 @@ HOLDS = {
     "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),
     "Let a loss depend on the step 1": lambda n: n["with_smoothing"](n["state"], ())[1] == 0.2 - 16 / 100,
     TEACHER: lambda n: close(n["state"].params, taught(n)),
+    "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
+    "Train in float8 1": lambda n: (
+        beside("Train in float8 1", n, raw_adamw) and type(n["model"][0]).__name__ == "Float8Linear"
+    ),
+    "Train for quantized weights (QAT) 1": lambda n: (
+        converted(n) and beside("Train for quantized weights (QAT) 1", n, raw_adamw)
+    ),
     "Resume a run 1": lambda n: n["state"].step == 16 and n["ckpt"].latest().step == 15,
     "Resume with another learning rate 1": lambda n: n["state"].step == 16,
     "Keep the best checkpoint 1": lambda n: n["state"].step == n["ckpt"].best().step,

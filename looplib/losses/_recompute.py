@@ -12,20 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
-from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.records import with_repr
+from looplib.losses._chosen_modules import Classes, with_forwards
 
 R = TypeVar("R")
-
-Classes: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...]
 
 # A module's dictionary, a key in it, and its value when the module started to run.
 Place: TypeAlias = tuple[dict[str, Any], str, Any]
@@ -53,7 +49,7 @@ def recompute(
     effect.
 
     The model itself is unchanged after the loss, and so are its parameter names. Hooks inside a chosen module also
-    run in the second run. `torch.func`, and therefore an ensemble, cannot differentiate through it. Under
+    run in the second run. `torch.func` cannot differentiate through it. Under
     `torch.compile`, a chosen module with buffers or hooks breaks the graph.
 
     Args:
@@ -67,60 +63,12 @@ def recompute(
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016; `torch.utils.checkpoint`.
     """
     check_kind(loss_fn, "recompute", "loss_fn")
-    choose = choice(modules)
 
-    def recomputing(model: nn.Module, batch: Any) -> R:
-        if not torch.is_grad_enabled() or _tracing.differentiated():  # such derivatives need the whole graph
-            return loss_fn(model, batch)
-        chosen = outermost(model, choose, "recompute")
-        forwards = [vars(module).get("forward") for module in chosen]
-        try:
-            for module in chosen:
-                vars(module)["forward"] = _recomputed(module)
-            return loss_fn(model, batch)
-        finally:
-            _hold_signals = True
-            _put_back(chosen, forwards)
+    def wrap(module: nn.Module) -> Callable[..., Any]:
+        # Derivatives of a whole step need the whole graph.
+        return module.forward if _tracing.differentiated() else _recomputed(module)
 
-    return with_repr(recomputing, recompute, loss_fn, modules)
-
-
-def _put_back(modules: list[nn.Module], forwards: list[Any]) -> None:
-    """Restore the entries `forward` of modules' dictionaries. None stands for a module that had none."""
-    for module, forward in zip(modules, forwards, strict=True):
-        vars(module)["forward"] = forward
-        if forward is None:
-            del vars(module)["forward"]
-
-
-def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
-    classes = modules if isinstance(modules, tuple) else (modules,)
-    if classes and all(map(_is_module_class, classes)):
-        return lambda name, module: isinstance(module, classes)
-    check(
-        callable(modules) and not isinstance(modules, (type, nn.Module)),
-        f"modules is {modules!r}; give a class of modules, a tuple of classes, or a function (name, module) -> bool",
-        TypeError,
-    )
-    predicate: Callable[[str, nn.Module], bool] = modules
-    return predicate
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-def outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool], who: str) -> list[nn.Module]:
-    modules = list(_modules.named_modules(model))
-    chosen = [module for name, module in modules if choose(name, module)]
-    if not chosen:
-        classes = sorted({type(module).__name__ for _, module in modules})
-        raise ValueError(
-            f"{who} chose no module of this {type(model).__name__}, which has the classes "
-            f"{', '.join(classes)}: choose one of these, most often the block that the model repeats"
-        )
-    within = {inner for module in chosen for inner in module.modules() if inner is not module}
-    return [module for module in chosen if module not in within]
+    return with_repr(with_forwards(loss_fn, modules, wrap, "recompute"), recompute, loss_fn, modules)
 
 
 def _recomputed(module: nn.Module) -> Callable[..., Any]:

@@ -139,6 +139,13 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
     plain, makers = dict(state), {}
     for key, value in state.items():
         kind: Any = type(value)
+        check(
+            not is_sharded(value) or not torch_private.wraps_tensors(value.to_local()),
+            f"{recipe.cls.__name__} keeps for {name}, under {key!r}, shards of a class of its own, of which no rank can "
+            "save the whole: use it with DistributedDataParallel, or shard the model and write "
+            "ll.optimizer(torch.optim.AdamW, lr=...), of whose state each rank then holds a part",
+            TypeError,
+        )
         if torch_private.wraps_tensors(value) and not is_sharded(value):
             parts, context = value.__tensor_flatten__()
             plain[key] = {part: getattr(value, part) for part in parts}

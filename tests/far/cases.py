@@ -329,6 +329,11 @@ def _(device):
     return grad_fn(ll.init_state(model), {"input_ids": tokens(device), "labels": labels})
 
 
+@case("losses.offload")
+def _(device):
+    return both(device, loss=ll.losses.offload(loss_fn, (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.Dropout)))
+
+
 @case("losses.recompute")
 def _(device):
     return train(device, loss=ll.losses.recompute(loss_fn, (torch.nn.Linear, torch.nn.Dropout)))

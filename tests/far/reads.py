@@ -63,6 +63,11 @@ TABLES = {
     ],
     "Losses": [
         Row("ll.autocast(loss_fn, torch.bfloat16)", 0),
+        Row(
+            "ll.losses.offload(loss_fn, torch.nn.Linear)",
+            0,
+            "Copies to pinned memory and back, for which nobody waits.",
+        ),
         Row("ll.losses.recompute(loss_fn, torch.nn.Linear)", 0),
         Row('ll.contrib.neftune(loss_fn, "0")', 0),
     ],

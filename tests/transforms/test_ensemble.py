@@ -228,6 +228,9 @@ def with_others(model, batch):
 
 SETTINGS = {
     "recomputed with dropout": {"loss_fn": ll.losses.recompute(classify, lambda name, module: name in ("0", "2"))},
+    "offloaded, which has no effect": {
+        "loss_fn": ll.losses.offload(classify, lambda name, module: name in ("0", "2"))
+    },
     "a loss as a Mean, with others": {"loss_fn": with_others},
     "per-sample gradients": {
         "make": plain,

@@ -1,0 +1,135 @@
+"""Optimizers and losses that might need more than a shard, with FSDP2: the bits of a raw loop, or refused by name."""
+
+from unittest import mock
+
+import pytest
+import schedulefree
+import torch
+from ranks import launch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import looplib as ll
+
+
+def make(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(dtype)
+
+
+def sharded(model):
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    return model
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def batches(part=slice(None), dtype=torch.float32):
+    pairs = torch.randn(4, 2, 8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return [(x[part], y[part]) for x, y in pairs]
+
+
+def muon():
+    parts = {"muon": ll.optimizer(torch.optim.Muon, lr=0.02), "rest": ll.optimizer(torch.optim.AdamW, lr=0.01)}
+    return ll.optim.partition(parts, lambda name, tensor: "muon" if tensor.ndim == 2 else "rest")
+
+
+def raw_muon(params):
+    matrices, rest = ([p for p in params if (p.ndim == 2) is taken] for taken in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, fused=True)]
+
+
+def schedule_free():
+    return ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.1)
+
+
+def raw_schedule_free(params):
+    raw = schedulefree.AdamWScheduleFree(params, lr=0.1)
+    raw.train()
+    return [raw]
+
+
+def raw_loop(model, data, optimizers):
+    for batch in data:
+        loss_fn(model, batch).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return dict(model.named_parameters())
+
+
+def run(model, data, optimizer, loss=loss_fn, state=None):
+    step = ll.make_train_step(ll.make_grad_fn(model, loss), optimizer, donate=True)
+    state = state or ll.init_state(model, optimizer)
+    for batch in data:
+        state, _ = step(state, batch)
+    return state
+
+
+def local(params):
+    return {name: getattr(p, "to_local", lambda p=p: p)().detach().clone() for name, p in params.items()}
+
+
+def state_is(state, expected):
+    found = local(state.params)
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def optimizers_on_two_ranks(folder):
+    with ll.distributed.setup():
+        rank = ll.distributed.rank()
+        part = slice(4 * rank, 4 * rank + 4)
+        data = batches(part)
+        for name, ours, raw in (("muon", muon, raw_muon), ("free", schedule_free, raw_schedule_free)):
+            model = sharded(make())
+            expected = local(raw_loop(model, data, raw([*model.parameters()])))
+            model = sharded(make())
+            state, ckpt = run(model, data[:2], ours()), ll.checkpoint_io(f"{folder}/{name}")
+            ckpt.save(state)
+            assert state_is(run(model, data[2:], ours(), state=state), expected)
+            model = sharded(make())
+            assert state_is(run(model, data[2:], ours(), state=ckpt.restore(ll.init_state(model, ours()))), expected)
+
+            # Without its rounding to bfloat16, Muon on shards is Muon on whole matrices.
+            with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+                one = make(torch.double)
+                alone = raw_loop(one, batches(dtype=torch.double), raw([*one.parameters()]))
+                found = run(sharded(make(torch.double)), batches(part, torch.double), ours()).params
+            whole = {name: tensor.full_tensor() for name, tensor in found.items()}
+            torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
+
+        # Moments of few bits are a class of torchao's own, of which a rank would have a part.
+        import torchao.optim
+
+        with torch.compiler.set_stance("force_eager"):
+            for cls in (torchao.optim.AdamW8bit, torchao.optim.AdamW4bit, torchao.optim.AdamWFp8):
+                with pytest.raises(TypeError, match=rf"{cls.__name__} keeps for 0.weight.*DistributedDataParallel"):
+                    ll.init_state(sharded(make()), ll.optimizer(cls, lr=0.01))
+                kept = run(DistributedDataParallel(make()), data, ll.optimizer(cls, lr=0.01))
+                one = make()
+                alone = raw_loop(one, batches(), [cls(one.parameters(), lr=0.01)])
+                torch.testing.assert_close(dict(kept.params), alone, rtol=1e-3, atol=1e-4)
+        print("as told")
+
+
+def offloaded_on_two_ranks():
+    with ll.distributed.setup():
+        data = batches(slice(4 * ll.distributed.rank(), 4 * ll.distributed.rank() + 4))
+        sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
+        for wrap in (DistributedDataParallel, sharded):
+            expected = local(run(wrap(make()), data, sgd).params)
+            for choice in (nn.Linear, nn.Sequential):
+                assert state_is(run(wrap(make()), data, sgd, ll.losses.offload(loss_fn, choice)), expected)
+        print("as told")
+
+
+def test_optimizers_on_shards_are_those_of_one_process_or_refused(tmp_path):
+    assert launch(2, optimizers_on_two_ranks, str(tmp_path)).count("as told") == 2
+
+
+def test_offloaded_modules_run_in_ddp_and_fsdp():
+    assert launch(2, offloaded_on_two_ranks).count("as told") == 2
