@@ -22,9 +22,8 @@ To scale up:
                             process can hold all weights even initially, create the model on torch.device("meta"),
                             and after fully_shard call model.to_empty(device=device) and fill in the weights
     mixed precision         --precision bfloat16: autocast, and on GPUs weights gathered in bfloat16
-    tensor parallelism      mesh = init_device_mesh(device.type, (hosts, 8), mesh_dim_names=("data", "tensor")), and
-                            ll.distributed.set_data_parallel_group(mesh["data"]); before fully_shard over mesh["data"]
-                            parallelize_module(block.mlp, mesh["tensor"], {"0": ColwiseParallel(), ...})
+    tensor parallelism      language_model_mesh.py, with FSDP2 along one dimension of a mesh, and tensor and sequence
+                            parallelism along the other
 
 DeepSpeed's stages as options of fully_shard:
 

@@ -24,7 +24,7 @@ from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
 from looplib._core.descriptions import described, described_arguments
-from looplib._core.ranks import Sums, is_alone, largest_over_ranks, shards, world_size
+from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.records import chain
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import padding_batch
@@ -322,6 +322,26 @@ def _is_sharded(module: nn.Module) -> bool:
     return "FSDPModule" in {kind.__name__ for kind in type(module).__mro__}  # without importing FSDP2
 
 
+def _warn_of_split_layers(params: Mapping[str, Tensor]) -> None:
+    """Warn if ranks that hold parts of the same layers read different samples.
+
+    FSDP2 shards a parameter along one dimension of a mesh (HSDP, too). Another one is that of a tensor-parallel plan.
+    """
+    for name, param in params.items():
+        if not is_sharded(param):
+            continue
+        mesh = param.device_mesh
+        split = [dim for dim, place in enumerate(param.placements) if mesh.size(dim) > 1 and not place.is_replicate()]
+        if len(split) > 1 and mesh.size() <= world_size():
+            warn(
+                f"{name} is sharded along {len(split)} dimensions of a mesh, and all of its {mesh.size()} ranks read "
+                "samples of their own: with tensor parallelism those that hold parts of one layer need the same, which "
+                'll.distributed.set_data_parallel_group(mesh["data"]) gives them',
+                RuntimeWarning,
+            )
+            return
+
+
 _COUNTS = ("seed", "step", "epoch", "batch", "epoch_length", "samples")
 
 _FREE = {"retry_on_oom"}  # may differ between ranks, since it does not change the gradient
@@ -335,6 +355,7 @@ def compare(state: Any, batches: Sequence[Any], program: Callable[[], Mapping[st
     the function and a digest of 32 bytes are sent to each rank, and what differs only if something does.
     """
     together_with_data().barrier()
+    _warn_of_split_layers(state.params)
     tensors = {"params": state.params, "buffers": state.buffers}
     known = lease.provenance(state)
     facts = {

@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism in real processes, beside a raw loop in one process, in float64."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -182,6 +183,25 @@ def gradients_by_hand():
 
 def test_partial_sums_as_gradients_are_refused_by_name():
     launch(2, gradients_by_hand)
+
+
+def forgotten():
+    with ll.distributed.setup():
+        model, optimizer = parallel(made(), "sharded"), ll.optimizer(torch.optim.SGD, lr=0.1)
+        state, warned = ll.init_state(model, optimizer), []
+        for forget in False, True:
+            if forget:
+                ll.distributed.set_data_parallel_group(None)
+            train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+            with warnings.catch_warnings(record=True) as caught:
+                state, _ = train_step(state, batches()[0])
+            warned.append([w for w in caught if "embed.weight is sharded along 2 dimensions" in str(w.message)])
+        assert [len(found) for found in warned] == [0, 1]
+        assert 'set_data_parallel_group(mesh["data"])' in str(warned[1][0].message)
+
+
+def test_ranks_of_one_model_that_read_different_samples_are_warned_of():
+    launch(4, forgotten)
 
 
 CLASSES = {

@@ -25,6 +25,7 @@ ORDER = [
     "testing_your_step",
     "language_model_ddp",
     "language_model_fsdp",
+    "language_model_mesh",
     "lose_a_rank",
     "sweep_lr",
     "optuna_pruning",

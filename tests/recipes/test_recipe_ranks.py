@@ -1,11 +1,13 @@
 """Recipes for several processes: stopped and resumed with different numbers of ranks, they log what one process logs."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 from ranks import launch
 from test_recipes import RECIPES
 from test_recipes import load as load_recipe
@@ -21,14 +23,14 @@ def load(engine):
 
 
 def stopped(engine, settings, calls):
-    """The recipe on one of several ranks. Only the last one gets a signal, after a number of forward passes."""
+    """The recipe on one of several ranks. Only the last one gets a signal, after a number of forward passes in training."""
     recipe = load(engine)
     loss_fn, last = recipe.loss_fn, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 
     def counted(model, batch):
         nonlocal calls
-        calls -= 1
-        if last and not calls:
+        calls -= model.training
+        if last and model.training and not calls:
             signal.raise_signal(signal.SIGTERM)
         return loss_fn(model, batch)
 
@@ -116,3 +118,74 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     again = load("ddp").main(**SMALL, sample=8, directory=str(folder))
     assert again == pytest.approx(expected, rel=1e-6)
     assert values(folder) == found
+
+
+MESH = {"steps": 20, "batch_size": 8, "length": 32, "width": 16, "depth": 2, "heads": 4, "lr": 1e-2}
+MESH |= {"eval_every": 10, "log_every": 1, "dtype": "float64"}
+
+
+def by_hand(settings):
+    """Losses and norms of gradients in a raw loop in one process, by step."""
+    recipe, steps = load("mesh"), settings["steps"]
+    torch.manual_seed(0)
+    model = recipe.Transformer(settings["width"], settings["depth"], settings["heads"]).double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = recipe.load_text().long()
+    windows = text[: len(text) * 9 // 10].unfold(0, settings["length"] + 1, settings["length"])
+    batches = ll.make_loader(windows, batch_size=settings["batch_size"], drop_last=True)(ll.TrainState())
+    rate, log = ll.warmup_cosine(settings["lr"], warmup=steps // 6, total=steps), []
+    for step, batch in zip(range(steps), batches, strict=False):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.zero_grad()
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss = loss.total / loss.weight
+        loss.backward()
+        log.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+    return log
+
+
+def assert_as_by_hand(folder, settings):
+    rows = [row for row in ll.log.read_jsonl(folder / "log.jsonl") if "train/loss" in row]
+    found = [(row["train/loss"], row["train/grad_norm"]) for row in rows]
+    # float64 has 53 bits; sums in other orders differ in the last, which Adam's quotients enlarge
+    assert found == [pytest.approx(values, rel=1e-9) for values in by_hand(settings)]
+
+
+def bits(folder):
+    files = [folder / "log.jsonl", *sorted(folder.rglob("*.safetensors"))]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def test_a_model_on_two_ranks_of_tensors_trains_as_a_raw_loop_does(tmp_path):
+    settings = {**MESH, "steps": 6, "depth": 1, "batch_size": 32, "directory": str(tmp_path)}
+    assert "1 ranks divide the data; step 0 of 6" in launch(2, stopped, "mesh", settings, 0)
+    assert_as_by_hand(tmp_path, settings)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_ranks_trains_as_a_raw_loop_does_and_continues_on_other_meshes(tmp_path):
+    whole, run, other = (tmp_path / name for name in ("whole", "run", "other"))
+    # 2 x 2, by the command that the docstring gives
+    arguments = [text for name, value in MESH.items() for text in (f"--{name}", str(value))]
+    shown = torchrun(4, str(RECIPES / "language_model_mesh.py"), *arguments, "--directory", str(whole))
+    assert "2 ranks divide the data; step 0 of 20" in shown
+    assert_as_by_hand(whole, MESH)
+
+    # Stopped, also the rank that shares no group with the one that got the signal, and continued: the same bits
+    shown = launch(4, stopped, "mesh", {**MESH, "directory": str(run)}, 6)
+    assert "stopped at step 6 of 20; run the same command to continue" in shown
+    shutil.copytree(run, other)
+    launch(4, stopped, "mesh", {**MESH, "directory": str(run)}, 0)
+    assert bits(run) == bits(whole)
+
+    # 2 x 2, then 4 x 1, then one process
+    shown = launch(4, stopped, "mesh", {**MESH, "tensor": 1, "directory": str(other)}, 6)
+    assert "4 ranks divide the data; step 6 of 20" in shown
+    assert "stopped at step 12 of 20" in shown
+    scores = load("mesh").main(**MESH, directory=str(other))
+    assert_as_by_hand(other, MESH)
+    assert scores["loss"] == pytest.approx(ll.log.read_jsonl(whole / "log.jsonl")[-1]["eval/loss"], rel=1e-9)
+
+    with pytest.raises(AssertionError, match=r"--tensor 3 must divide the ranks, 4 heads and length 32"):
+        launch(2, stopped, "mesh", {**MESH, "tensor": 3, "directory": str(tmp_path / "never")}, 0)

@@ -49,6 +49,10 @@ SMALL = {
     "language_model": (LANGUAGE | {"sample": 8, "microbatches": 4}, {"bits_per_byte": (0, 5)}),
     "language_model_ddp": (LANGUAGE | {"sample": 8, "precision": "float32"}, {"loss": (0, 4)}),
     "language_model_fsdp": (LANGUAGE | {"precision": "float32"}, {"loss": (0, 4)}),
+    "language_model_mesh": (
+        {name: value for name, value in LANGUAGE.items() if name != "warmup"} | {"steps": 30, "eval_every": 15},
+        {"loss": (0, 4)},
+    ),
     "optuna_pruning": ({"trials": 3, "epochs": 2}, {"accuracy": (0.5, 1), "share": (1, 1)}),
     "ppo_cartpole": (
         {"iterations": 8, "environments": 8, "steps": 32, "passes": 4, "lr": 1e-2, "width": 16, "log_every": 2},
