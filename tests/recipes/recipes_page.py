@@ -31,6 +31,7 @@ ORDER = [
     "ensemble_digits",
     "contrastive_digits",
     "gan_digits",
+    "grpo_arithmetic",
     "dp_sgd_digits",
     "maml_sinusoids",
 ]
