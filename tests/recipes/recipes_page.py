@@ -33,6 +33,7 @@ ORDER = [
     "contrastive_digits",
     "gan_digits",
     "ppo_cartpole",
+    "grpo_arithmetic",
     "dp_sgd_digits",
     "maml_sinusoids",
 ]

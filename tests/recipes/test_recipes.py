@@ -46,6 +46,19 @@ SMALL = {
         {"epochs": 3, "batch_size": 256, "width": 8},
         {"accuracy": (0.95, 1), "real_classes": (10, 10)},
     ),
+    "grpo_arithmetic": (
+        {
+            "epochs": 2,
+            "questions": 125,
+            "group": 4,
+            "solved": 7000,
+            "warmup_epochs": 1,
+            "warmup_lr": 1e-2,
+            "width": 32,
+            "depth": 1,
+        },
+        {"warmup_accuracy": (0.001, 1)},
+    ),
     "language_model": (LANGUAGE | {"sample": 8, "microbatches": 4}, {"bits_per_byte": (0, 5)}),
     "language_model_ddp": (LANGUAGE | {"sample": 8, "precision": "float32"}, {"loss": (0, 4)}),
     "language_model_fsdp": (LANGUAGE | {"precision": "float32"}, {"loss": (0, 4)}),
@@ -235,6 +248,10 @@ REACHED = {
         "confident": scores["drawn_confident"] > 0.75,
         "frechet": scores["drawn_frechet"] < 1.3 * scores["real_frechet"],
         "nearest": scores["drawn_nearest"] > 0.95 * scores["real_nearest"],
+    },
+    "grpo_arithmetic": lambda scores: {
+        "after the warmup": scores["warmup_accuracy"] < 0.6,
+        "after GRPO": scores["accuracy"] > 0.8,
     },
 }
 

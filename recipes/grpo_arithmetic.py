@@ -1,0 +1,198 @@
+"""Teach a small language model to add, from a reward that code checks: group relative policy optimization (GRPO).
+
+    python recipes/grpo_arithmetic.py              (or with other settings: --group 16 --seed 1)
+
+A tiny transformer first learns from 2,000 sums such as 12+34=46. Then it gets 7,000 sums without answers, writes
+several answers to each, and learns from a program that says which of them are right. The loss and the advantages are
+those of TRL's GRPOTrainer with loss_type="grpo". Log and checkpoints are in runs/grpo_arithmetic. Ctrl-C stops after
+the current batch, or after the supervised warmup. Run the same command to continue, with the same result.
+
+Reached with seeds 0 to 2, in 80 seconds on one core: 92.1%, 81.8% and 89.8% of 1,000 held-out sums added correctly,
+where the warmup reaches 80.2%, 42.3% and 77.1%. (GRPO is for answers that can be checked but are not known. Where
+they are known, supervised training is better: 60 epochs of the warmup alone reach 97.4% to 99.1%.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import looplib as ll
+
+CHARACTERS = "\n0123456789+="  # a line break, token 0, ends an answer
+QUESTION, ANSWER = len("12+34="), len("123\n")
+
+
+def main(
+    epochs: int = 3,  # passes over the sums without answers
+    questions: int = 64,  # sums in a batch
+    group: int = 8,  # answers drawn for each sum
+    iterations: int = 2,  # updates on a batch of answers
+    lr: float = 5e-4,  # learning rate of GRPO at the start; it falls along a cosine
+    epsilon: float = 0.2,  # a ratio of probabilities counts from 1 - epsilon to 1 + epsilon
+    beta: float = 0.04,  # weight of the Kullback-Leibler divergence from the reference
+    max_norm: float = 1.0,  # gradients are scaled down to this norm
+    solved: int = 2000,  # sums with answers, for the supervised warmup
+    warmup_epochs: int = 20,  # passes over them
+    warmup_lr: float = 2e-3,  # learning rate of the warmup, at its peak
+    width: int = 64,  # of the hidden states
+    depth: int = 2,  # number of blocks
+    seed: int = 0,  # of the weights, the order of the sums and the answers
+    directory: str = "runs/grpo_arithmetic",  # folder for log and checkpoints
+) -> dict[str, float]:
+    torch.set_num_threads(1)  # such a small network gains nothing from more threads
+    torch.manual_seed(seed)
+    solved_set, train_set, test_set = load_data(solved)
+    model = Transformer(width, depth)
+    loader = ll.make_loader(train_set, batch_size=questions, seed=seed, drop_last=True)
+    schedule = ll.schedules.cosine(lr, total=epochs * len(loader) * iterations)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=schedule, weight_decay=0.0)
+    grad_fn = ll.make_grad_fn(model, partial(grpo_loss, epsilon=epsilon, beta=beta))
+    grad_fn = ll.clip_by_global_norm(grad_fn, max_norm)
+    first_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    next_step = ll.make_train_step(grad_fn, optimizer, donate=True, same_batch=True)
+    draw_step, score_step = ll.make_predict_step(model, answer), ll.make_predict_step(model, log_probabilities)
+    eval_step = ll.make_eval_step(model, metric_fn)
+    log = ll.tee(ll.jsonl(Path(directory) / "log.jsonl"), ll.console())
+    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
+    epoch_ends, finished = ll.every_n_epochs(1), ll.after_epochs(epochs)
+    with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between two updates on the same answers
+        if not ckpt.steps():
+            warm_up(model, solved_set, warmup_epochs, warmup_lr, seed)
+        extra = {"reference": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
+        if finished(state):
+            print(f"already finished at step {state.step}; delete {directory} to start again")
+        done, bar = finished | stop_now, ll.progress(loader, epochs=epochs)
+        while not done(state):
+            for asked in bar(state):
+                tokens = torch.stack([draw_step(ll.state.fold_in(state, i), asked) for i in range(group)], dim=1)
+                rewards = torch.tensor([[reward(answer) for answer in answers] for answers in tokens])
+                advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+                batch = {"tokens": tokens.flatten(0, 1), "advantages": advantages.flatten()}
+                batch["old"] = score_step(state, batch["tokens"])
+                batch["reference"] = score_step(state.replace(params=state.extra["reference"]), batch["tokens"])
+                state, metrics = first_step(state, batch)
+                for _ in range(iterations - 1):
+                    state, metrics = next_step(state, batch)
+                bar.show(metrics)
+                if epoch_ends(state):
+                    scores = ll.compute(metrics) | ll.evaluate(eval_step, state, [test_set])
+                    log(state, {"reward": rewards.mean().item(), **scores})
+                    ckpt.save(state)
+                if stop_now(state):
+                    break
+        bar.close()
+        ckpt.save(state)
+    if not finished(state):
+        raise SystemExit(f"stopped at step {state.step}; run the same command to continue")
+    scores = ll.evaluate(eval_step, state.replace(params=state.extra["reference"]), [test_set], prefix="warmup_")
+    scores |= ll.evaluate(eval_step, state, [test_set])
+    print("held-out sums added correctly:", ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
+    return scores
+
+
+def load_data(solved: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of all sums of two numbers below 100: some with their answers, most without, and 1,000 held out."""
+    lines = [f"{a:02}+{b:02}={a + b}\n".ljust(QUESTION + ANSWER, "\n") for a in range(100) for b in range(100)]
+    tokens = torch.tensor([[CHARACTERS.index(character) for character in line] for line in lines])
+    tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
+    return tokens[:solved], tokens[solved:-1000, :QUESTION], tokens[-1000:, :QUESTION]
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        settings: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        blocks = [nn.TransformerEncoderLayer(width, 4, 4 * width, **settings) for _ in range(depth)]
+        self.characters, self.blocks = nn.Embedding(len(CHARACTERS), width), nn.ModuleList(blocks)
+        self.positions = nn.Parameter(0.02 * torch.randn(QUESTION + ANSWER, width))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(CHARACTERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        hidden = self.characters(tokens) + self.positions[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def answer(model: Transformer, tokens: Tensor, greedy: bool = False) -> Tensor:
+    """The questions and an answer to each, drawn from the model."""
+    for _ in range(ANSWER):
+        logits = model(tokens)[:, -1]
+        token = logits.argmax(1, keepdim=True) if greedy else torch.multinomial(logits.softmax(1), 1)
+        tokens = torch.cat([tokens, token], dim=1)
+    return tokens
+
+
+def reward(tokens: Tensor) -> float:
+    """1 for the right sum and a line break after it, whatever follows that; otherwise 0."""
+    text = "".join(CHARACTERS[token] for token in tokens.tolist())
+    question, _, answer = text.partition("=")
+    return float(answer.startswith(f"{sum(map(int, question.split('+')))}\n"))
+
+
+def log_probabilities(model: Transformer, tokens: Tensor) -> Tensor:
+    """Log-probability of each token of the answers: (n, ANSWER)."""
+    logits: Tensor = model(tokens[:, :-1])[:, QUESTION - 1 :]
+    return logits.log_softmax(-1).gather(-1, tokens[:, QUESTION:, None]).squeeze(-1)
+
+
+def mean_per_answer(values: Tensor, tokens: Tensor) -> Tensor:
+    """Average over the tokens of each answer, up to its line break: (n,)."""
+    ends = (tokens[:, QUESTION:] == 0).long()
+    counted = ends.cumsum(1) == ends  # none before it
+    return (values * counted).sum(1) / counted.sum(1)
+
+
+def grpo_loss(model: Transformer, batch: Any, epsilon: float, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of GRPO: a clipped ratio of probabilities times the advantage, and the divergence from the reference."""
+    tokens, advantage = batch["tokens"], batch["advantages"][:, None]
+    now = log_probabilities(model, tokens)
+    ratio = (now - batch["old"]).exp()
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
+    change = batch["reference"] - now
+    kl = change.exp() - change - 1  # an unbiased estimate that is never negative
+    loss = mean_per_answer(beta * kl - gain, tokens).mean()
+    means = {"kl": kl, "clipped": gain != ratio * advantage}
+    return loss, {name: mean_per_answer(values, tokens).mean() for name, values in means.items()}
+
+
+def metric_fn(model: Transformer, asked: Tensor) -> dict[str, Tensor]:
+    return {"accuracy": torch.tensor([reward(tokens) for tokens in answer(model, asked, greedy=True)]).mean()}
+
+
+def warm_up(model: Transformer, solved_set: Tensor, epochs: int, lr: float, seed: int) -> None:
+    """Supervised training, so that the model writes answers at all."""
+
+    def loss_fn(model: Transformer, tokens: Tensor) -> Tensor:
+        return -mean_per_answer(log_probabilities(model, tokens), tokens).mean()
+
+    loader = ll.make_loader(solved_set, batch_size=64, seed=seed)
+    total = epochs * len(loader)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=min(50, total // 2), total=total))
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    while state.epoch < epochs:
+        for tokens in loader(state):
+            state, _ = train_step(state, tokens)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    main(**vars(parser.parse_args()))
