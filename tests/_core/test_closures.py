@@ -35,7 +35,7 @@ def test_variables_of_functions():
 
     outer.gain, outer.unread = 6.0, 7.0
     assert found(outer) == {
-        "scale": 2.0, "hidden[0]": 3, "hidden[1]": 4, "a default of inner": 5, "outer.gain": 6.0
+        "scale": 2.0, "the length of hidden": 2, "hidden[0]": 3, "hidden[1]": 4, "a default of inner": 5, "outer.gain": 6.0
     }  # fmt: skip
     assert found(outer, in_whole=callable)["outer.unread"] == 7.0
     assert set(found(functools.partial(outer, power=8)).values()) == {2.0, 3, 4, 5, 6.0, 8}

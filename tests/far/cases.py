@@ -392,6 +392,10 @@ def with_spike(device):
 OPTIMIZERS = {
     "optim.skip_spikes": (ll.optim.skip_spikes(ADAMW, window=4, sigmas=2.0), {"of": with_spike}),
     "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
+    "optim.own_steps": (
+        ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
+        {},
+    ),
     "optim.freeze": (ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1), {}),
     "optim.master_weights": (ll.optim.master_weights(ADAMW), {"make": half, "loss": half_loss}),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
@@ -765,7 +769,7 @@ def _(device):
 
 
 @case("testing.assert_all_gradients", "testing.assert_overfits", "testing.assert_microbatches_equal_batch", "testing.assert_pure",
-      "testing.assert_resumes", "testing.assert_samples_independent", "testing.assert_causal")  # fmt: skip
+      "testing.assert_donated_equals_pure", "testing.assert_resumes", "testing.assert_samples_independent", "testing.assert_causal")  # fmt: skip
 def _(device):
     model, state = started(device, make=plain)
     state = ll.copy_state(state)
@@ -774,6 +778,7 @@ def _(device):
     ll.testing.assert_all_gradients(grad_fn, state, data(device))
     ll.testing.assert_microbatches_equal_batch(grad_fn, state, data(device))
     ll.testing.assert_pure(step, state, data(device))
+    ll.testing.assert_donated_equals_pure(grad_fn, SGD, ll.init_state(model, SGD), batches(device))
     ll.testing.assert_overfits(step, state, data(device, 4), steps=60, fraction=0.5)
     ll.testing.assert_resumes(step, state, batches(device))
     predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]))

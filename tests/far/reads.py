@@ -102,6 +102,7 @@ TABLES = {
         Row("ll.optim.master_weights(optimizer)", 0, "Counted with weights in bfloat16."),
         Row("ll.optim.swa(optimizer, start=100)", 0),
         Row("ll.contrib.lookahead(optimizer)", 0),
+        Row("ll.optim.own_steps(optimizer)", 0),
         Row('ll.optim.freeze(optimizer, lambda name, step: name.startswith("0."))', 0),
         Row('ll.optim.partition({"1": optimizer, "2": optimizer}, lambda name, tensor: str(tensor.ndim))', 0),
     ],

@@ -250,8 +250,8 @@ REACHED = {
         "nearest": scores["drawn_nearest"] > 0.95 * scores["real_nearest"],
     },
     "grpo_arithmetic": lambda scores: {
-        "after the warmup": scores["warmup_accuracy"] < 0.6,
-        "after GRPO": scores["accuracy"] > 0.8,
+        "after the warmup": 0.3 < scores["warmup_accuracy"] < 0.85,
+        "after GRPO": scores["accuracy"] > 0.9,
     },
 }
 
