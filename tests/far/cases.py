@@ -769,7 +769,8 @@ def _(device):
 
 
 @case("testing.assert_all_gradients", "testing.assert_overfits", "testing.assert_microbatches_equal_batch", "testing.assert_pure",
-      "testing.assert_donated_equals_pure", "testing.assert_resumes", "testing.assert_samples_independent", "testing.assert_causal")  # fmt: skip
+      "testing.assert_donated_equals_pure", "testing.assert_resumes", "testing.assert_samples_independent",
+      "testing.assert_causal")  # fmt: skip
 def _(device):
     model, state = started(device, make=plain)
     state = ll.copy_state(state)
