@@ -26,15 +26,29 @@ ROOT = Path(__file__).parents[1]
 # For each part of the heart, the tests next to it, and a scenario on two ranks.
 RANKS = ["tests/distributed/test_replicas.py", "tests/distributed/test_users_wrappers.py"]
 TESTS = {
-    "steps.py": ["tests/test_steps.py", "tests/test_forward_writes.py", "tests/_core/test_lease.py", *RANKS],
+    "steps.py": [
+        "tests/test_aliases.py",
+        "tests/test_steps.py",
+        "tests/test_predict_training.py",
+        "tests/test_forward_writes.py",
+        "tests/_core/test_lease.py",
+        *RANKS,
+    ],
     "gradients.py": [
         "tests/test_gradients.py",
+        "tests/test_aliases.py",
         "tests/test_another_network.py",
         "tests/test_forward_writes.py",
         "tests/grads",
         *RANKS,
     ],
-    "state.py": ["tests/test_state.py", "tests/test_steps.py", "tests/_core/test_lease.py"],
+    "state.py": [
+        "tests/test_state.py",
+        "tests/test_predict_training.py",
+        "tests/test_aliases.py",
+        "tests/test_steps.py",
+        "tests/_core/test_lease.py",
+    ],
     "grads": ["tests/grads", *RANKS],
     "optim": ["tests/optim", "tests/_core/optim", "tests/test_write_your_own.py"],
 }
