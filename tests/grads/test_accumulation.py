@@ -448,3 +448,35 @@ def test_with_a_real_allocator_that_refuses():
     assert (step, samples) == ("3", "400064")
     assert int(warned) >= 1
     assert float(size) <= 100_000
+
+
+@pytest.mark.parametrize(("microbatches", "calls"), [(1, 1), (2, 2), (9, 6)])
+def test_the_loss_is_called_once_for_each_microbatch_and_never_for_an_empty_one(microbatches, calls):
+    seen = []
+
+    def counted(model, x):
+        seen.append(len(x))
+        return model(x).square().mean()
+
+    model = nn.Linear(3, 1)
+    ll.accumulate(ll.make_grad_fn(model, counted), microbatches)(ll.init_state(model), torch.ones(6, 3))
+    assert len(seen) == calls
+    assert sum(seen) == 6
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_an_attempt_that_ran_out_of_memory_leaves_no_trace_in_the_statistics(donate):
+    torch.manual_seed(0)
+    model, sgd = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def too_large(model, x):
+        loss = model(x).square().mean()
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss
+
+    step = ll.make_train_step(ll.grads.retry_on_oom(ll.make_grad_fn(model, too_large)), sgd, donate=donate)
+    with pytest.warns(UserWarning, match="from now on in microbatches of 4"):
+        state, metrics = step(ll.init_state(model, sgd), torch.ones(8, 3))
+    assert state.buffers["1.num_batches_tracked"] == 2
+    assert ll.compute(metrics)["microbatch_size"] == 4
