@@ -321,3 +321,32 @@ def test_a_tensor_under_two_names_is_one_parameter():
         "0.bias",
         "1.bias",
     ]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda model, state: ll.bind(model, 3), TypeError, r"ll\.bind\(model, state\)"),
+        (lambda model, state: ll.bind(model, state.replace(buffers={})), ValueError, "buffers are not those of"),
+        (lambda model, state: ll.state.cast(state, float), ValueError, "give a floating-point dtype"),
+        (lambda model, state: ll.state.cast(state, torch.int32), ValueError, "give a floating-point dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_copied(call, error, message):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    state = ll.copy_state(ll.init_state(model))
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    with torch.no_grad():
+        state.params["0.weight"].add_(1)
+    with pytest.raises(error, match=message):
+        call(model, state)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize("make", [ll.make_eval_step, ll.make_predict_step])
+def test_a_step_refuses_a_state_without_the_models_buffers(make):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    step = make(model, lambda model, x: {"loss": model(x).mean()})
+    with pytest.raises(ValueError, match="buffers are not those of"):
+        step(ll.init_state(model).replace(buffers={}), torch.ones(4, 3))
