@@ -174,11 +174,12 @@ def make_train_step(
         grad_fn: from `make_grad_fn`, with or without wrappers.
         optimizer: from `ll.optimizer`, with or without wrappers. Use the one that created the state.
         donate: if True, write the new state over the old one, for the speed and memory of an in-place loop.
-            Afterwards the old state, and every state that shares an overwritten tensor, raises DonatedStateError. If
-            the update itself fails, there is no state after it. A signal (Ctrl-C, SIGTERM; on Windows, these two)
-            that arrives during an update is handled some milliseconds after it, when your variable holds the new
-            state. A function of your own around the step may be interrupted before it returns the new state, which is
-            lost then, unless it is a first Ctrl-C in a loop over a looplib loader, which waits for the next batch.
+            Afterwards the old state, and every state that shares a tensor with it (trained parameters, all buffers, the
+            optimizer's state), raises DonatedStateError. If the update itself fails, there is no state after it. A
+            signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is handled some milliseconds
+            after it, when your variable holds the new state. A function of your own around the step may be interrupted
+            before it returns the new state, which is lost then, unless it is a first Ctrl-C in a loop over a looplib
+            loader, which waits for the next batch.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first.

@@ -83,7 +83,7 @@ def test_long_runs_have_the_proportions_that_hugging_face_interleaves():
         assert abs(theirs.count(k) - ours.count(k)) < 5 * deviation
 
 
-def test_samples_of_an_epoch_are_shuffled_anew_and_by_the_seed():
+def test_samples_of_an_epoch_are_shuffled_by_the_seed_and_the_epoch():
     def samples(seed, epoch):
         return epoch_of(make_loader(parts(40, 40), batch_size=8, order=mixture([1, 1], 80), seed=seed), epoch)
 
