@@ -64,8 +64,9 @@ def any_of(flags: Any) -> Any:
     """True if a flag is set, for all parts together."""
     if not isinstance(flags, dict):
         return flags
-    tensors = [flag for flag in leaves_of(flags) if isinstance(flag, Tensor)]
-    if any(flag is True for flag in leaves_of(flags)):
+    leaves = leaves_of(flags)
+    tensors = [flag for flag in leaves if isinstance(flag, Tensor)]
+    if any(flag is True for flag in leaves):
         return True
     return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any() if tensors else False
 

@@ -49,8 +49,8 @@ def recompute(
     effect.
 
     The model itself is unchanged after the loss, and so are its parameter names. Hooks inside a chosen module also
-    run in the second run. `torch.func` cannot differentiate through it. Under
-    `torch.compile`, a chosen module with buffers or hooks breaks the graph.
+    run in the second run. `torch.func` cannot differentiate through it. Under `torch.compile`, a chosen module with
+    buffers or hooks breaks the graph.
 
     Args:
         loss_fn: any loss function that `make_grad_fn` accepts.

@@ -148,12 +148,8 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
             raise wrong_state(opt_state, cls, kept)
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
-    takes = {recipe.cls is torch.optim.SparseAdam}
-    if (
-        recipe.is_torch_optim
-        and recipe.cls not in _TAKE_BOTH
-        and not takes.issuperset(map(_is_sparse, grads.values()))
-    ):
+    unfit = recipe.cls is not torch.optim.SparseAdam  # what `is_sparse` is for a gradient that the class cannot take
+    if recipe.is_torch_optim and recipe.cls not in _TAKE_BOTH and unfit in map(_is_sparse, grads.values()):
         kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
         raise ValueError(
             f"{cls} cannot take these gradients: {kinds}. Sparse ones come from "

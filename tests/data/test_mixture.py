@@ -1,14 +1,13 @@
 """Mixtures of datasets, whose proportions may change with the epoch."""
 
 from collections import Counter
-from contextlib import contextmanager
 
 import datasets
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import distributed
+from plain_loader import as_rank
 from torch.utils.data import ConcatDataset
 
 import looplib as ll
@@ -26,15 +25,6 @@ def epoch_of(loader, epoch, batch=0):
         for batch in loader(ll.TrainState(epoch=epoch, batch=batch))
         for pair in zip(*map(torch.Tensor.tolist, batch), strict=True)
     ]
-
-
-@contextmanager
-def as_rank(rank, ranks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "is_initialized", lambda: True)
-        patch.setattr(distributed, "get_rank", lambda group=None: rank)
-        patch.setattr(distributed, "get_world_size", lambda group=None: ranks)
-        yield
 
 
 @given(
