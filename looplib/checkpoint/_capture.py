@@ -44,12 +44,8 @@ def capture(**objects: Any) -> dict[str, Any]:
     """
     check("streams" not in objects, "the name streams is that of the random streams: give the object another one")
     for name, each in objects.items():
-        advice = "keep its state in extra yourself"
-        check(
-            hasattr(each, "state_dict"),
-            f"{name} is a {type(each).__name__}, without state_dict(): {advice}",
-            TypeError,
-        )
+        message = f"{name} is a {type(each).__name__}, without state_dict(): keep its state in extra yourself"
+        check(hasattr(each, "state_dict"), message, TypeError)
     version, words, gauss = random.getstate()
     streams: dict[str, Any] = {
         "torch": [generator.get_state() for generator in _all_generators()],

@@ -52,11 +52,11 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
         "restrict_grad takes gradients of its own, which torch.func (per-sample gradients) does not see: give each "
         "network a gradient function of its own, by trainable=",
     )
-    grads: list[Tensor | None] = [None]
+    reached: list[tuple[Tensor, Tensor]] = []
     if loss.requires_grad and params:
         again = bool(entered) and differentiated()
-        grads = [*torch.autograd.grad(loss, params, retain_graph=True, create_graph=again, allow_unused=True)]
-    reached = [(param, grad) for param, grad in zip(params, grads, strict=False) if grad is not None]
+        grads = torch.autograd.grad(loss, params, retain_graph=True, create_graph=again, allow_unused=True)
+        reached = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
     check(
         reached or not torch.is_grad_enabled(),
         "restrict_grad got a loss that depends on none of these parameters: give parameters of the model that the loss "

@@ -182,7 +182,8 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
         node = results[index]
         if node in values:
             return f"v[{values[node]}]"
-        return f"r[{computed[node]}]{'.requires_grad_()' * (index in traced.trained)}"
+        code = f"r[{computed[node]}]"
+        return f"{code}.requires_grad_()" if index in traced.trained else code
 
     kept = {*old.values()} if donate else set()
     return Program(
