@@ -818,6 +818,7 @@ ON_THE_HOST = {
     "optim.optimizer": "the number of updates, where torch.optim has it",
     "evaluation.predict_to": "files",
     "optim.ema": _COUNTS,
+    "optim.own_steps": _COUNTS,
     "optim.injected": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }
