@@ -170,8 +170,8 @@ def _check_dtypes(grads: Grads, params: Params) -> None:
     for name, grad in grads.items():
         if grad.dtype is not params[name].dtype:
             raise ValueError(
-                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: to train weights "
-                "of half precision on gradients in float32, wrap the optimizer, ll.optim.master_weights(optimizer)"
+                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: keep the weights in float32, "
+                "and compute in half precision by ll.autocast(loss_fn, dtype)"
             )
 
 

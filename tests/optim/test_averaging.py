@@ -143,8 +143,8 @@ def wrapped(name):
         "ema": lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=3, buffers=True),
         "swa": lambda: ll.optim.swa(adamw(), start=4, every=2),
         "lookahead": lambda: ll.contrib.lookahead(adamw(), 5),
-        "skipping": lambda: ll.optim.skip_spikes(
-            ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(ll.ema(adamw()), growth_interval=4), 3), window=4
+        "skipping": lambda: ll.optim.apply_if_finite(
+            ll.optim.dynamic_loss_scale(ll.ema(adamw()), growth_interval=4), 3
         ),
         "partition": lambda: ll.optim.partition(
             {
@@ -198,23 +198,6 @@ def test_skipped_steps_move_neither_average_nor_count(average, outside, skip, do
     assert bits(ll.eval_state(optimizer, state).params) == bits(ll.eval_state(plain, clean).params)
 
 
-@both_steps
-def test_averages_inside_master_weights_are_those_of_the_masters(donate):
-    for wrap, averaged in (
-        (lambda inner: ll.optim.master_weights(ll.ema(inner, 0.9)), lambda state: state.opt_state["master"]),
-        (lambda inner: ll.ema(ll.optim.master_weights(inner), 0.9), lambda state: state.params),
-    ):
-        model, optimizer = net(torch.bfloat16), wrap(adamw())
-        step, state = step_of(model, optimizer, donate), ll.init_state(model, optimizer)
-        average = {name: p.detach().float() for name, p in state.params.items()}
-        for batch in batches(20, torch.bfloat16):
-            state, _ = step(state, batch)
-            average = {
-                name: old.lerp(averaged(state)[name].detach().float(), 1 - 0.9) for name, old in average.items()
-            }
-        assert equal(ll.eval_state(optimizer, state).params, {name: a.bfloat16() for name, a in average.items()})
-
-
 def test_a_group_that_is_frozen_or_skips_where_its_average_would_begin():
     # The average begins as weights of the group, whenever it begins.
     optimizer = ll.optim.freeze(ll.optim.swa(adamw(), start=1), lambda name, step: step < 5)
@@ -240,11 +223,6 @@ REFUSED = [
         for period, part in ((0, 0.5), (3, 0.0), (3, 1.5), (3, float("nan")))
     ),
     (TypeError, "AdamW ll.optimizer", lambda: ll.ema(raw_adamw(net()))),
-    (
-        ValueError,
-        "master_weights(lookahead(optimizer))",
-        lambda: ll.contrib.lookahead(ll.ema(ll.optim.master_weights(adamw()))),
-    ),
     *(
         (ValueError, f"{found} around AdamW", lambda wrong=wrong, made=made: ll.eval_state(wrong, ll.init_state(net(), made)))
         for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1), ll.contrib.lookahead(adamw()))
@@ -323,14 +301,6 @@ def test_lookahead_equals_the_loop_by_hand(whole, period, part, donate, bound):
     torch.testing.assert_close(dict(chosen.params), slow, **close)
     assert chosen.buffers is state.buffers
     assert (state.params["0.weight"] is pure[0].weight) == (donate and bound)
-
-
-@both_steps
-def test_lookahead_inside_master_weights_moves_the_masters(donate):
-    optimizer = ll.optim.master_weights(ll.contrib.lookahead(adamw(), 3))
-    state = run(net(torch.bfloat16), optimizer, batches(9, torch.bfloat16), donate)
-    assert equal(state.opt_state["master"], state.opt_state["inner_state"]["slow"])
-    assert equal(state.params, {name: p.bfloat16() for name, p in state.opt_state["master"].items()})
 
 
 @both_steps

@@ -606,9 +606,9 @@ def _(train_step, state, batch):
 
 
 @shows("TrainingArguments before 5.half_precision_backend")
-def _(state):
-    assert {tensor.dtype for tensor in state.params.values()} == {torch.bfloat16}
-    assert {tensor.dtype for tensor in state.opt_state["master"].values()} == {torch.float32}
+def _(grad_fn, gpt2, tokens):
+    out = grad_fn(ll.init_state(gpt2), tokens)
+    assert {grad.dtype for grad in out.grads.values()} == {torch.float32}
 
 
 @shows("TrainingArguments before 5.fsdp_min_num_params")

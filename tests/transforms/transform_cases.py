@@ -101,7 +101,6 @@ WRAPPERS = {
     "swa": (the_same, lambda o: ll.optim.swa(o, start=2, every=2), 3),
     "lookahead": (the_same, lambda o: ll.contrib.lookahead(o, 3), 2),
     "finite": (the_same, lambda o: ll.ema(ll.optim.apply_if_finite(o, 3), 0.9), 1),
-    "spikes": (the_same, lambda o: ll.optim.skip_spikes(o, window=8, sigmas=3.0), 1),
     "loss scale": (ll.grads.scale_loss, lambda o: ll.optim.dynamic_loss_scale(o, growth_interval=2), 1),
     "partition": (
         the_same,
