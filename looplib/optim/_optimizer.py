@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
 from looplib._core.descriptions import described
@@ -16,7 +18,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import kernel_name
-from looplib.optim._lbfgs import check_lbfgs, is_lbfgs, lbfgs_update
+from looplib.optim._lbfgs import check_lbfgs, lbfgs_update
 from looplib.optim._recipe import Groups, NotGiven, Recipe, check_class, check_groups, check_lr
 from looplib.optim._third_party import check_against_raw_loop, evaluated
 from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
@@ -49,10 +51,9 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a
     parameter, such as GaLore's `projector`, the object's attributes are stored as a dict.
 
-    A class whose `step` has a `closure` without a default (LBFGS) evaluates the loss several times per update, with a
-    function that the train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
-    BatchNorm's statistics are those of the first evaluation. LBFGS's history is allocated in full, `history_size`
-    times twice the size of the parameters.
+    LBFGS evaluates the loss several times per update, with a function that the train step passes to `update`. For
+    models without randomness, the result is bitwise that of a raw loop; BatchNorm's statistics are those of the first
+    evaluation. Its history is allocated in full, `history_size` times twice the size of the parameters.
 
     Args:
         cls: the class, not an instance.
@@ -72,12 +73,12 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             momentum is dense.
 
     Raises:
-        TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
-            third-party class, almost spelled like a known one. From `init`: the class keeps state outside `state` and
-            `param_groups`, in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps
-            more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. To
-            detect this, three steps on the smallest parameters are compared with a raw loop, so a class is not refused
-            for what has no effect in these.
+        TypeError: `cls` is not an optimizer class, or needs a closure and is not LBFGS; `lr` is missing; a
+            hyperparameter is unknown, or, in a group of a third-party class, almost spelled like a known one. From
+            `init`: the class keeps state outside `state` and `param_groups`, for all parameters together, or in types
+            other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few updates
+            than after one; or it draws from Python's or NumPy's random streams. To detect this, three steps on the
+            smallest parameters are compared with a raw loop, so a class is not refused for what has no effect in these.
         ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
             depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
@@ -89,7 +90,7 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)
     recipe.check()
     plans: list[Plan] = []
-    lbfgs = is_lbfgs(recipe)
+    lbfgs = cls is torch.optim.LBFGS
 
     def begin(params: Params) -> dict[str, Any]:
         check(params, f"{cls.__name__} got no parameters to optimize")
@@ -126,7 +127,12 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             return traced_update(recipe, grads, opt_state, params, step)
         if lbfgs:
             return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
-        return eager_update(plans, recipe, grads, opt_state, params, step, seed, evaluate)
+        return eager_update(plans, recipe, grads, opt_state, params, step, seed)
+
+    def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
+        if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
+            return params, buffers
+        return evaluated(plan_for(plans, recipe, params, opt_state["state"]), params, opt_state), buffers
 
     description = {"class": described(cls), **described(recipe.defaults)}
     for number, (predicate, values) in enumerate(groups):
@@ -135,7 +141,7 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         init,
         update_,
         decide,
-        lambda params, buffers, opt_state: (evaluated(recipe, params, opt_state), buffers),
+        evaluation,
         partial(numbers_of, recipe),
         description,
         partial(kernel_name, recipe, plans),

@@ -14,9 +14,9 @@ from looplib._core.checks import check, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib._core.tracing import on_host, tracing
-from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, leaves_of, update_where
+from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, update_where
 from looplib.optim._recipe import chosen_by_kind
-from looplib.optim._wrap import Updated, name_of, update_within, wrap, wrong_state
+from looplib.optim._wrap import Updated, update_within, wrap, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
@@ -70,7 +70,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 states, flags = dict(before), {}
             case _:
                 own = ["inner_states of " + ", ".join(optimizers)]
-                raise wrong_state(opt_state, name_of(description, "partition"), own)
+                raise wrong_state(opt_state, repr(made), own)
         checks: list[Any] = []
         for key, (mine, subset) in parts(grads, params).items():
             decision, states[key] = call_decide(optimizers[key], mine, states[key], metrics, subset, step)
@@ -99,7 +99,7 @@ def _update_part(
     flag: Any, optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, info: Mapping[str, Any]
 ) -> Updated:
     """Update a part if its flag is set, or where it is set in a graph."""
-    if flag is not True and any(isinstance(one, Tensor) for one in leaves_of(flag)):
+    if flag is not True and tracing():
         return update_where(flag, optimizer, grads, opt_state, params, step, info)
     if not any_of(flag):
         return params, opt_state, {}

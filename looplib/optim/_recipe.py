@@ -47,12 +47,6 @@ class Recipe:
         return module == "torch.optim" or module.startswith("torch.optim.")
 
     @cached_property
-    def needs_closure(self) -> bool:
-        """True if the class's `step` evaluates the loss itself, which its signature says by a closure without a default."""
-        closure = inspect.signature(self.cls.step).parameters.get("closure")
-        return closure is not None and closure.default is inspect.Parameter.empty
-
-    @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
         """Hyperparameters set in each group. The default group comes last."""
         return [*(values for _, values in self.groups), {}]
@@ -264,6 +258,13 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     check(
         callable(getattr(cls, "step", None)),
         f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
+        TypeError,
+    )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    check(
+        cls is torch.optim.LBFGS or closure is None or closure.default is not inspect.Parameter.empty,
+        f"{cls.__name__}.step needs a closure, by which it evaluates the loss itself; of such classes ll.optimizer takes "
+        "torch.optim.LBFGS",
         TypeError,
     )
     taken = [*inspect.signature(cls).parameters]

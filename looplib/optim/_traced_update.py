@@ -61,13 +61,11 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
     kept = chain.from_iterable(map(dict.values, opt_state["state"].values()))
     refused = {
-        "decides by the values of losses how often to evaluate them": recipe.needs_closure,
+        "decides by the values of losses how often to evaluate them": recipe.cls is torch.optim.LBFGS,
         "keeps objects for its parameters, whose numbers a graph would keep for ever": any(
             isinstance(value, dict) for value in kept
         ),
-        "changes numbers of its own at each update, which a graph would keep for ever": bool(
-            {"groups", "shared"} & opt_state.keys()
-        ),
+        "changes numbers of its own at each update, which a graph would keep for ever": "groups" in opt_state,
     }
     for reason, applies in refused.items():
         message = (

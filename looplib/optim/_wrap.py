@@ -52,7 +52,7 @@ def wrap(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[Any, Any]:
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
-            raise wrong_state(opt_state, name_of(description, name), expected)
+            raise wrong_state(opt_state, repr(made), expected)
         inner = opt_state["inner_state"]
         flag, inner = call_decide(optimizer, grads, inner, metrics, params, step_of(opt_state, step))
         if inner is not opt_state["inner_state"]:
@@ -134,23 +134,6 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
 def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
     """Error for a state that an optimizer cannot read."""
     return ValueError(
-        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {name_of(optimizer.description)} "
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer!r} "
         f"({error!r}): give the optimizer that made it, with its wrappers"
     )
-
-
-def name_of(description: Mapping[str, Any], wrapper: str = "") -> str:
-    """Name of an optimizer from its description: the class or classes, and the outermost wrapper.
-
-    >>> name_of({"class": "torch.optim.sgd.SGD", "lr": 0.1, "ema": {"wraps": True}})
-    'ema around SGD'
-    """
-    wrappers = [key for key, value in description.items() if isinstance(value, Mapping) and value.get("wraps")]
-    classes = " and ".join(dict.fromkeys(_classes(description)))
-    return " around ".join(filter(None, (wrapper or next(reversed(wrappers), ""), classes))) or "this optimizer"
-
-
-def _classes(description: Mapping[str, Any]) -> list[str]:
-    if isinstance(cls := description.get("class"), str):
-        return [cls.rpartition(".")[2]]
-    return [name for member in description.values() if isinstance(member, Mapping) for name in _classes(member)]

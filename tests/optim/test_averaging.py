@@ -56,7 +56,6 @@ def test_averages_have_the_bits_of_torchs(kind, start, every, buffers, donate, b
     state = run(pure, optimizer, batches(27), donate, bound)
     assert equal(state.params, model.named_parameters())
     assert equal(state.opt_state["average"]["params"], averaged.module.named_parameters())
-    assert state.opt_state["n_averaged"] == averaged.n_averaged
     chosen = ll.eval_state(optimizer, state)
     assert equal(chosen.params, averaged.module.named_parameters())
     assert equal(chosen.buffers, (averaged.module if buffers else model).named_buffers())
@@ -224,7 +223,7 @@ REFUSED = [
     ),
     (TypeError, "AdamW ll.optimizer", lambda: ll.ema(raw_adamw(net()))),
     *(
-        (ValueError, f"{found} around AdamW", lambda wrong=wrong, made=made: ll.eval_state(wrong, ll.init_state(net(), made)))
+        (ValueError, f"{found} AdamW", lambda wrong=wrong, made=made: ll.eval_state(wrong, ll.init_state(net(), made)))
         for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1), ll.contrib.lookahead(adamw()))
         for made, found in ((adamw(), "exp_avg"), (None, "nothing"))
     ),

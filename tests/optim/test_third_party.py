@@ -223,10 +223,17 @@ class Counting(PerParameter):
         p.sub_(p.grad, alpha=group["lr"] / len(self.history))
 
 
-class ClosedAndCounting(Counting):
+class Closed(PerParameter):
     def step(self, closure):
         closure()
-        super().step()
+
+
+class ForAll(PerParameter):
+    """A count of updates for all parameters together."""
+
+    def update(self, group, p):
+        self.state["count"] = self.state.get("count", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / self.state["count"])
 
 
 class OnItsClass(PerParameter):
@@ -261,7 +268,8 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         (Queue, "last deque"),
         (Drawing, "raw loop"),
         (Counting, "raw loop"),
-        (ClosedAndCounting, "raw loop"),
+        (Closed, "closure LBFGS"),
+        (ForAll, "together count"),
         (OnItsClass, "raw loop"),
         (Growing, "more after one"),
         (Masked, "optimizer params"),
