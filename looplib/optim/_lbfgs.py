@@ -16,7 +16,6 @@ from looplib._core.checks import check
 from looplib._core.mappings import mapped, pick
 from looplib._objective import loss_over_ranks
 from looplib.optim._recipe import Recipe, drop_grads, restored_grads
-from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Params
 
 _NUMBERS = ("func_evals", "n_iter")
@@ -35,14 +34,6 @@ def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any) -> dict[s
         **{"old_dirs": zeros(size, count), "old_stps": zeros(size, count), "ro": zeros(size)},
     }
     return {**{name: {} for name in params}, next(iter(params)): state}
-
-
-def check_lbfgs(opt_state: Any) -> None:
-    """Raise for the state of another optimizer."""
-    match opt_state:
-        case {"state": dict(states)} if states and "old_dirs" in next(iter(states.values())):
-            return
-    raise wrong_state(opt_state, "LBFGS", _ROWS)
 
 
 def lbfgs_update(

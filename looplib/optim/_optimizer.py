@@ -18,7 +18,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import kernel_name
-from looplib.optim._lbfgs import check_lbfgs, lbfgs_update
+from looplib.optim._lbfgs import lbfgs_update
 from looplib.optim._recipe import Groups, NotGiven, Recipe, check_class, check_groups, check_lr
 from looplib.optim._third_party import check_against_raw_loop, evaluated
 from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
@@ -90,7 +90,6 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)
     recipe.check()
     plans: list[Plan] = []
-    lbfgs = cls is torch.optim.LBFGS
 
     def begin(params: Params) -> dict[str, Any]:
         check(params, f"{cls.__name__} got no parameters to optimize")
@@ -103,10 +102,7 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         return opt_state
 
     def decide(grads: Grads, opt_state: Any, metrics: Metrics, params: Params, **info: Any) -> tuple[bool, Any]:
-        if lbfgs:
-            check_lbfgs(opt_state)
-        else:
-            check_update(plans, recipe, grads, opt_state, params)
+        check_update(plans, recipe, grads, opt_state, params)
         return True, opt_state
 
     def update_(
@@ -125,7 +121,7 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             from looplib.optim._traced_update import traced_update
 
             return traced_update(recipe, grads, opt_state, params, step)
-        if lbfgs:
+        if cls is torch.optim.LBFGS:
             return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
         return eager_update(plans, recipe, grads, opt_state, params, step, seed)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from looplib._core.advice import SCHEDULES
 from looplib._core.checks import check, few, named
-from looplib._core.updates import keywords
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -128,38 +127,31 @@ class Recipe:
         try:
             made = self.cls(groups, **values_at(self.defaults, 0))
         except (KeyError, ValueError) as error:
-            if members[-1] and self._beyond():
-                error.add_note(
-                    f"{few(members[-1])}: no group of groups= takes them, so they lack {few(self._beyond())}"
-                )
+            if members[-1] and self.groups:
+                error.add_note(f"{few(members[-1])}: no group of groups= takes them, so they have the defaults alone")
             raise
         if not self.is_torch_optim and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made
 
-    def _beyond(self) -> list[str]:
-        """Keys given in groups that are no parameters of a third-party class's constructor."""
-        known = inspect.signature(self.cls).parameters
-        keys = dict.fromkeys(key for values in self.overrides for key in values)
-        return [] if self.is_torch_optim else [key for key in keys if key not in known]
-
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""
-        defaults = values_at(self.defaults, 0)
-        known = inspect.signature(self.cls).parameters.keys()
-        # With keys of the class's own in the groups, a default group without them may be refused, if it has parameters.
-        for overrides in self.overrides[:-1] if self._beyond() else self.overrides:
-            values = values_at(overrides, 0)
-            beyond = {} if self.is_torch_optim else {key: values.pop(key) for key in values.keys() - known}
-            for key in beyond:
+        cls, known, defaults = self.cls, inspect.signature(self.cls).parameters.keys(), values_at(self.defaults, 0)
+        # A third party's class may need keys of its own in each group, which the defaults lack.
+        for overrides in self.overrides if self.is_torch_optim or not self.groups else self.overrides[:-1]:
+            values = {**defaults, **values_at(overrides, 0)}
+            own = {} if self.is_torch_optim else {key: values.pop(key) for key in overrides.keys() - known}
+            for key in own:
                 if near := difflib.get_close_matches(key, known, 1, 0.85):
                     raise TypeError(
-                        f"a group gives {key!r}, which is no parameter of {self.cls.__name__}: give {near[0]!r}"
+                        f"a group gives {key!r}, which is no parameter of {cls.__name__}: give {near[0]!r}"
                     )
             try:
-                self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **values})
+                cls([{"params": [torch.zeros(2, 2)], **own}], **values)
             except TypeError as error:
-                refuse_hyperparameters(self.cls, error, {**defaults, **values})
+                given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+                takes = ", ".join(name for name in known if name != "params")
+                raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
 
 
 def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> dict[str, Any]:
@@ -240,12 +232,11 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
         ", without the parameters. They are in the state",
         TypeError,
     )
-    near = dict(zip(map(str.lower, dir(torch.optim)), dir(torch.optim), strict=True))
     in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
     check(
         isinstance(cls, type),
-        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
-        f"{near.get(str(cls).lower(), 'AdamW')}, lr=...). {in_the_state}",
+        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.AdamW, "
+        f"lr=...). {in_the_state}",
         TypeError,
     )
     check(
@@ -314,15 +305,3 @@ def check_groups(groups: Any) -> None:
             "a group is (predicate(name, tensor), {hyperparameter: value}), such as (lambda name, tensor: "
             f'tensor.ndim < 2, {{"weight_decay": 0.0}}), in a list of them; found {group!r}'
         )
-
-
-def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:
-    """Raise TypeError for a class that could not be created with these hyperparameters."""
-    known = [*inspect.signature(cls).parameters]
-    taken = keywords(cls)
-    if unknown := [name for name in values if name not in (taken or values)]:
-        known.remove("params")
-        message = f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes {', '.join(known)}"
-        raise TypeError(message) from error
-    given = ", ".join(f"{name}={value!r}" for name, value in values.items())
-    raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}") from error

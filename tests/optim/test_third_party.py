@@ -131,7 +131,7 @@ def test_every_group_of_a_class_may_need_a_key(lr, donate):
     assert equal(state.params, raw.named_parameters())
     with pytest.raises(ValueError, match=r"`use_muon` must be set") as raised:
         ll.init_state(smooth(), ll.optimizer(Keyed, lr=1e-2, groups=groups[:1]))
-    assert all(name in raised.value.__notes__[0] for name in ("0.bias", "use_muon"))
+    assert "0.bias" in raised.value.__notes__[0]
 
 
 class Half:
