@@ -19,14 +19,14 @@ from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import kernel_name
 from looplib.optim._lbfgs import lbfgs_update
-from looplib.optim._recipe import Groups, NotGiven, Recipe, check_class, check_groups, check_lr
+from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr
 from looplib.optim._third_party import check_against_raw_loop, evaluated
 from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
 @explain_arguments(check_class)
-def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
@@ -62,8 +62,8 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         groups: list of `(predicate(name, tensor), {hyperparameter: value or schedule})`. The first match wins; the
             other parameters use the defaults. A third-party class may read group keys that its constructor does not
             accept, such as GaLore's `rank`; those are passed to it in the group.
-        hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
-            be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
+        hyperparameters: further arguments of the class. Each of them may be a schedule, that of `betas` one that
+            returns a tuple. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
             and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
             `repr(optimizer)` says which.

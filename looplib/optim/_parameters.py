@@ -76,9 +76,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             decision, states[key] = call_decide(optimizers[key], mine, states[key], metrics, subset, step)
             flags[key] = flags_of(decision)
             checks += decision.checks if isinstance(decision, Decision) else ()
-        if any(states[key] is not before[key] for key in states):
-            opt_state = {"inner_states": states}
-        return all(flag is True for flag in flags.values()) or Decision(flags, checks), opt_state
+        return all(flag is True for flag in flags.values()) or Decision(flags, checks), {"inner_states": states}
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
         states, metrics = opt_state["inner_states"], {}

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +57,7 @@ class Recipe:
     @cached_property
     def moving(self) -> list[dict[str, Any]]:
         """For each group, the hyperparameters that are schedules or injected."""
-        return [{key: value for key, value in values.items() if moves(value)} for values in self.values]
+        return [{key: value for key, value in values.items() if callable(value)} for values in self.values]
 
     def group_values(self, key: str, default: Any = None) -> list[Any]:
         """A hyperparameter's value in each group, as passed by the user."""
@@ -168,11 +167,7 @@ def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: s
 
 def value_at(value: Any, step: int) -> Any:
     """A hyperparameter's value at a step: the number itself, or the value of a schedule."""
-    if callable(value):
-        return value(step)
-    if isinstance(value, (tuple, list)):
-        return tuple(value_at(member, step) for member in value)
-    return value
+    return value(step) if callable(value) else value
 
 
 def as_kept(value: Any, before: Any) -> Any:
@@ -185,11 +180,6 @@ def as_kept(value: Any, before: Any) -> Any:
 def values_at(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Values of several hyperparameters at a step."""
     return {key: value_at(value, step) for key, value in values.items()}
-
-
-def moves(value: Any) -> bool:
-    """True if a hyperparameter, or a member of it, is a schedule or injected."""
-    return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
 
 
 def drop_grads(tensors: Iterable[Tensor]) -> None:
@@ -209,15 +199,6 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 # Checks of arguments, each with a message that says what to write instead
-
-
-class NotGiven(Enum):
-    """Default of `lr`, since no learning rate is right for all models."""
-
-    LR = "no lr"
-
-    def __repr__(self) -> str:  # in signatures that editors show
-        return "required"
 
 
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
@@ -277,7 +258,6 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
 def check_lr(lr: Any) -> None:
     """Raise TypeError for an `lr` that is neither a number nor a function of the step."""
     advice = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
-    check(lr is not NotGiven.LR, f"ll.optimizer needs a learning rate: give lr=, {advice}", TypeError)
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
         instead = SCHEDULES.get(scheduler.__name__, SCHEDULES["LRScheduler"])

@@ -55,8 +55,7 @@ def wrap(
             raise wrong_state(opt_state, repr(made), expected)
         inner = opt_state["inner_state"]
         flag, inner = call_decide(optimizer, grads, inner, metrics, params, step_of(opt_state, step))
-        if inner is not opt_state["inner_state"]:
-            opt_state = {**opt_state, "inner_state": inner}
+        opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
 
     name = factory.__name__

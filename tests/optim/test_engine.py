@@ -321,9 +321,9 @@ def moving(step):
 
 
 MOVING = {
-    optim.Rprop: {"etas": (moving, 1.2)},
-    optim.RAdam: {"betas": (moving, 0.99)},
-    optim.Adafactor: {"lr": moving, "eps": (None, moving)},
+    optim.Rprop: {"etas": lambda step: (moving(step), 1.2)},
+    optim.RAdam: {"betas": lambda step: (moving(step), 0.99)},
+    optim.Adafactor: {"lr": moving, "eps": lambda step: (None, moving(step))},
     optim.RMSprop: {"alpha": moving, "momentum": ll.optim.injected(0.9), "centered": True},
     optim.SGD: {"lr": moving, "weight_decay": moving},
 }

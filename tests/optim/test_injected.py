@@ -201,10 +201,17 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
     lr, beta = ll.warmup_cosine(0.1, warmup=5, total=30), ll.schedules.linear(0.8, 0.95, total=20)
     groups = [
         (is_vector, {"weight_decay": 0.0}),
-        (lambda name, tensor: name == "2.weight", {"lr": ll.schedules.scaled(lr, 0.1), "betas": (0.5, beta)}),
+        (
+            lambda name, tensor: name == "2.weight",
+            {"lr": ll.schedules.scaled(lr, 0.1), "betas": lambda step: (0.5, beta(step))},
+        ),
     ]
     plain = ll.optimizer(
-        torch.optim.AdamW, lr=lr, betas=(beta, 0.99), weight_decay=ll.optim.injected(0.1), groups=groups
+        torch.optim.AdamW,
+        lr=lr,
+        betas=lambda step: (beta(step), 0.99),
+        weight_decay=ll.optim.injected(0.1),
+        groups=groups,
     )
     expected = {
         "lr": lr(step),
