@@ -162,7 +162,7 @@ def dynamic_loss_scale(
         torch_private.amp_update_scale_(
             scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
         )
-        check = partial(_check_scale, min_scale), (~finite, scale, opt_state["loss_scale"], step)
+        check = partial(_check_scale, min_scale), (scale, opt_state["loss_scale"], step)
         return Decision(finite, [check]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
 
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
@@ -174,8 +174,8 @@ def dynamic_loss_scale(
     return wrap(optimizer, dynamic_loss_scale, settings, keeps, decide=decide)
 
 
-def _check_scale(min_scale: float, overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:
-    if overflowed and scale < min_scale:
+def _check_scale(min_scale: float, scale: Tensor, before: Tensor, step: int) -> None:
+    if scale < min_scale:  # by an overflow just now: a state with such a scale is never returned
         raise NonFiniteGradientsError(
             f"gradients are not finite at step {step} though the loss scale is down to "
             f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "

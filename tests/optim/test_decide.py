@@ -155,6 +155,7 @@ def test_each_member_of_a_stack_decides_for_itself(donate):
     assert len(set(counts)) == 3
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_a_partition_has_one_flag_for_each_part(way):
     """Of two parts within a partition within a wrapper, each skips by its own gradients, or all do."""

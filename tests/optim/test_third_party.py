@@ -236,6 +236,17 @@ class ForAll(PerParameter):
         p.sub_(p.grad, alpha=group["lr"] / self.state["count"])
 
 
+class InAList(PerParameter):
+    """A count in a list of its group, of which a pure update keeps nothing."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr, count=[0])
+
+    def update(self, group, p):
+        group["count"][0] += 1
+        p.sub_(p.grad, alpha=group["lr"] / group["count"][0])
+
+
 class OnItsClass(PerParameter):
     count = 0
 
@@ -270,6 +281,7 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         (Counting, "raw loop"),
         (Closed, "closure LBFGS"),
         (ForAll, "together count"),
+        (InAList, "raw loop"),
         (OnItsClass, "raw loop"),
         (Growing, "more after one"),
         (Masked, "optimizer params"),
