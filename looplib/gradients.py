@@ -127,7 +127,7 @@ def make_grad_fn(
             if torch.is_inference_mode_enabled():
                 raise RuntimeError(_IN_INFERENCE_MODE) from error
             batch = batches[min(len(outs), len(batches) - 1)]
-            raise passes.failure(host.explained(error, params, buffers, batch))  # noqa: B904
+            raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
             _hold_signals = True
             torch_private.set_grad_enabled(grad_mode)

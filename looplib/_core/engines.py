@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from looplib._core import lease, torch_private, trees, waiting
+from looplib._core import lease, torch_private, trees
 from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
@@ -73,10 +73,6 @@ class Passes:
     def samples(self, count: int) -> int:
         """Number of samples to report for a microbatch."""
         return count
-
-    def failure(self, error: Exception) -> Exception:
-        """The exception to raise for an error in a pass."""
-        return error
 
     def end(self) -> None: ...
 
@@ -139,9 +135,6 @@ class SyncPasses(Passes):
         """Number of samples of all ranks at the first call, which must come after `agree`; 0 at later ones."""
         counted, self.counted = self.counted, None
         return 0 if counted is None else round(counted.read()[0])
-
-    def failure(self, error: Exception) -> Exception:
-        return waiting.better_error(error)
 
     def end(self) -> None:
         self.engine.sync(True)
