@@ -52,8 +52,8 @@ def compile_step(
     - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
       Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one
       changes, the step is recompiled with a warning. Numbers and strings in a batch belong to its shape.
-    - `mode="reduce-overhead"` records the step as a CUDA graph, so that its kernels are launched at once. With
-      `donate=True` only the batch is copied into it; a pure step copies the state in and out.
+    - `mode="reduce-overhead"` records a pure step as a CUDA graph, so that its kernels are launched at once. State and
+      batch are copied into it.
     - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
       step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
 
@@ -73,11 +73,17 @@ def compile_step(
 
     Raises:
         TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
-            an option.
+            an option; or a donated step is to be a CUDA graph.
         UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
             ranks (use `compile_blocks` for the model there).
     """
     parts = spec_of(step, "compile_step")
+    check(
+        not (parts.donate and mode == "reduce-overhead"),
+        'mode="reduce-overhead" records a CUDA graph, which torch does not let write to a donated state: leave out '
+        "donate=True or mode=",
+        TypeError,
+    )
     chosen = {"mode": mode, "options": options, "backend": backend}
     if parts.compiler is not None:
         compiler = parts.compiler.compiled(chosen)
