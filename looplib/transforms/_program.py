@@ -42,7 +42,7 @@ def modules_read(constants: Iterable[Tensor], *functions: Any) -> list[nn.Module
 
 def changed(held: Iterable[Variable]) -> list[str]:
     """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
-    return [path for _, _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
+    return [path for _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
 
 
 def _alike(now: Any, value: Any) -> bool:
