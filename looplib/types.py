@@ -245,7 +245,6 @@ over tokens, or `(loss, aux)` with a dict of scalars and metrics to report.
 """
 
 
-@instances_are("gradients")
 class Gradients(NamedTuple):
     """Gradients and metrics of one batch, as returned by a `GradFn`.
 

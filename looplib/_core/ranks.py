@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from looplib._core import torch_private, waiting
-from looplib._core.widening import wide_dtype
+from looplib._core.mappings import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
 

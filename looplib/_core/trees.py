@@ -91,8 +91,8 @@ def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | 
         changeable = isinstance(tree, MutableMapping)
         rebuild = partial(_refilled, operator.setitem, tree, names) if changeable else partial(_dict_of, names)
         return Node(names, [tree[name] for name in names], rebuild)
-    is_namedtuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
-    if (kind := pytree.SUPPORTED_NODES.get(namedtuple if is_namedtuple else type(tree))) is not None:
+    registered: Any = namedtuple if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)
+    if (kind := pytree.SUPPORTED_NODES.get(registered)) is not None:
         children, structure = kind.flatten_fn(tree)
         with_keys = kind.flatten_with_keys_fn
         keys = range(len(children)) if with_keys is None else [_name_of(key) for key, _ in with_keys(tree)[0]]

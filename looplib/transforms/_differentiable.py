@@ -27,10 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
 from looplib._core.checks import check
-from looplib._core.cuts import STOPS
 from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.tracing import UntraceableError
+from looplib._core.tracing import STOPS, UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
 from looplib.transforms import _decompositions

@@ -32,7 +32,7 @@ def in_a_row(step, state, data):
 
 
 def unroll(step, state, data, every=None):
-    """The last state and the metrics of all steps; with `every`, segments of so many are computed again."""
+    """The last state and the metrics of all steps; with `every`, segments of that length are computed again."""
     if every is None:
         return in_a_row(step, state, data)
     metrics = []
