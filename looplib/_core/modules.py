@@ -23,9 +23,8 @@ from looplib._core import random as draws
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.buffers import Unwritten
-from looplib._core.checks import check, check_type, warn
+from looplib._core.checks import check, check_type, note_batch, warn
 from looplib._core.engines import engine_of
-from looplib._core.errors import note_batch
 from looplib._core.mappings import pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 

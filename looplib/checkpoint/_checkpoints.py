@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 
 from looplib._core.checks import check, check_optional_count, warn
-from looplib._core.directions import mode_of
 from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
 from looplib.checkpoint._directory import in_words
+from looplib.predicates._directions import mode_of
 
 
 @dataclass(frozen=True, slots=True)
