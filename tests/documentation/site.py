@@ -178,7 +178,7 @@ def _readable(signature: inspect.Signature) -> inspect.Signature:
         if not text.startswith("<") or parameter.default is inspect.Parameter.empty:
             return parameter
         name = getattr(parameter.default, "__name__", "<")
-        return parameter.replace(default=_Shown(name if name.isidentifier() else "..."))
+        return parameter.replace(default=_Shown(name if re.fullmatch(r"[a-z]\w*", name) else "..."))
 
     return signature.replace(parameters=[named(p) for name, p in signature.parameters.items() if name != "self"])
 
