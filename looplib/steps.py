@@ -429,9 +429,10 @@ def make_predict_step(
 
     As with `make_eval_step`, the module runs in eval mode and without gradients, on copies of the state's buffers.
 
-    With `training=True` it runs as in a train step, dropout and batch norm included, and its statistics still do not
-    move: for a GAN's fake images, a teacher, or the values of a critic between two steps. The outputs of one state and one
-    batch are always the same. To draw others, such as a second rollout, use `ll.state.fold_in(state, 1)`.
+    With `training=True` it runs as in a train step, with dropout and batch norm, but the running statistics do not
+    change. Use that for a GAN's fake images, a teacher, or the values of a critic between two steps. The same state
+    and batch always give the same outputs. To draw again, such as for a second rollout, use
+    `ll.state.fold_in(state, 1)`.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.

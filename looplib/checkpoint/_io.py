@@ -159,13 +159,13 @@ class CheckpointIO:
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
-        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number, is
-        there before the old one is deleted. If it has no metrics, and all its tensors are those of the old one, it keeps
-        the metrics of the old one.
+        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
+        is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
+        old one are kept.
 
-        A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
-        a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
-        was forgotten, or if it has another `mode` for the monitored metric.
+        A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. Another warning
+        says if `update_best` was forgotten: a `BestSoFar` in `state.extra` watches one of the metrics and has seen no
+        value yet. So does one for a `BestSoFar` with a different `mode` for the monitored metric.
 
         To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
         cannot be continued from them.

@@ -47,9 +47,10 @@ class Loader:
 
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. `len(loader)` is the number
     of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
-    `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It warns
-    if the state was restored from a checkpoint made with a different loader, or has moved by several batches for each
-    batch of the last iteration, as two train steps on a batch move it if none has `same_batch=True`.
+    `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
+    warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
+    ran on each batch of the last iteration and none of them had `same_batch=True`, because the state has then moved
+    too far.
 
     Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
     of ranks are read at each call.
@@ -132,11 +133,10 @@ class Loader:
         the epoch has as many batches as before. Use the same seed as before: a state does not store it, so it cannot
         be checked.
 
-        The position in a state is a number of batches. To change their size at any sample, the batches up to there
-        therefore keep their size, with `order=ll.data.growing({0: old, n: new})`. Sample n of the run is
-        `state.samples`, unless `drop_last` has dropped some; if it is another number, the error says which. Epochs
-        of such a loader have different lengths, so continue with `loader.resume(state).replace(epoch_length=None)`,
-        and with another loader after `ll.end_epoch`.
+        To change the batch size at any other sample, keep the old size up to there:
+        `order=ll.data.growing({0: old, n: new})`, where n is `state.samples`, or if `drop_last` has dropped samples,
+        the number that the error gives. Epochs of such a loader have different lengths, so continue with
+        `loader.resume(state).replace(epoch_length=None)`, and with another loader after `ll.end_epoch`.
 
         Args:
             state: a state whose run used a different loader.
