@@ -34,8 +34,8 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
     compute, and each has a backward pass of its own, inside the loss function. Give each network its own optimizer by
     `ll.optim.partition`. To update them one after the other, as DCGAN does, make two steps instead.
 
-    It composes with accumulation, loss scaling, clipping and DistributedDataParallel, whose hooks see the sum. A loss
-    `Mean(total, weight)` takes it around its total.
+    It composes with accumulation, loss scaling, clipping and DistributedDataParallel, whose hooks see the sum. For a
+    loss `Mean(total, weight)`, put it around the total.
 
     Args:
         loss: a scalar.
