@@ -1,7 +1,9 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
+import os
 import re
 import sys
+import time
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -9,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from public import ROOT
+from ranks import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import cross_entropy
 
 import looplib as ll
 
@@ -223,6 +227,7 @@ HOLDS = {
     "Log to any other tracker 2": lambda n: n["comet_ml"].mock_calls[-3:] == comet_calls(),
     "Log histograms of the gradients 1": lambda n: histograms() == {name: [4] for name in GRADIENTS},
     "Profile a step 1": lambda n: len(list(Path("runs/profile").glob("*.pt.trace.json"))) == 1,
+    "Find who is slow 1": lambda n: n["slow"] == {"slow_rank": 0, "slow_part": "data", "slow_seconds": 0.0},
     "Count parameters and operations 1": lambda n: n["counter"].get_total_flops() == operations(n["model"], 32),
     "Make predictions 1": lambda n: n["probabilities"].shape == (64, 3),
     "Debug a NaN 1": lambda n: n["worst"].index == 17,
@@ -259,6 +264,26 @@ def test_the_block_does_its_task(task, tmp_path, monkeypatch):
         assert HOLDS[task](names)
     if "state" in names and not task.startswith(("Overfit", "Find")):
         assert names["state"].step > 0
+
+
+def a_slow_rank(directory):
+    def late_loss(model, batch):
+        time.sleep(0.1)
+        return cross_entropy(model(batch[0]), batch[1])
+
+    os.chdir(directory)
+    names = {}
+    exec(SETUP, names)
+    if os.environ["RANK"] == "1":
+        names["loss_fn"] = late_loss
+    exec(TASKS["Find who is slow 1"], names)
+    assert (names["slow"]["slow_rank"], names["slow"]["slow_part"]) == (1, "forward")
+    assert names["slow"]["slow_seconds"] > 0.06
+    print("named")
+
+
+def test_who_is_slow_is_named_on_every_rank(tmp_path):
+    assert launch(2, a_slow_rank, str(tmp_path)).count("named") == 2
 
 
 def test_each_task_that_is_checked_is_on_the_page():
