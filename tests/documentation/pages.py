@@ -54,7 +54,7 @@ class Page:
 def pages() -> list[Page]:
     """All pages, in the order of the navigation."""
     documents = [*sorted((ROOT / "recipes").glob("*.md"))]
-    first = ["CHEAT_SHEET.md", "COOKBOOK.md"]
+    first = ["CHEAT_SHEET.md", "COOKBOOK.md", "FINE_TUNING.md"]
     learn = [ROOT / "recipes" / name for name in first]
     more = [path for path in documents if path.name not in (*first, "README.md")]
     more += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
