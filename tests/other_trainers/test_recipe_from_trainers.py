@@ -1,10 +1,8 @@
-"""The loops beside the scripts that they replace: trained as the Trainer trains, through a signal, on two ranks."""
+"""The recipes that replace scripts of other Trainers: the best of their evaluations, early stopping, two ranks."""
 
 import importlib.util
-import inspect
 
 import pytest
-import torch
 from migration_page import ROOT
 from ranks import launch
 
@@ -35,99 +33,22 @@ BEST = {
 }
 
 
-def make_small(module, patch=setattr, *, dropout):
-    """100 windows to train on, 20 to evaluate, and a smaller GPT-2, for the recipe or the original."""
-    (train, test), config = module.load_data(), module.GPT2Config
-    sizes = {"n_embd": 32, "n_layer": 1, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    patch(module, "load_data", lambda: (train[:100], test[:20]))
-    patch(module, "GPT2Config", lambda **given: config(**given | sizes))
-
-
 def load(name, dropout=0.1):
+    """The recipe; that of transformers with 100 windows to train on, 20 to evaluate, and a smaller GPT-2."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"recipes/{name}.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     if name == "from_transformers":
-        make_small(recipe, dropout=dropout)
+        (train, test), config = recipe.load_data(), recipe.GPT2Config
+        sizes = {"n_embd": 32, "n_layer": 1, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+        recipe.load_data = lambda: (train[:100], test[:20])
+        recipe.GPT2Config = lambda **given: config(**given | sizes)
     return recipe
 
 
 def run(name, folder, hidden_dropout=0.1, **settings):
     """The scores of a small run."""
     return load(name, hidden_dropout).main(**SMALL[name] | settings, **{FOLDER[name]: str(folder)})
-
-
-class Order(torch.utils.data.Sampler):
-    """That of looplib's loader, for the Trainer."""
-
-    def __init__(self, count, seed):
-        self.count, self.epoch = count, 0
-        self.loader = ll.make_loader(range(count), batch_size=count, seed=seed)
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.count
-
-    def __iter__(self):
-        return iter(self.loader.indices(ll.TrainState(epoch=self.epoch)).tolist())
-
-
-@pytest.fixture
-def original(monkeypatch, tmp_path):
-    """tests/other_trainers/original_transformers.py, small; what it gives to TrainingArguments is in `given`."""
-    import original_transformers  # here, as the ranks import this file as well
-    from transformers import TrainingArguments
-
-    make_small(original_transformers, monkeypatch.setattr, dropout=0.0)
-    small = SMALL["from_transformers"] | {"save_steps": 4, "logging_steps": 1, "bf16": False}
-    here = {"output_dir": str(tmp_path / "original"), "disable_tqdm": True, "dataloader_pin_memory": False}
-
-    def arguments(**given):
-        original_transformers.given = given
-        return TrainingArguments(**given | small | here)
-
-    monkeypatch.setattr(original_transformers, "TrainingArguments", arguments)
-    order = lambda trainer, train_set=None: Order(len(trainer.train_dataset), trainer.args.seed)  # noqa: E731
-    monkeypatch.setattr(original_transformers.Trainer, "_get_train_sampler", order)
-    return original_transformers
-
-
-def test_the_loop_trains_as_the_trainer_with_the_same_settings(original, tmp_path, capsys):
-    trainer = original.main()
-    parameters = inspect.signature(load("from_transformers").main).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    shared = defaults.keys() & original.given.keys() - {"output_dir"}
-    assert {name: defaults[name] for name in shared} == {name: original.given[name] for name in shared}
-    assert defaults.keys() - shared == {"output_dir", "early_stopping_patience"}
-    assert original.given["save_steps"] == original.given["eval_steps"]
-    assert f"early_stopping_patience={defaults['early_stopping_patience']}" in inspect.getsource(original)
-
-    folder = tmp_path / "loop"
-    scores = run("from_transformers", folder, hidden_dropout=0.0, logging_steps=1, bf16=False)
-    rows = ll.log.read_jsonl(folder / "log.jsonl")
-    # The sums of float32 in other orders, which Adam's quotients enlarge; losses fall from 5.5 to 3.6.
-    for prefix, names in {"train/": ["loss", "grad_norm", "learning_rate"], "eval/": ["loss", "accuracy"]}.items():
-        ours = [[row["step"], *(row[prefix + name] for name in names)] for row in rows if prefix + "loss" in row]
-        before = "eval_" if prefix == "eval/" else ""
-        history = [record for record in trainer.state.log_history if before + "loss" in record]
-        theirs = [[record["step"], *(record[before + name] for name in names)] for record in history]
-        assert len(ours) == (14 if prefix == "train/" else 4)
-        for one, other in zip(ours, theirs, strict=False):  # the last of the Trainer's is its evaluate() at the end
-            assert one == pytest.approx(other, rel=1e-5), (prefix, one, other)
-    assert ours[0][1] > ours[-1][1] + 0.3
-    assert theirs[-1][1:] == pytest.approx([scores["loss"], scores["accuracy"]], rel=1e-5)
-
-    checkpoints = ll.checkpoint_io(folder / "checkpoints", monitor="eval/loss")
-    kept = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "original").glob("checkpoint-*"))
-    assert [found.step for found in checkpoints.steps()] == kept == [8, 12, 14]
-    assert checkpoints.best().step == trainer.state.best_global_step
-    ours, theirs = (original.GPT2LMHeadModel.from_pretrained(tmp_path / name) for name in ("loop", "original"))
-    ids = torch.stack([example["input_ids"] for example in original.load_data()[1]])
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=0, atol=1e-4)
-    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
 
 @pytest.mark.parametrize("name", SMALL)
