@@ -1,5 +1,3 @@
-import itertools
-import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -9,8 +7,6 @@ import pytest
 import torch
 from test_recipes import load
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-import looplib as ll
 
 # peft asks transformers for an attribute by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -59,42 +55,3 @@ def test_the_files_are_the_model_of_the_loop(run):
     assert (folder / "adapter/adapter_model.safetensors").stat().st_size < 0.5 * (
         folder / "merged/model.safetensors"
     ).stat().st_size
-
-
-def test_fit_does_as_a_raw_loop(run, tmp_path):
-    folder, _ = run
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 200, (32, 12), generator=generator)
-    examples = [{"input_ids": row, "labels": row[0] % 9} for row in ids]
-    loader = ll.make_loader(examples, batch_size=8, seed=0)
-
-    def model():
-        torch.manual_seed(0)
-        base = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=9)
-        return peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear"))
-
-    ours, theirs = model(), model()
-    state = recipe.fit(ours, loader, 1e-2, 8, 0, tmp_path)
-    trained = [tensor for tensor in theirs.parameters() if tensor.requires_grad]
-    adamw, rate = torch.optim.AdamW(trained, lr=0.0, fused=True), ll.schedules.warmup_linear(1e-2, warmup=0, total=8)
-    theirs.train()
-    batches = itertools.chain.from_iterable(loader(ll.TrainState(epoch=epoch, epoch_length=4)) for epoch in (0, 1))
-    for step, batch in enumerate(batches):
-        adamw.param_groups[0]["lr"] = rate(step)
-        theirs(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        adamw.step()
-        adamw.zero_grad()
-    for name, tensor in theirs.named_parameters():
-        torch.testing.assert_close(state.params[name], tensor, rtol=1e-4, atol=1e-6)
-
-
-def test_held_out_docstrings_are_of_their_package_and_no_near_duplicates(docstrings):
-    packages, tables = dict(docstrings), recipe.make_tables(docstrings)
-    words = {name: [set(re.findall("[a-z]+", text.lower())) for text in tables[name]["text"]] for name in tables}
-    assert min(len(words["train"]), 3 * len(words["test"])) > 600
-    for name in tables:
-        for text, label in zip(tables[name]["text"], tables[name]["labels"], strict=True):
-            assert packages[text] == recipe.PACKAGES[label]
-    worst = max(len(a & b) / len(a | b) for a in words["test"] for b in words["train"])
-    assert 0.3 < worst <= 0.5
