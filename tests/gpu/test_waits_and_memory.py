@@ -105,26 +105,6 @@ def test_a_step_waits_only_to_learn_whether_to_update(device, kind, donate):
         assert len(seen) == (kind in ONE and device.type in ("far", "cuda")), seen
 
 
-@both_steps
-def test_draws_on_the_device_follow_seed_and_step_and_leave_its_stream_alone(device, donate):
-    module = torch.random if device.type == "cpu" else torch.get_device_module(device)
-    drawn = []
-    for other in (5, 6):
-        model, optimizer = net(device), adamw(foreach=False, fused=False)
-        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-        state, batch = ll.init_state(model, optimizer, seed=3), batch_on(device)
-        torch.manual_seed(other)
-        if device.type != "cpu":
-            module.manual_seed_all(other)
-        before, losses = module.get_rng_state(), []
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            losses.append(metrics["loss"].compute().item())
-        assert torch.equal(module.get_rng_state(), before)
-        drawn.append(losses)
-    assert drawn[0] == drawn[1]
-
-
 def too_much(device):
     """More bytes than there are."""
     if device.type in ("cpu", "far"):
