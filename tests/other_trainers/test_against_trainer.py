@@ -46,10 +46,9 @@ def collate(examples):
 
 
 @functools.cache
-def by_trainer(averages_tokens=True):
+def by_trainer():
     """The parameters, the log, and the examples of each micro-batch in the Trainer's own order."""
     model, seen = gpt2(), []
-    model.accepts_loss_kwargs = averages_tokens
 
     def recording(examples):
         seen.append(examples)
@@ -98,11 +97,6 @@ def predictions(model, batch):
 def token_loss(model, batch):
     logits, targets = predictions(model, batch)
     return ll.Mean(F.cross_entropy(logits, targets, reduction="sum"), len(targets))
-
-
-def mean_of_means(model, batch):
-    logits, targets = predictions(model, batch)
-    return ll.Mean(F.cross_entropy(logits, targets), 1)
 
 
 def by_looplib(batches, loss_fn=token_loss, cut=None):
@@ -176,13 +170,3 @@ def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean(cut):
     params, log, seen = by_trainer()
     make, accumulate = CUTS[cut]
     assert_close(by_looplib(make(seen), cut=accumulate), (params, log))
-
-
-def test_a_mean_of_weight_one_is_the_trainers_mean_of_means():
-    params, log, seen = by_trainer(averages_tokens=False)
-    ours = by_looplib(lists(seen), mean_of_means, cut=ll.accumulate)
-    assert_close(ours, (params, log))
-    # Windows of four and two: dividing before or after the sum rounds alike.
-    assert all(torch.equal(ours[0][name], tensor) for name, tensor in params.items())
-    measured = apart(ours, by_trainer()[:2])  # so the comparisons above can tell
-    assert all(value > 1000 * most for value, most in zip(measured[1:], CLOSE[1:], strict=True)), measured

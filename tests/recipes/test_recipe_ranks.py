@@ -1,7 +1,6 @@
 """Recipes for several processes: stopped and resumed with different numbers of ranks, they log what one process logs."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -134,31 +133,3 @@ def test_a_model_on_two_ranks_of_tensors_trains_as_a_raw_loop_does(tmp_path):
     settings = {**MESH, "steps": 6, "depth": 1, "batch_size": 32, "directory": str(tmp_path)}
     assert "1 ranks divide the data; step 0 of 6" in launch(2, stopped, "mesh", settings, 0)
     assert_as_by_hand(tmp_path, settings)
-
-
-@pytest.mark.slow
-def test_a_mesh_of_ranks_trains_as_a_raw_loop_does_and_continues_on_other_meshes(tmp_path):
-    whole, run, other = (tmp_path / name for name in ("whole", "run", "other"))
-    # 2 x 2, by the command that the docstring gives
-    arguments = [text for name, value in MESH.items() for text in (f"--{name}", str(value))]
-    shown = torchrun(4, str(RECIPES / "language_model_mesh.py"), *arguments, "--directory", str(whole))
-    assert "2 ranks divide the data; step 0 of 20" in shown
-    assert_as_by_hand(whole, MESH)
-
-    # Stopped, also the rank that shares no group with the one that got the signal, and continued: the same bits
-    shown = launch(4, stopped, "mesh", {**MESH, "directory": str(run)}, 6)
-    assert "stopped at step 6 of 20; run the same command to continue" in shown
-    shutil.copytree(run, other)
-    launch(4, stopped, "mesh", {**MESH, "directory": str(run)}, 0)
-    assert bits(run) == bits(whole)
-
-    # 2 x 2, then 4 x 1, then one process
-    shown = launch(4, stopped, "mesh", {**MESH, "tensor": 1, "directory": str(other)}, 6)
-    assert "4 ranks divide the data; step 6 of 20" in shown
-    assert "stopped at step 12 of 20" in shown
-    scores = load("mesh").main(**MESH, directory=str(other))
-    assert_as_by_hand(other, MESH)
-    assert scores["loss"] == pytest.approx(ll.log.read_jsonl(whole / "log.jsonl")[-1]["eval/loss"], rel=1e-9)
-
-    with pytest.raises(AssertionError, match=r"--tensor 3 must divide the ranks, 4 heads and length 32"):
-        launch(2, stopped, "mesh", {**MESH, "tensor": 3, "directory": str(tmp_path / "never")}, 0)
