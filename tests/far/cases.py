@@ -538,25 +538,6 @@ def _(device):
 # Looking into a run.
 
 
-@case(
-    "debug.replay", "debug.Replayed", "debug.Run", "debug.first_difference", "debug.Difference", "debug.differences"
-)
-def _(device):
-    model, state = started(device, epoch_length=3)
-    state = ll.copy_state(state)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    step = ll.make_train_step(grad_fn, ADAMW)
-    loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
-    found = ll.debug.replay(step, state, loader, 4, grad_fn=grad_fn)
-
-    def other(state, batch):
-        return step(state, (batch[0] * 2, batch[1]) if state.step == 3 else batch)
-
-    one, two = ll.debug.Run(step, state, loader, grad_fn), ll.debug.Run(other, state, loader, grad_fn)
-    difference = ll.debug.first_difference(one, two, stop=6)
-    return found.batch, found.grads, found.after, difference.equal, [str(leaf) for leaf in difference.leaves]
-
-
 @case("debug.step_seed")
 def _(device):
     return ll.debug.step_seed(started(device)[1], microbatch=1)
@@ -622,7 +603,8 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 # Names that make no tensors of their own.
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
-    debug.nbytes debug.saved_states evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
+    debug.Difference debug.Replayed debug.Run debug.differences debug.first_difference debug.nbytes debug.replay
+    debug.saved_states evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes

@@ -89,20 +89,6 @@ def test_computing_reads_nothing(compute):
     assert reads == []
 
 
-def test_each_device_has_a_random_generator_of_its_own():
-    before = torch.get_rng_state()
-    torch.far.manual_seed_all(5)
-    one, other = torch.randn(4, device="far:0"), torch.randn(4, device="far:1")
-    torch.nn.functional.dropout(one, 0.5)
-    assert torch.equal(torch.get_rng_state(), before)
-    expected = torch.randn(4, generator=torch.Generator().manual_seed(5))
-    assert one.tolist() == other.tolist() == expected.tolist()
-    state = torch.far.get_rng_state(0)
-    drawn = torch.rand(2, device="far:0")
-    torch.far.set_rng_state(state, 0)
-    assert torch.rand(2, device="far:0").tolist() == drawn.tolist()
-
-
 def test_a_non_blocking_copy_waits_for_its_stream():
     x, pinned = ones(), torch.zeros(3).pin_memory()
     side, done = torch.Stream("far"), torch.Event("far")
