@@ -16,7 +16,6 @@ IN_CODE = re.compile(
     rf'<span class="n">ll</span>{DOT}<span class="n">(\w+)</span>(?:{DOT}<span class="n">(\w+)</span>)?'
 )
 IN_TEXT = re.compile(r'(?<!">)<code>(?:(ll|looplib)\.(\w+)(?:\.(\w+))?|(\w+))(?=[^\w.])')
-MODULES = {"typing": "", "collections.abc": "", "torch.nn.modules.module": "nn"}  # -> what stands before the type
 REFERENCE = re.compile(r'(<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=")([^"#]*)((?:#[^"]*)?")')
 
 
@@ -93,11 +92,3 @@ def to_pages(html: str, folder: str, up: str, address_of: Callable[[str], str]) 
         return f"{before}{up}{address_of(posixpath.normpath(posixpath.join(folder, target)))}{after}"
 
     return REFERENCE.sub(rewritten, html)
-
-
-def shortened(html: str) -> str:
-    """Signatures without the modules of well-known types: `Any`, not `typing.Any`."""
-    for module, short in MODULES.items():
-        parts = [f'<span class="n">{part}</span>{DOT}' for part in module.split(".")]
-        html = html.replace("".join(parts), f'<span class="n">{short}</span>{DOT}' if short else "")
-    return re.sub(r'(<a href="[^"]*">)looplib\.(?:\w+\.)+(\w+</a>)', r"\1\2", html)

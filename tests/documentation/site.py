@@ -21,7 +21,7 @@ from pygments.formatters import HtmlFormatter
 
 import looplib
 
-from .links import ROOMS, Names, shortened, to_pages
+from .links import ROOMS, Names, to_pages
 from .pages import ROOT, Page, document, pages, source_file, with_python
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ class _Site:
     def write(self) -> list[str]:
         written: list[str] = []
         for name, room in self._rooms.items():
-            self._write(name, shortened(self._rendered(room)))
+            self._write(name, self._rendered(room))
             written.append(name)
         waiting = list(self.pages.values())
         while waiting:
