@@ -180,23 +180,6 @@ def test_members_have_hyperparameters_of_their_own(name):
     check(OWN[name])
 
 
-def test_a_momentum_of_0_beside_others_keeps_a_buffer_that_does_nothing():
-    momenta = of([0.0, 0.6, 0.9])
-
-    def optimizer(number):
-        return ll.optimizer(optim.SGD, lr=1e-2, momentum=momenta(number))
-
-    step, stack = stacked(optimizer, dropping)
-    for batch in batches():
-        stack, _ = step(stack, batch)
-    for number, one in enumerate(unstack_states(stack)):
-        own_step, state = alone(number, optimizer, dropping)
-        for batch in batches():
-            state, _ = own_step(state, batch)
-        close(one.params, state.params)
-        own_step(one, batches()[0])  # and continues alone
-
-
 def test_hyperparameters_in_the_state_are_each_members_own():
     def optimizer(number):
         return ll.optimizer(optim.SGD, lr=ll.optim.injected(0.1), weight_decay=ll.optim.injected(0.0), momentum=0.9)
@@ -325,19 +308,6 @@ def test_a_stack_predicts_with_the_members_in_front():
     for batch in [*batches(2), *batches(1, size=3)]:
         each = [predict_step(state, batch) for state in unstack_states(stack)]
         torch.testing.assert_close(mapped(stack, batch), torch.stack(each), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("start", [0, 3])
-def test_the_averages_of_a_stack_are_evaluated(start):
-    def optimizer(number):
-        return ll.ema(ll.contrib.lookahead(sgd(number), 2), 0.5, start=start, buffers=True)
-
-    step, stack = stacked(optimizer, normalized)
-    for batch in batches(2 + start):
-        stack, _ = step(stack, batch)
-        averaged = ll.eval_state(optimizer(None), stack)
-        for one, state in zip(unstack_states(averaged), unstack_states(stack), strict=True):
-            close(trees(one), trees(ll.eval_state(optimizer(0), state)), 0)
 
 
 # Members that part from the others
@@ -505,11 +475,6 @@ def one_state_of_many():
     return step(first_state(step=1), batches(1)[0])
 
 
-def with_something_shared():
-    _, stack = stacked(adamw, plain)
-    return unstack_states(stack.replace(extra={"own": torch.arange(3), "shared": torch.zeros(2)}))
-
-
 def evaluated():
     _, stack = stacked(adamw, plain)
     return ll.evaluate(ll.vmap_step(ll.make_eval_step(seeded(plain, 0), scores)), stack, batches(2))
@@ -532,18 +497,7 @@ REFUSED = {  # name -> (call, type, what the message names)
         ValueError,
         ["params['2.bias']", "(4,)", "member 2", "(3,)"],
     ),
-    "notes": (
-        stack_of(first_state(extra={"note": "a"}), first_state(extra={"note": "b"})),
-        ValueError,
-        ["extra['note']", "'a' in member 0", "'b' in member 1"],
-    ),
     "no stack": (lambda: unstack_states(first_state()), ValueError, ["seed 0", "stack_states"]),
-    "no such member": (
-        lambda: select_members(stack_of(first_state(), first_state())(), [2]),
-        ValueError,
-        ["[2]", "0 to 1"],
-    ),
-    "shared": (with_something_shared, ValueError, ["extra['shared']", "(2,)", "3 members"]),
     "values": (
         taken_by(lambda stack: select_members(stack, [0, 1])),
         ValueError,
@@ -560,11 +514,6 @@ REFUSED = {  # name -> (call, type, what the message names)
         lambda: compute_members({"loss": ll.Mean(3.0, 2)}),
         ValueError,
         ["(loss)", "ll.compute"],
-    ),
-    "metrics of others": (
-        lambda: compute_members({"a": ll.Mean(torch.zeros(2)), "b": ll.Mean(torch.zeros(3))}),
-        ValueError,
-        ["2 and 3 members"],
     ),
     "metrics of members": (evaluated, ValueError, ["'loss'", "(3,)", "ll.transforms.compute_members"]),
     "a module for one": (bound, ValueError, ["stack", "unstack_states(state)[0]"]),
