@@ -142,21 +142,6 @@ def test_a_script_that_fails_or_hangs_does_not_stop_the_others(every, monkeypatc
     assert (tmp_path / "page.md").read_text() == PAGE.replace("good -->\n\nold", "good -->\n\n| new |")
 
 
-def test_an_interrupted_run_keeps_what_it_has_measured(every, monkeypatch, tmp_path):
-    monkeypatch.setattr(every, "SHARES", {"good": 1.0, "hangs": 1.0})
-    run = every.run
-
-    def interrupted(name, *rest):
-        if name == "hangs":
-            raise KeyboardInterrupt
-        return run(name, *rest)
-
-    monkeypatch.setattr(every, "run", interrupted)
-    options = options_for(tmp_path, "good", "hangs")
-    assert every.main(options) == 1
-    assert "| new |" in (tmp_path / "page.md").read_text()
-
-
 def test_each_script_has_its_place_on_a_page_and_its_share_of_the_time(imported):
     every = imported("all")
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {
@@ -172,12 +157,3 @@ def test_each_script_has_its_place_on_a_page_and_its_share_of_the_time(imported)
     for name in scripts:
         assert text.count(f"<!-- measured: {name} -->\n") == 1, name
     assert text.count("<!-- measured: ") == text.count("<!-- end -->") == len(scripts)
-
-
-def test_numbers_in_the_prose_of_the_readme_are_replaced(imported):
-    every = imported("all")
-    text = (ROOT / "README.md").read_text()
-    rows = {place[2]: {"donated": {"value": 7.0 + number}} for number, place in enumerate(every.PROSE.values())}
-    changed = every.with_numbers(text, {"step_overhead": {"tables": {every.TIME: rows}}})
-    assert [changed.count(f"{7 + number}.00") for number in range(3)] == [1, 1, 1]
-    assert every.with_numbers(text, {}) == text
