@@ -1,4 +1,4 @@
-"""What recipes compute by formulas of their own, by hand or beside scipy."""
+"""Formulas of recipes, by hand or beside scipy."""
 
 import functools
 import math
