@@ -1,13 +1,17 @@
-"""Errors of the user's functions and of torch: notes about the batch, and memory that runs out."""
+"""Errors of the user's functions and of torch: short tracebacks, notes about the batch, and memory that runs out."""
 
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from looplib._core.checks import named, warn
 
@@ -37,12 +41,52 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def note_batch(error: Exception, batch: Any) -> None:
-    """Add a description of the batch to an error from the user's function or torch."""
+_FOLDED = (
+    str(Path(__file__).parents[1]),
+    nn.modules.module.__file__,
+)  # looplib, and how torch calls a module's forward
+
+
+def fold(error: BaseException) -> None:
+    """Take the frames between the user's code and where an error was raised out of its traceback.
+
+    They stay if LOOPLIB_FULL_TRACEBACKS is set in the environment.
+    """
+    if "LOOPLIB_FULL_TRACEBACKS" in os.environ:
+        return
+    shown = []
+    entry = error.__traceback__
+    while entry is not None:
+        if entry.tb_next is None or not entry.tb_frame.f_code.co_filename.startswith(_FOLDED):
+            shown.append(entry)
+        entry = entry.tb_next
+    for entry, following in pairwise(shown):
+        entry.tb_next = following
+    error.__traceback__ = shown[0] if shown else None
+
+
+def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Add a description of the batch, and of the layer in which it was raised, to an error from the user's code or torch."""
     if not _raised_here(error) and not out_of_memory(error):
-        note = f"The batch was {described_batch(batch)}."
+        note = f"The batch was {described_batch(batch)}.{_described_layer(error, layers)}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+        if "unexpected keyword argument" in str(error):
+            error.add_note(
+                "To pass only the columns that forward takes: model(**ll.losses.model_inputs(model, batch))."
+            )
+
+
+def _described_layer(error: Exception, layers: Iterable[tuple[str, nn.Module]]) -> str:
+    """The innermost of these layers in whose forward pass an error was raised, as a sentence."""
+    names = {id(layer): name for name, layer in layers}
+    described = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module) and id(layer) in names:
+            name = names[id(layer)] or "the model itself"
+            described = f" The layer was {name}: {type(layer).__name__}({layer.extra_repr()})."
+    return described
 
 
 def _raised_here(error: Exception) -> bool:

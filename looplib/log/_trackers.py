@@ -36,6 +36,7 @@ def tracker(
     The first call starts the run, on the first rank only, and stores its configuration: that of `ll.log.configuration`
     (optimizer, loaders, model, seed, versions, git commit) and `config`.
 
+    If the state has an `epoch_length`, each step also has an `epoch`, with its fraction, as in the Trainers' charts.
     Numbers, bools and strs are logged at `state.step`, a tensor or array with one dimension as the histogram of its
     finite elements, and one with three, (channels, height, width) with 1, 3 or 4 channels, as an image: floats from 0 to
     1 or uint8 from 0 to 255. MLflow takes no histograms.
@@ -133,6 +134,8 @@ class Tracker(CodedSink):
     def _log(self, state: TrainState, values: Mapping[str, Any]) -> None:
         if not self._started:
             self._start(state)
+        if state.epoch_length and state.step > self._steps.get("epoch", -1):
+            values = {"epoch": state.epoch + state.batch / state.epoch_length, **values}
         new = {name: value for name, value in values.items() if state.step > self._before.get(name, -1)}
         if tracked := tracked_values(new):
             self._client.log(state.step, tracked)

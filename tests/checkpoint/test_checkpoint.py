@@ -494,6 +494,15 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
         assert not any(tensor.any() for tensor in state.params.values())
 
 
+def test_what_is_added_to_extra_later_is_told_the_way(tmp_path):
+    ckpt, state = ll.checkpoint_io(tmp_path), ll.TrainState(extra={"note": 1})
+    ckpt.save(state)
+    with pytest.raises(
+        ValueError, match=r"/extra/more is in the state.*\n.*replace\(extra={\*\*state\.extra, key: value}"
+    ):
+        ckpt.restore(state.replace(extra={"note": 0, "more": 2}))
+
+
 def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
     state = advanced(unbound(), 2)
