@@ -72,9 +72,7 @@ def main(
         monitor = "dev/" + metric_key.strip("+-")
         best = ll.predicates.BestSoFar(monitor, mode="min" if metric_key.startswith("-") else "max")
         settings = {"loader": loader}
-        ckpt = ll.checkpoint_io(
-            f"{save_path}/checkpoints", keep_last=1, monitor=monitor, mode=best.mode, describe=settings
-        )
+        ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best, describe=settings)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()

@@ -71,10 +71,10 @@ def main(
         done = ended | ll.after_signal(signal.SIGINT, signal.SIGTERM)
         eval_now, save_now = ll.every_n_steps(evaluate_every) | ll.after_epochs(n_epochs), ll.at_epoch_end()
         log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
-        monitor = "eval/accuracy"
-        ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=monitor, mode="max")
-        extra = {"best": ll.predicates.BestSoFar(monitor, mode="max")}
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
+        best = ll.predicates.BestSoFar("eval/accuracy")
+        ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=best)
+        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
+        state = ckpt.restore(first)
         finished = f"already finished at step {state.step}; delete {folder} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")
 

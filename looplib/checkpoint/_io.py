@@ -41,17 +41,16 @@ from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._write import Parts
-from looplib.predicates._best import warn_of_records
+from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
 
 
-def checkpoint_io(  # noqa: PLR0913 - policies by name
+def checkpoint_io(
     directory: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
     keep_best: int = 0,
-    monitor: str | None = None,
-    mode: Literal["min", "max"] | None = None,
+    monitor: str | BestSoFar | None = None,
     keep_every: int | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
@@ -99,9 +98,8 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         directory: folder for the checkpoints, created at the first save.
         keep_last: number of most recent checkpoints to keep; None keeps all.
         keep_best: number of best checkpoints by `monitor` to keep.
-        monitor: name of the metric that defines the best.
-        mode: "min" if lower is better, "max" if higher is. Names that everyone knows choose their own (loss "min",
-            accuracy "max", as for `BestSoFar`); any other name needs it.
+        monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
+            those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
         asynchronous: if True, copy the state in host memory, and write the copy in the background. Errors are raised by
@@ -121,7 +119,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
-        TypeError: `describe` is not a mapping, or `directory` is not a path.
+        TypeError: `describe` is not a mapping, `directory` is not a path, or `monitor` is neither a name nor a record.
         NotADirectoryError: `directory` is a file.
 
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
@@ -134,7 +132,11 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
+    watched = BestSoFar(monitor) if isinstance(monitor, str) else monitor
+    advice = 'give its name, or ll.predicates.BestSoFar("eval/loss")'
+    check_type("monitor is", watched, (BestSoFar, type(None)), advice)
+    name, mode = (None, None) if watched is None else (watched.monitor, watched.mode)
+    policy = Policy(keep_last, keep_best, name, mode, keep_every, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
 
 
@@ -172,7 +174,7 @@ class CheckpointIO:
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
-        was forgotten, or if it has another `mode` for the monitored metric.
+        was forgotten.
 
         To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
         cannot be continued from them.
@@ -350,7 +352,7 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
-            warn_of_records(state.extra, scores, self._policy.monitor, self._policy.mode)
+            warn_of_records(state.extra, scores)
         return {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
