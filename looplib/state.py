@@ -78,7 +78,7 @@ def init_state(
     if optimizer is not None:
         check(
             hasattr(optimizer, "init"),
-            f"optimizer is {_describe(optimizer)}; init_state needs what ll.optimizer returns, such as "
+            f"optimizer is {named(optimizer)}; init_state needs what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)",
             TypeError,
         )
@@ -128,10 +128,6 @@ def _whole(value: Any, name: str = "seed") -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {named(value)}; give a whole number") from None
-
-
-def _describe(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"an instance of {type(value).__name__}"
 
 
 def copy_state(state: TrainState) -> TrainState:

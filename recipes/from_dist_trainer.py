@@ -57,7 +57,7 @@ def main(
         loader = make_loader(train_data, seed=seed, drop_last=drop_last)
         dev_batches = make_loader(dev_data, order=ll.data.in_order())
         steps = n_epochs * len(loader)
-        rate = ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
         optimizer = ll.optimizer(torch.optim.Adam, lr=rate)
         half_fn = ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1")
         grad_fn = ll.accumulate(ll.make_grad_fn(model, half_fn), update_every)

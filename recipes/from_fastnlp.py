@@ -59,7 +59,7 @@ def main(
         half = torch.float16 if fp16 == "float16" else torch.bfloat16
         cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")
         steps = n_epochs * len(loader)
-        rate = ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
         optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
         grad_fn = ll.accumulate(ll.make_grad_fn(model, cast(loss_fn)), accumulation_steps)
         if fp16 == "float16":

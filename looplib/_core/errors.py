@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -54,45 +53,33 @@ def fold(error: BaseException) -> None:
     """
     if "LOOPLIB_FULL_TRACEBACKS" in os.environ:
         return
-    shown = []
-    entry = error.__traceback__
+    entries, entry, folded = [], error.__traceback__, None
     while entry is not None:
-        if entry.tb_next is None or not entry.tb_frame.f_code.co_filename.startswith(_FOLDED):
-            shown.append(entry)
+        entries.append(entry)
         entry = entry.tb_next
-    for entry, following in pairwise(shown):
-        entry.tb_next = following
-    error.__traceback__ = shown[0] if shown else None
+    for entry in reversed(entries):
+        if folded is None or not entry.tb_frame.f_code.co_filename.startswith(_FOLDED):
+            entry.tb_next, folded = folded, entry
+    error.__traceback__ = folded
 
 
 def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Add a description of the batch, and of the layer in which it was raised, to an error from the user's code or torch."""
-    if not _raised_here(error) and not out_of_memory(error):
-        note = f"The batch was {described_batch(batch)}.{_described_layer(error, layers)}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        if "unexpected keyword argument" in str(error):
-            error.add_note(
-                "To pass only the columns that forward takes: model(**ll.losses.model_inputs(model, batch))."
-            )
-
-
-def _described_layer(error: Exception, layers: Iterable[tuple[str, nn.Module]]) -> str:
-    """The innermost of these layers in whose forward pass an error was raised, as a sentence."""
+    """Add a description of the batch to an error from the user's function or torch, and of the layer that raised it."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    raised_here = str(frames[-1].f_globals.get("__name__")).startswith("looplib.")
+    if raised_here or out_of_memory(error):
+        return
+    note = f"The batch was {described_batch(batch)}."
     names = {id(layer): name for name, layer in layers}
-    described = ""
-    for frame, _ in walk_tb(error.__traceback__):
-        layer = frame.f_locals.get("self")
-        if isinstance(layer, nn.Module) and id(layer) in names:
-            name = names[id(layer)] or "the model itself"
-            described = f" The layer was {name}: {type(layer).__name__}({layer.extra_repr()})."
-    return described
-
-
-def _raised_here(error: Exception) -> bool:
-    """True if looplib itself raised the error."""
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    return "".join(modules[-1:]).startswith("looplib.")
+    running = [frame.f_locals["self"] for frame in frames if id(frame.f_locals.get("self")) in names]
+    if running:
+        layer = running[-1]
+        name = names[id(layer)] or "the model itself"
+        note += f" The layer was {name}: {type(layer).__name__}({layer.extra_repr()})."
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    if "unexpected keyword argument" in str(error):
+        error.add_note("To pass only the columns that forward takes: model(**ll.losses.model_inputs(model, batch)).")
 
 
 def described_batch(batch: Any) -> str:

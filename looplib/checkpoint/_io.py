@@ -132,10 +132,10 @@ def checkpoint_io(
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    watched = BestSoFar(monitor) if isinstance(monitor, str) else monitor
-    advice = 'give its name, or ll.predicates.BestSoFar("eval/loss")'
-    check_type("monitor is", watched, (BestSoFar, type(None)), advice)
-    name, mode = (None, None) if watched is None else (watched.monitor, watched.mode)
+    name, mode = None, None
+    if monitor is not None:
+        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor)
+        name, mode = record.monitor, record.mode
     policy = Policy(keep_last, keep_best, name, mode, keep_every, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
 

@@ -154,19 +154,17 @@ def check_samples(dataset: Any, order: Order | None, collated: bool = False) -> 
         "torch.utils.data.ConcatDataset([loader.dataset for loader in loaders])",
         TypeError,
     )
-    columns, instead = dataset, _tensor_dataset(len(dataset)) if isinstance(dataset, (tuple, list)) else ""
+    instead = _tensor_dataset(len(dataset)) if isinstance(dataset, (tuple, list)) else ""
     if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
         return
-    if isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:
-        columns, instead = [*dataset.values()], "torch.utils.data.StackDataset(**columns)"
-    if instead and all(map(is_column, columns)) and len({*map(len, columns)}) == 1:
+    if instead and all(map(is_column, dataset)) and len({*map(len, dataset)}) == 1:
         raise TypeError(
-            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(columns[0])} samples "
+            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(dataset[0])} samples "
             f"each, so its items would be whole columns; write make_loader({instead}, batch_size=...)"
         )
     by_index = order is None or order.source is None
     if by_index and isinstance(dataset, Mapping) and not dataset.keys() >= {*range(len(dataset))}:
         raise TypeError(
             f"dataset is {named(dataset)} with the keys {few(dataset)}, and samples are read by their index: give one of "
-            "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**dataset)"
+            "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=..."
         )

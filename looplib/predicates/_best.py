@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from looplib._core.checks import check_type, is_count, named, warn
+from looplib._core.checks import check_type, few, is_count, named, warn
 from looplib._core.directions import mode_of
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
@@ -162,10 +162,8 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     """
     record = _record(state, key)
     if record.monitor not in scores:
-        names = ", ".join(map(repr, scores)) or "nothing"
-        raise ValueError(
-            f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores, which have {names}"
-        )
+        names = few([*map(repr, scores)])
+        raise ValueError(f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {names}")
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
 
 
@@ -277,7 +275,7 @@ def _record(state: TrainState, key: str) -> BestSoFar:
     if record is not None:
         description = f"it is {named(record)}"
     elif isinstance(extra, Mapping):
-        description = f"state.extra has {', '.join(map(repr, extra)) or 'nothing'}"
+        description = f"state.extra has {few([*map(repr, extra)])}"
     else:
         description = f"state.extra is {named(extra)}"
     raise ValueError(
