@@ -61,7 +61,7 @@ def test_the_loop_learns_and_says_so(capsys):
 def test_the_first_diff_clips_and_follows_a_schedule():
     names = run(program(1))
     assert "grad_norm" in names["metrics"]
-    rates = [ll.optim.hyperparameters(names["optimizer"], names["state"].replace(step=k))["lr"] for k in (0, 20, 130)]
+    rates = [ll.optim.hyperparameters(names["optimizer"], names["state"].replace(step=k))["lr"] for k in (0, 13, 130)]
     assert rates == pytest.approx([0.0, 1e-2, 0.0], abs=1e-9)
 
 

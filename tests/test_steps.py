@@ -401,6 +401,10 @@ class Output:
     loss = torch.zeros(())
 
 
+class Unlabeled:
+    loss = None
+
+
 LOSSES = [
     (lambda model, x: model(x), ValueError, r"\(12, 4\).*loss\.mean\(\)"),
     (lambda model, x: model(x).sum().item(), TypeError, "float"),
@@ -408,7 +412,10 @@ LOSSES = [
     (lambda model, x: x.sum(), ValueError, "trainable parameter"),
     (lambda model, x: (model(x).sum(), {"logits": model(x)}), ValueError, r"'logits'.*\(12, 4\)"),
     (lambda model, x: (model(x).sum(), {"loss": 1.0}), ValueError, 'aux.*"loss"'),
-    (lambda model, x: Output(), TypeError, r"Output.*return output\.loss"),
+    (lambda model, x: Output(), TypeError, r"an Output.*return output\.loss$"),
+    (lambda model, x: Unlabeled(), TypeError, r"return output\.loss, which is None here: without labels"),
+    (lambda model, x: None, TypeError, "returned None.*return loss.*without labels"),
+    (lambda model, x: {"loss": model(x).sum()}, TypeError, 'a dict.*return loss, {"name": value}'),
 ]
 
 
@@ -459,6 +466,16 @@ REFUSED = [
     (lambda m: ll.make_grad_fn(classify, m), TypeError, r"make_grad_fn\(model, loss_fn\)"),
     (lambda m: ll.make_grad_fn(m, classify, trainable=lambda name, tensor: False), ValueError, "none"),
     (lambda m: ll.init_state(nn.Sequential(nn.LazyLinear(3))), ValueError, "weight.*lazy"),
+    (
+        lambda m: ll.init_state(copy.deepcopy(m).to("meta"), SGD),
+        ValueError,
+        r"0\.weight.* on the meta device.*device_map",
+    ),
+    (
+        lambda m: eval_of(copy.deepcopy(m).to("meta"), lambda logits: {}),
+        ValueError,
+        r"0\.weight.* on the meta device.*device_map",
+    ),
     (lambda m: eval_of(m, lambda logits: logits), TypeError, "Tensor.*dict"),
     (lambda m: eval_of(m, lambda logits: {"logits": logits}), ValueError, r"'logits'.*\(12, 4\)"),
 ]

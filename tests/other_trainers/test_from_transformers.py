@@ -227,7 +227,7 @@ def _(run, state, monkeypatch):
     after = run()
     after.log(state, {"train/loss": 0.5})
     after.log.close()
-    assert seen == ["me/space", (0, {"train/loss": 0.5})]
+    assert seen == ["me/space", (0, {"epoch": 0.0, "train/loss": 0.5})]
 
 
 @shows("TrainingArguments.save_total_limit")
