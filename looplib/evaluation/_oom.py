@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from looplib._core.checks import check_optional_count, half, out_of_memory
+from looplib._core.checks import check_optional_count
+from looplib._core.errors import half, out_of_memory
 from looplib._core.kinds import check_kind, kind_of
 from looplib._core.records import Made, mark, with_repr
 from looplib._core.trees import batch_size as count_examples

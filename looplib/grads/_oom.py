@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from looplib._core.buffers import put_back, with_copies
-from looplib._core.checks import check_optional_count, half, out_of_memory
+from looplib._core.checks import check_optional_count
 from looplib._core.engines import engine_of
+from looplib._core.errors import half, out_of_memory
 from looplib._core.ranks import is_sharded
 from looplib._core.records import chain, with_repr
 from looplib._core.tracing import UntraceableError, tracing
