@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,8 +15,10 @@ from looplib._core.checks import named
 from looplib._core.engines import RunningSum
 from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
+from looplib._core.mappings import fields_of
 from looplib._core.records import Call
-from looplib._core.trees import register_record
+from looplib._core.torch_private import pytree
+from looplib._core.trees import Attribute, Node, register
 
 __all__ = [
     "Decide",
@@ -156,7 +158,38 @@ def _guard(name: str) -> None:
 for _tree in TREES:
     _guard(_tree)
 
-register_record(TrainState, FIELDS, TREES)
+# For torch, a state's trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
+# `tree_map` therefore see only tensors, and a comparison sees every field.
+
+
+def _flatten(state: TrainState) -> tuple[list[Any], Any]:
+    # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
+    present = {name: tree for name in TREES if (tree := getattr(state, name)) is not None}
+    return list(present.values()), (tuple(present), fields_of(state, COUNTS))
+
+
+def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
+    children, structure = _flatten(state)
+    return list(zip(map(pytree.GetAttrKey, structure[0]), children, strict=True)), structure
+
+
+def _unflatten(children: Iterable[Any], structure: Any) -> TrainState:
+    present, counts = structure
+    return TrainState(**{**dict.fromkeys(TREES), **dict(zip(present, children, strict=True)), **counts})
+
+
+pytree.register_pytree_node(
+    TrainState,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="looplib.TrainState",
+)
+_ATTRIBUTES = [*map(Attribute, FIELDS)]
+register(
+    TrainState,
+    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
+)
 
 
 def _summary(state: Any, spent: bool) -> str:
@@ -245,7 +278,6 @@ over tokens, or `(loss, aux)` with a dict of scalars and metrics to report.
 """
 
 
-@instances_are("gradients")
 class Gradients(NamedTuple):
     """Gradients and metrics of one batch, as returned by a `GradFn`.
 
@@ -365,15 +397,15 @@ class Init(Protocol):
 class Update(Protocol):
     """Optimizer update: `update_(grads, opt_state, params, step, **info) -> (params, opt_state)`.
 
-    It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because the
-    caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are not
-    written. If it returns new parameters in a donated step, the step copies them into the old ones. If it puts new tensors
-    into `opt_state`, it returns a new dict, `{**opt_state, "count": count}`: the one that it is given is that of the state
-    before as well.
+    It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because
+    the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
+    not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
+    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`, because the dict that it is given
+    also belongs to the old state.
 
-    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier updates,
-    which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train step
-    returns. (A compiled step that skips the update returns those of the update that it has not made.)
+    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
+    updates, which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train
+    step returns. (If a compiled step skips the update, these are the values computed for the skipped update.)
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
@@ -388,14 +420,14 @@ class Decide(Protocol):
     """Optimizer decision: `decide(grads, opt_state, metrics) -> (flag, opt_state)`, before anything is written.
 
     `flag` says whether to update: a bool, or a 0-dim bool tensor, which the train step reads. `opt_state` goes to the
-    update, or is kept if there is none, with what counts batches and not updates: skips, windows of losses, loss scales.
-    It writes to nothing that it is given: changed entries go into a new dict, `{**opt_state, "skips": skips}`. What the
-    optimizer cannot update is refused here. No gradients are recorded.
+    update, or is kept if there is none. Put into it what is counted per batch rather than per update: skips, windows
+    of losses, loss scales. It writes to nothing that it is given: changed entries go into a new dict,
+    `{**opt_state, "skips": skips}`. What the optimizer cannot update is refused here. No gradients are recorded.
 
-    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure, donated,
-    compiled and vectorized steps, and nested, with one read by the host for all wrappers. On several ranks, decide by
-    what all of them share, such as the gradients: the metrics are those of the rank's own batch, and ranks that decide
-    differently end with different weights.
+    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure,
+    donated, compiled and vectorized steps. Such wrappers can be nested, and the host still reads only one flag per
+    step. On several ranks, decide by what all of them share, such as the gradients: the metrics are those of the
+    rank's own batch, and ranks that decide differently end with different weights.
 
     >>> import dataclasses, looplib as ll, torch
     >>> def skip_small_gradients(optimizer, least):

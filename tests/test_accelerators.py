@@ -18,7 +18,6 @@ CUDA_ALONE = {
         "triton.cudagraphs": "an option of Inductor",
         "cudagraph_mark_step_begin": "a function of torch.compiler",
         "cuda_graphs": "only CUDA has graphs that Inductor captures",
-        "example.is_cuda": "the same",
     },
     "looplib/log/_configuration.py": {
         "torch.version.cuda": "the version of one vendor's libraries",
@@ -96,15 +95,6 @@ def test_a_process_gets_the_accelerator_of_its_local_rank_and_torchs_default_bac
     assert device == (torch.device("cpu") if shared else torch.device(kind, 1))
     assert asked["backend"] == backend
     assert asked.get("device_id") == accelerators.current == (None if shared else device)
-
-
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_a_single_process_gets_the_first_accelerator(host, monkeypatch, kind):
-    host(kind, 1)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    with ll.distributed.setup(required=False) as device:
-        assert device == torch.device(kind, 0)
 
 
 def test_more_processes_than_accelerators_are_refused(host):

@@ -1,65 +1,10 @@
-"""Clipping against torch's own."""
+"""Gradients of a loss: grad modes, modules in eval mode, hooks, and a backward pass within the backward pass."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
-from looplib.types import RunningSum
-
-
-@given(seed=st.integers(0, 1000), scale=st.floats(1e-4, 1e4), max_norm=st.floats(1e-3, 1e3))
-@settings(max_examples=50, deadline=None)
-def test_clip_by_global_norm_has_the_bits_of_torchs(seed, scale, max_norm):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
-    x = torch.randn(4, 7) * scale
-
-    def loss_fn(model, x):
-        return model(x).square().mean()
-
-    clipped = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), max_norm)
-    out = clipped(ll.init_state(model), x)
-    loss_fn(model, x).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    assert all(torch.equal(out.grads[name], p.grad) for name, p in model.named_parameters())
-    assert ll.compute(out.metrics)["grad_norm"] == norm.item()
-
-
-def test_a_norm_that_is_not_positive_is_refused():
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"max_norm is .*above 0"):
-            ll.clip_by_global_norm(lambda state, batch, request: None, wrong)
-    clipped = ll.clip_by_global_norm(lambda state, batch, request: None, 1.0)
-    with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
-        clipped(ll.TrainState(), None, ll.types.GradRequest(sum=RunningSum()))
-
-
-def test_parts_add_up_to_the_whole():
-    # What accumulate will stand on: sums and weights of the parts, each added into the gradients so far.
-    torch.manual_seed(0)
-    model = nn.Linear(5, 3).double()
-    x, y = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
-
-    def loss_fn(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def token_loss(model, batch):
-        return ll.Mean(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
-
-    state = ll.copy_state(ll.init_state(model))
-    for fn in (loss_fn, token_loss):
-        grad_fn = ll.make_grad_fn(model, fn)
-        whole = grad_fn(state, (x, y))
-        total, weight = RunningSum(), 0
-        for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            out = grad_fn(state, batch, ll.types.GradRequest(index, sum=total))
-            total.grads, weight = out.grads, weight + out.weight
-        for name, grad in total.grads.items():
-            torch.testing.assert_close(grad * total.normalizer / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
@@ -150,3 +95,31 @@ def test_hooks_on_parameters_act_on_bound_states_and_are_refused_on_others(regis
     for _ in range(2):
         state, _ = donated(state, x)
     assert len(calls) == 3
+
+
+class RunsAgain(torch.autograd.Function):
+    """As a reentrant checkpoint: its backward pass runs the layer, and a backward pass of its own through it."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grad)
+        return None, x.grad
+
+
+def test_a_function_with_a_backward_pass_of_its_own_gives_its_parameters_their_gradients():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), torch.randn(5, 3)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: RunsAgain.apply(model[1], model[0](x)).square().mean())
+    for _ in range(2):
+        grads = grad_fn(ll.init_state(model), x).grads
+        torch.testing.assert_close(list(grads.values()), list(expected))
+    assert all(param.grad is None for param in model.parameters())

@@ -68,6 +68,8 @@ def settings_of(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return vars(value)
     if dataclasses.is_dataclass(value):
+        if type(value).__module__.startswith("looplib.") and not value.__dataclass_params__.repr:  # type: ignore[union-attr]
+            return None  # its repr is the code that makes it, as a predicate's
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
     return None
@@ -126,23 +128,6 @@ _HARMLESS = re.compile(r"[\d.]{1,6}|<.*>|\[.*\]")  # a number, or a tokenizer's 
 _KNOWN = re.compile(
     r"(?<=://)[^/\s@]+:[^/\s@]+(?=@)|\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[a-z]-|pypi-|nvapi-|AKIA|AIza)[\w.-]{16,}"
 )
-
-
-def command_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command, with *** in place of values whose names say that they are secret.
-
-    >>> command_without_secrets(["--lr", "0.1", "--hf-token", "abc", "wandb.api_key=abc", "--pad-token", "<pad>"])
-    ['--lr', '0.1', '--hf-token', '***', 'wandb.api_key=***', '--pad-token', '<pad>']
-    """
-    shown, name = [], ""
-    for argument in arguments:
-        before, equals, value = argument.partition("=")
-        if name and not argument.startswith("--"):
-            shown.append(without_secrets(argument, name))
-        else:
-            shown.append(f"{before}={without_secrets(value, before)}" if equals else without_secrets(argument))
-        name = argument if argument.startswith("-") and not equals else ""
-    return shown
 
 
 def without_secrets(settings: T, name: str = "") -> T:

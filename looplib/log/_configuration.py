@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from looplib._core.descriptions import command_without_secrets, described, without_secrets
+from looplib._core.descriptions import described, without_secrets
 from looplib._core.provenance import described_model, provenance_of
 from looplib._core.ranks import world_size
 from looplib.types import TrainState, check_state
 
 # Packages whose version matters to a run that has imported them.
 _PACKAGES = (
+    "looplib",
+    "torch",
     "accelerate",
     "datasets",
     "numpy",
@@ -31,7 +32,6 @@ _PACKAGES = (
     "torchvision",
     "transformers",
 )
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 
 def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
     files have changed; without git or a repository there is none.
 
-    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and for
-    the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Another secret is stored: give
-    secrets in environment variables, which are not.
+    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and
+    for the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Any other secret is stored,
+    so pass secrets in environment variables, which are not.
 
     Args:
         state: a state of the run.
@@ -77,7 +77,7 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         "ranks": world_size(),
         "versions": _versions(),
         "device": _device(),
-        "command": " ".join([Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]),
+        "command": " ".join([Path(sys.argv[0]).name, *_command_without_secrets(sys.argv[1:])]),
         **({"git_commit": commit} if commit else {}),
         **{
             name: described_model(value) if isinstance(value, nn.Module) else without_secrets(described(value), name)
@@ -109,18 +109,11 @@ def _device() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"looplib": _version("looplib"), "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    versions |= {name: _version(_DISTRIBUTIONS.get(name, name)) for name in _PACKAGES if name in sys.modules}
+    versions |= {name: str(sys.modules[name].__version__) for name in _PACKAGES if name in sys.modules}
     return dict(sorted(versions.items()))
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # used from a folder, without being installed
 
 
 def git_commit() -> str | None:
@@ -135,3 +128,20 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
+
+
+def _command_without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command, with *** in place of values whose names say that they are secret.
+
+    >>> _command_without_secrets(["--lr", "0.1", "--hf-token", "abc", "wandb.api_key=abc", "--pad-token", "<pad>"])
+    ['--lr', '0.1', '--hf-token', '***', 'wandb.api_key=***', '--pad-token', '<pad>']
+    """
+    shown, name = [], ""
+    for argument in arguments:
+        before, equals, value = argument.partition("=")
+        if name and not argument.startswith("--"):
+            shown.append(without_secrets(argument, name))
+        else:
+            shown.append(f"{before}={without_secrets(value, before)}" if equals else without_secrets(argument))
+        name = argument if argument.startswith("-") and not equals else ""
+    return shown

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from looplib._core.advice import SCHEDULES
 from looplib._core.checks import check, few, named
 from looplib.types import Params
 
@@ -58,6 +57,13 @@ class Recipe:
     def moving(self) -> list[dict[str, Any]]:
         """For each group, the hyperparameters that are schedules or injected."""
         return [{key: value for key, value in values.items() if callable(value)} for values in self.values]
+
+    @cached_property
+    def end(self) -> int | None:
+        """The step from which the learning rate is 0, if it is a schedule that has an end."""
+        lr = self.defaults["lr"]
+        total = getattr(lr, "total", None)
+        return total if isinstance(total, int) and lr(total) == 0 else None
 
     def group_values(self, key: str, default: Any = None) -> list[Any]:
         """A hyperparameter's value in each group, as passed by the user."""
@@ -260,10 +266,9 @@ def check_lr(lr: Any) -> None:
     advice = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
-        instead = SCHEDULES.get(scheduler.__name__, SCHEDULES["LRScheduler"])
         raise TypeError(
-            f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
-            f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
+            f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step, such as "
+            "lr=ll.warmup_cosine(...) or another one of ll.schedules. There is no step() to call"
         )
     check(not isinstance(lr, _NO_RATES), f"lr is {named(lr)}; give {advice}", TypeError)
     if callable(lr):

@@ -77,11 +77,11 @@ def ranks_loss(model, batch):
     return (model(batch[0]) - 1).square().mean() * batch[1]
 
 
-def run_on_a_rank(optimizer, wrap, factors, loss_fn=ranks_loss):
+def run_on_a_rank(optimizer, wrap, factors):
     rank = ll.distributed.rank()
     torch.manual_seed(rank)  # models and batches of their own
     model = nn.Linear(3, 1)
-    grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
+    grad_fn = wrap(ll.make_grad_fn(model, ranks_loss))
     state, skips, losses, error = ll.init_state(model, optimizer), [], [], None
     for at in range(16):
         batch = torch.randn(4 - 2 * rank, 3), factors.get((rank, at), 1.0)

@@ -12,6 +12,7 @@ from transform_cases import batches, normalized, plain, seeded
 from transform_cases import classify as loss_fn
 
 import looplib as ll
+from looplib._core import tracing
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 
@@ -87,6 +88,10 @@ def refused_calls():
         "donated=": (lambda: ll.make_train_step(grad_fn, adamw(), donated=True), ["make_train_step", "'donated'"]),
         "fullgraph": (lambda: ll.compile_step(step, fullgraph=True), ["'fullgraph'"]),
         "mode": (lambda: ll.compile_step(step, mode="fast"), ["'fast'", "one of default, reduce-overhead"]),
+        "donated": (
+            lambda: ll.compile_step(train_step(model, donate=True), mode="reduce-overhead"),
+            ["CUDA graph", "donate=True"],
+        ),
         "backend": (lambda: ll.compile_step(step, backend="inductr"), ["'inductr'", "aot_eager"]),
         "Inductor's": (lambda: ll.compile_step(step, backend="eager", mode="default"), ["Inductor's", "'eager'"]),
         "option": (lambda: ll.compile_step(step, options={"fallback_randon": True}), ["fallback_randon"]),
@@ -98,6 +103,14 @@ def test_what_is_refused_when_a_step_is_made():
         with pytest.raises(TypeError) as error:
             call()
         assert all(word in str(error.value) for word in words), name
+
+
+def test_a_tensor_chooses_between_tensors_alone_in_a_graph():
+    old, new = {"count": torch.tensor(1), "n": 1}, {"count": torch.tensor(2), "n": 2}
+    with tracing.within(tracing.Trace({}, lambda function, sources: None)):
+        assert tracing.where(torch.tensor(True), {**new, "n": 1}, old) == {"count": torch.tensor(2), "n": 1}
+        with pytest.raises(tracing.UntraceableError, match="would have to choose between 2 and 1: keep tensors"):
+            tracing.where(torch.tensor(True), new, old)
 
 
 def test_a_warning_shows_the_line_that_called_the_step():
@@ -157,31 +170,3 @@ def test_results_of_a_graph_stay_when_a_donated_step_overwrites_the_state(transf
     for _ in range(2):
         state, _ = later(state, x)
     assert ([*map(values_of, results[:2])], [output.tolist() for output in results[2]]) == before
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128, generator=generator))
-        self.scale = nn.Parameter(torch.randn(3, dtype=torch.float64, generator=generator))
-
-    def forward(self, x):
-        y = x @ self.weight.conj() * self.scale
-        return (y * self.weight.mH[0]).imag.tanh() + y.abs()
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_conjugates_in_a_graph_are_conjugates(donate):
-    batches = torch.randn(3, 4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
-
-    def trained(transform):
-        model, optimizer = Complex(), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-        step = transform(ll.make_train_step(grad_fn, optimizer, donate=donate))
-        state = ll.copy_state(ll.init_state(model, optimizer))
-        for x in batches:
-            state, _ = step(state, x)
-        return state.params
-
-    close(trained(partial(ll.compile_step, **QUICK)), trained(lambda step: step))
