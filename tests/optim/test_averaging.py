@@ -39,7 +39,7 @@ def ema_or_swa(kind, **options):
 @both_steps
 @pytest.mark.parametrize("buffers", [True, False], ids=["buffers too", "weights"])
 @pytest.mark.parametrize(("start", "every"), [(7, 4), (0, 1), (0, 3), (7, 1)])
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("kind", ["swa", "ema"])
 def test_averages_have_the_bits_of_torchs(kind, start, every, buffers, donate, bound):
     optimizer, fn = ema_or_swa(kind, start=start, every=every, buffers=buffers)
     model, pure = net(), net()
@@ -289,6 +289,17 @@ def test_without_averages_the_state_itself_is_evaluated():
     ):
         state = ll.init_state(net(), optimizer)
         assert ll.eval_state(optimizer, state) is state
+
+
+def test_a_part_with_an_average_is_evaluated_by_it():
+    optimizer = ll.optim.partition(
+        {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},
+        lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    )
+    state, alone = run(net(), optimizer, batches(3)), run(net(), ll.ema(adamw(), 0.9), batches(3))
+    averaged = alone.opt_state["average"]["params"]
+    expected = {name: averaged[name] if p.ndim == 2 else p for name, p in state.params.items()}
+    assert equal(ll.eval_state(optimizer, state).params, expected)
 
 
 def diffusers_decay(step, decay, inv_gamma, power):

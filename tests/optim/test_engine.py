@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from problem import batches, loss_fn, raw_loop, run
-from shared import equal, update
-from stand_ins import STAND_INS, Late
+from shared import bits, equal, update
+from stand_ins import STAND_INS, Late, PerParameter
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves, tree_structure
 from torch_collections import optimizers
@@ -359,6 +359,29 @@ def test_sparse_gradients(cls, options, donate):
     raw_loop(raw, cls(raw.parameters(), lr=0.1, **options), data, loss_fn=loss_fn)
     state = run(first, ll.optimizer(cls, lr=0.1, **options), data, donate, bound=False, loss_fn=loss_fn)
     assert equal(state.params, raw.named_parameters())
+
+
+def test_a_first_momentum_is_the_gradient_with_the_signs_of_its_zeros():
+    optimizer, params = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9), {"w": torch.ones(2)}
+    grad = torch.tensor([-0.0, 0.0])
+    _, opt_state, _ = optimizer.update({"w": grad}, optimizer.init(params), params, 0)
+    assert opt_state["state"]["w"]["momentum_buffer"].signbit().tolist() == [True, False]
+
+
+class Idle(PerParameter):
+    """Makes its state at the first gradient that is not 0."""
+
+    def update(self, group, p):
+        if p.grad.any():
+            p.sub_(self.state[p].setdefault("moment", torch.zeros_like(p)).add_(p.grad), alpha=group["lr"])
+
+
+def test_a_state_keeps_its_structure_while_a_class_has_made_none():
+    optimizer, params = ll.optimizer(Idle, lr=0.1), {"w": torch.ones(2)}
+    start = optimizer.init(params)
+    _, opt_state, _ = optimizer.update({"w": torch.zeros(2)}, start, params, 0)
+    assert bits(opt_state["state"]) == bits(start["state"])
+    assert "moment" in opt_state["state"]["w"]
 
 
 def test_updates_leave_nothing_that_grows():

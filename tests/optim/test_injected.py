@@ -117,6 +117,10 @@ def test_dtype_and_place_stay_and_nothing_is_shared(value):
     assert old.item() == 0.1
     assert new.item() == pytest.approx(2.0)
     assert new is not value
+    mine = torch.tensor(2.0).double()
+    state = ll.optim.set_hyperparameters(state, lr=mine)
+    mine.zero_()
+    assert stood(state.opt_state) == [{"lr": 2.0}]
 
 
 def prepared(wrap=ll.ema, **values):
