@@ -64,7 +64,7 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
     )
     if not reached:
         return loss.detach()
-    restricted: Tensor = _Restricted.apply(loss.detach(), len(reached), *(part for pair in reached for part in pair))  # type: ignore[no-untyped-call]
+    restricted: Tensor = _Restricted.apply(loss.detach(), *(part for pair in reached for part in pair))  # type: ignore[no-untyped-call]
     return restricted
 
 
@@ -72,13 +72,13 @@ class _Restricted(torch.autograd.Function):
     """The value of a loss, with gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *pairs: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, *pairs: Tensor) -> Tensor:
         ctx.save_for_backward(*pairs[1::2])
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
-        grads: list[Tensor | None] = [None, None]
+        grads: list[Tensor | None] = [None]
         for grad in ctx.saved_tensors:
             grads += [grad * seed.to(grad.dtype), None]
         return tuple(grads)

@@ -289,7 +289,7 @@ def _(device):
         return ll.next_token_loss(model(batch), batch)
 
     def of_head(model, batch):
-        return ll.next_token_loss(model[0](batch), batch, head=model[1], z_loss=1e-4)
+        return ll.next_token_loss(model[0](batch), batch, head=model[1])
 
     runs = [
         train(device, loss=one, make=language_model, of=lambda device: [tokens(device)] * 2)
@@ -598,12 +598,12 @@ def _(device):
 # Data.
 
 
-@case("data.make_loader", "data.Loader", "data.batch_size", "data.without_samples")
+@case("data.make_loader", "data.Loader", "data.batch_size")
 def _(device):
     loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
     state = started(device, epoch_length=3)[1]
-    one, *_ = left = list(ll.data.without_samples(loader, [0, 1])(state))
-    return list(loader(state)), left, ll.data.batch_size(one)
+    one, *others = loader(state)
+    return one, others, ll.data.batch_size(one)
 
 
 # Checkpoints.
@@ -673,9 +673,7 @@ def _(device, folder):
 # Looking into a run.
 
 
-@case(
-    "debug.replay", "debug.Replayed", "debug.Run", "debug.first_difference", "debug.Difference", "debug.differences"
-)
+@case("debug.replay", "debug.Replayed", "debug.first_difference", "debug.Difference", "debug.differences")
 def _(device):
     model, state = started(device, epoch_length=3)
     state = ll.copy_state(state)
@@ -687,8 +685,8 @@ def _(device):
     def other(state, batch):
         return step(state, (batch[0] * 2, batch[1]) if state.step == 3 else batch)
 
-    one, two = ll.debug.Run(step, state, loader, grad_fn), ll.debug.Run(other, state, loader, grad_fn)
-    difference = ll.debug.first_difference(one, two, stop=6)
+    replayed = ({at: ll.debug.replay(run, state, loader, at).state for at in range(6)} for run in (step, other))
+    difference = ll.debug.first_difference(*replayed)
     return found.batch, found.grads, found.after, difference.equal, [str(leaf) for leaf in difference.leaves]
 
 
@@ -710,14 +708,6 @@ def _(device):
         kept = ll.debug.keep(kept, state)
         state, _ = step(state, batch)
     return kept, ll.debug.nbytes(kept)
-
-
-@case("debug.saved_states")
-@in_folder
-def _(device, folder):
-    ckpt, state = ll.checkpoint_io(folder), started(device)[1]
-    ckpt.save(train(device)[0])
-    return ll.debug.saved_states(ckpt, state)[3]
 
 
 @case("debug.worst_samples", "debug.SampleScore")

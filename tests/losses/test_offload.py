@@ -127,13 +127,6 @@ def test_a_saved_tensor_that_changes_is_refused_or_was_copied_before(device):
     assert bits(grads(device, offload(loss_fn, InPlace))) == bits(doubled)
 
 
-def test_torch_func_refuses_it():
-    model = nn.Linear(3, 2)
-    per_sample = ll.contrib.make_per_sample_grad_fn(model, offload(loss_fn, nn.Linear))
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        per_sample(ll.init_state(model), batch("cpu"))
-
-
 def test_in_a_graph_it_has_no_effect(monkeypatch):
     def step(loss):
         step = ll.make_train_step(ll.make_grad_fn(model, loss), sgd)

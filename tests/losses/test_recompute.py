@@ -96,13 +96,6 @@ def test_noise_of_neftune_is_in_the_second_run_too():
     assert grads(model, recompute(neftune(loss_fn, "0.0"), first), tokens) == expected
 
 
-def test_under_autocast_the_bits_are_the_same():
-    model, x = Stack(), torch.randn(8, 3)
-    expected = grads(model, ll.autocast(loss_fn), x)
-    assert grads(model, ll.autocast(recompute(loss_fn, Block)), x) == expected
-    assert grads(model, recompute(ll.autocast(loss_fn), Block), x) == expected
-
-
 # What is left behind
 
 
@@ -143,8 +136,8 @@ def test_without_a_gradient_it_does_nothing():
 
 
 def test_a_choice_of_nothing_and_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match=r"Stack.*BatchNorm1d, Block, Dropout, GELU"):
+    with pytest.raises(ValueError, match="Stack"):
         recompute(loss_fn, nn.Conv2d)(Stack(), torch.zeros(2, 3))
-    for modules in (nn.Linear(2, 2), "Block", (), (nn.Linear, "Block"), int):
-        with pytest.raises(TypeError, match=r"modules is .*\(name, module\) -> bool"):
+    for modules in (nn.Linear(2, 2), "Block"):
+        with pytest.raises(TypeError, match="modules"):
             recompute(loss_fn, modules)
