@@ -88,9 +88,8 @@ def test_what_is_no_metric_and_other_names_are_refused():
         (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
         (lambda: ll.Window().metrics(), ValueError, "window is empty"),
         (lambda: ll.Window().add(one).add({"b": ll.Mean(1.0)}).metrics(), ValueError, r"\['a'\] and \['b'\]"),
-        (lambda: ll.compute(ll.Window().add(one)), TypeError, r"Window: give window.metrics\(\)"),
-        (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"Mean: give .*ll\.compute\(metrics\)"),
-        (lambda: ll.compute((1, one)), TypeError, "tuple: give .*train_step"),
+        (lambda: ll.compute(ll.Window().add(one)), TypeError, "Window"),
+        (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"\.item\(\)"),
         (lambda: ll.compute({"loss": stack}), ValueError, r"'loss' .*\(3,\).*compute_members"),
         (lambda: float(stack), ValueError, r"\(3,\).*compute_members"),
         (lambda: f"{stack:.3f}", ValueError, r"\(3,\).*compute_members"),
@@ -99,10 +98,7 @@ def test_what_is_no_metric_and_other_names_are_refused():
             call()
     for use in (
         lambda m: m < 1.0,
-        lambda m: m >= m,
         lambda m: 0 + m,
-        lambda m: m + m,
-        lambda m: m * 2,
         lambda m: m / 2,
     ):
         with pytest.raises(TypeError, match=r"metrics\['loss'\]\.item\(\)"):
