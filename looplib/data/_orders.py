@@ -270,6 +270,13 @@ def batch_sampler(source: Sampler) -> Order:
 
     It replaces `batch_size` and `drop_last`.
 
+    To leave samples out, such as those of a loss spike, and keep the batches, their order and the draws of all other
+    samples, cut the permutation that `shuffled()` draws. (No batch may lose all of its samples.)
+
+        def batches(epoch, generator):
+            order = torch.randperm(len(dataset), generator=generator)
+            return [batch[~torch.isin(batch, bad)] for batch in order.split(64)]
+
     Args:
         source: as for `sampler`, but of lists of indices.
     """

@@ -117,4 +117,6 @@ _BY_CLASS = {
     "ForTokenClassification": _all_labels,
     "ForSequenceClassification": _samples,
     "ForImageClassification": _samples,
+    "MarianMTModel": _all_labels,
+    "EncoderDecoderModel": _all_labels,  # of text, speech or images
 }

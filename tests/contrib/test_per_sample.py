@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -126,21 +125,6 @@ def test_metrics_merge_as_those_of_the_whole_batch():
         assert all(grad.shape == (0, *state.params[name].shape) for name, grad in empty.grads.items())
         of_second = [grad[1] for grad in outs[0].grads.values()]
         assert any(grad.any() for grad in of_second) == (loss_fn is not of_tokens)  # where it has no weight, zero
-
-
-def test_batches_keep_their_structure():
-    model, seen = nn.Linear(5, 3).double(), []
-
-    def loss_fn(model, batch):
-        seen.append((type(batch), tuple(batch["x"].shape), batch["pair"][1], batch["temperature"].dim()))
-        return F.cross_entropy(model(batch["x"]) / batch["temperature"], batch["pair"][0])
-
-    fields = {"x": torch.randn(4, 5).double(), "pair": (torch.tensor([0, 1, 2, 1]), "a task")}
-    fields["temperature"] = torch.tensor(2.0)
-    grad_fn = ll.contrib.make_per_sample_grad_fn(model, loss_fn)
-    grads = [grad_fn(ll.init_state(model), kind(fields)).grads for kind in (dict, transformers.BatchEncoding)]
-    close(*grads, 0, 0)
-    assert seen == [(kind, (1, 5), "a task", 0) for kind in (dict, transformers.BatchEncoding)]
 
 
 def dropout_model():
@@ -341,21 +325,6 @@ def test_noise_scale_is_that_of_the_paper_and_the_gradient_the_mean(kind):
     scale = out.metrics["gradient_noise_scale"]
     torch.testing.assert_close(scale.total, trace, rtol=1e-11, atol=0)
     torch.testing.assert_close(scale.weight, squared, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
-def test_dp_sgd_that_is_traced_once_has_the_same_bits(donate):
-    model, loss_fn, batch = a_model_and_batch("perceptron")
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.1)
-    train_step = ll.make_train_step(ll.contrib.add_noise(grad_fn, 0.1, 0.0), optimizer, donate=donate)
-    ends = []
-    for step in (train_step, ll.compile_step(train_step, backend="eager")):
-        state = ll.copy_state(ll.init_state(model, optimizer))
-        for _ in range(3):
-            state, metrics = step(state, batch)
-        ends.append((state.params, ll.compute(metrics)))
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 # refusals

@@ -42,14 +42,14 @@ class Augmented(Dataset):
 
 
 class AugmentedStream(IterableDataset):
-    """Numbers with a draw each, shared out among the workers."""
+    """Numbers with a draw each, shared out among the workers, of which the last one may have more."""
 
     def __init__(self, count):
         self.count = count
 
     def __iter__(self):
         info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
+        first, step = (info.num_workers - 1 - info.id, info.num_workers) if info else (0, 1)
         for number in range(first, self.count, step):
             drawn = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
             yield torch.tensor([number, *drawn], dtype=torch.float64)

@@ -182,6 +182,20 @@ def test_set_epoch_is_called_for_samplers_that_have_it():
         assert samples == [*sampler]
 
 
+def test_batches_cut_from_the_same_permutation_leave_samples_out_and_keep_all_others_with_their_draws():
+    bad = torch.tensor([3, 17, 20])
+
+    def batches(epoch, generator):
+        return [batch[~torch.isin(batch, bad)] for batch in torch.randperm(23, generator=generator).split(6)]
+
+    whole, part = (
+        make_loader(Augmented(23), batch_size=6),
+        make_loader(Augmented(23), order=ll.data.batch_sampler(batches)),
+    )
+    for one, other in zip(whole(at(1)), part(at(1)), strict=True):
+        assert torch.equal(one[~torch.isin(one[:, 0].long(), bad)], other)
+
+
 def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
     def endless(epoch, generator):
         while True:
@@ -411,11 +425,11 @@ def test_a_stream_is_what_a_dataloader_gives():
 def test_a_streams_draws_are_a_function_of_seed_and_epoch(options):
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     before = states_of_streams()
-    loader = make_loader(AugmentedStream(12), batch_size=2, **options)
+    loader = make_loader(AugmentedStream(13), batch_size=2, **options)
     zero, one = list(loader(at())), list(loader(at(1)))
-    assert sorted(torch.cat(zero)[:, 0].tolist()) == [*range(12)]
+    assert sorted(torch.cat(zero)[:, 0].tolist()) == [*range(13)]
     assert not any((a[:, 1:] == b[:, 1:]).any() for a, b in zip(zero, one, strict=True))
-    assert torch.cat(one)[:, 1:].unique().numel() == 36
+    assert torch.cat(one)[:, 1:].unique().numel() == 39
     again = loader(at(1, batch=4))
     assert all(map(torch.equal, again, one[4:]))
     assert states_of_streams() == before

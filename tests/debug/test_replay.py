@@ -411,35 +411,6 @@ def test_two_logs_and_a_log_against_states_tell_the_step(tmp_path):
     assert first_difference(kept, first) is None
 
 
-def test_what_parts_first_is_named_first():
-    case = Case()
-
-    def rolled(state):
-        for k, (x, y) in enumerate(case.loader(state), state.batch):
-            yield (x.roll(1, 0) if (state.epoch, k) == (1, 1) else x), y
-
-    def scaled(state, batch, *part):
-        out = case.grad_fn(state, batch, *part)
-        return out._replace(grads={n: g * 2 if state.step == 4 else g for n, g in out.grads.items()})
-
-    def step_of(grad_fn, lr):
-        return ll.make_train_step(grad_fn, ll.optimizer(torch.optim.AdamW, lr=lr))
-
-    plain = lambda state: case.loader(state)  # noqa: E731 - without indices, as `rolled`
-    flat, bump = (step_of(case.grad_fn, lr) for lr in (0.01, lambda step: 0.01 * (1 + (step == 3))))
-    for one, other, at, paths in (
-        ((flat, plain, case.grad_fn), (flat, rolled, case.grad_fn), 6, ["/batch/0", "/metrics/loss"]),
-        ((flat, case.loader, case.grad_fn), (step_of(scaled, 0.01), case.loader, scaled), 4, ["/grads/0.weight"]),
-        ((flat, case.loader, case.grad_fn), (bump, case.loader, case.grad_fn), 3, ["/after/params/0.weight"]),
-    ):
-        replayed = [
-            [replay(step, case.state, loader, at - back, grad_fn=grad_fn) for step, loader, grad_fn in (one, other)]
-            for back in (0, 1)
-        ]
-        assert [leaf.path for leaf in differences(*replayed[0])][: len(paths)] == paths
-        assert differences(*replayed[1]) == []
-
-
 @given(st.integers(2, 12), st.integers(0, 10**6))
 @settings(max_examples=25)
 def test_rows_are_ranked_by_their_own_gradients(count, seed):

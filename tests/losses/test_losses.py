@@ -72,15 +72,6 @@ def test_it_is_torchs_cross_entropy_with_its_gradients(case, chunk_size, with_bi
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_without_a_valid_token_all_is_zero():
-    hidden, head = numbers(2, 3, 4).requires_grad_(), nn.Linear(4, 5, dtype=torch.float64)
-    for labels in (torch.full((2, 3), -100), labels_of(2, 1, 5)):
-        inputs = hidden[:, : labels.shape[1]]
-        for loss in (next_token_loss(inputs, labels, head=head), next_token_loss(head(inputs), labels)):
-            assert loss.total == loss.weight == 0
-            assert not any(grad.any() for grad in torch.autograd.grad(loss.total, [hidden, *head.parameters()]))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_chunks_have_the_numbers_of_the_logits_path(dtype, hidden_dtype):

@@ -59,20 +59,6 @@ class Attention(nn.Module):
         return x * self.out(scores @ values) * x[:1, :1, :1].expand_as(x)
 
 
-def penalized(model, x):
-    x = x.detach().requires_grad_()
-    [grad] = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    return grad.square().sum()
-
-
-def test_second_derivatives_have_the_same_bits(device):
-    def grads(device, loss):
-        model, x = Attention().to(device), torch.linspace(-1, 1, 40).view(2, 5, 4).to(device)
-        return bits(ll.make_grad_fn(model, loss)(ll.init_state(model), x).grads)
-
-    assert grads(device, offload(penalized, Attention)) == grads("cpu", penalized)
-
-
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()

@@ -124,17 +124,6 @@ def test_a_forward_of_the_instances_own_comes_back_after_an_error():
     assert "forward" not in vars(model[1])
 
 
-def test_without_a_gradient_it_does_nothing():
-    model, x = Stack(), torch.randn(8, 3)
-
-    def metric_fn(model, x):
-        assert all("forward" not in vars(block) for block in model.blocks)
-        return {"loss": ll.Mean(loss_fn(model, x))}
-
-    found = [ll.make_eval_step(model, f)(ll.init_state(model), x) for f in (metric_fn, recompute(metric_fn, Block))]
-    assert torch.equal(found[0]["loss"].total, found[1]["loss"].total)
-
-
 def test_a_choice_of_nothing_and_of_another_kind_are_refused():
     with pytest.raises(ValueError, match="Stack"):
         recompute(loss_fn, nn.Conv2d)(Stack(), torch.zeros(2, 3))

@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -103,24 +102,6 @@ def test_what_is_no_metric_and_other_names_are_refused():
     ):
         with pytest.raises(TypeError, match=r"metrics\['loss'\]\.item\(\)"):
             use(ll.Mean(1.5, 2))
-
-
-class Collected(NamedTuple):
-    items: tuple[int, ...]
-
-    def merge(self, other):
-        return Collected(self.items + other.items)
-
-    def compute(self):
-        return sum(self.items)
-
-
-def test_what_collects_is_merged_in_the_order_of_the_batches():
-    for n in (1, 2, 65, 200):
-        records = [{"rows": Collected((i,)), "loss": ll.Mean(float(i), 1)} for i in range(n)]
-        assert ll.merge(*records)["rows"].items == tuple(range(n))
-        found = ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records)
-        assert found == {"rows": sum(range(n)), "loss": pytest.approx((n - 1) / 2)}
 
 
 def test_a_mean_is_read_like_a_scalar_tensor():

@@ -56,8 +56,8 @@ def values(rows, flat):
 # Of each: how to make it, its inputs, and whether the batches as one give the same.
 ALL_ONE, BY_BATCH = True, False
 METRICS = {
+    "auroc": (classification.BinaryAUROC, binary, ALL_ONE),  # of lists
     "f1": (classification.BinaryF1Score, binary, ALL_ONE),
-    "auroc": (classification.BinaryAUROC, binary, ALL_ONE),
     "accuracy of each sample": (
         lambda: classification.MulticlassAccuracy(4, multidim_average="samplewise", average="micro"),
         lambda rows, flat: (torch.rand(rows, 4, 3), torch.randint(0, 4, (rows, 3))),
@@ -131,6 +131,7 @@ def test_it_merges_as_if_it_had_seen_every_batch(name, sizes, seed, flat, data):
     assert_same(found, expected, record)
     if all_one:
         assert_same(found, outcome(whole.compute), record)
+        assert_same(outcome(metric.of(*inputs).value), outcome(whole.compute), record)
     for again in (record, pickle.loads(pickle.dumps(record))):
         assert bits(outcome(again.value)) == bits(found)
     assert bits(states(used)) == before

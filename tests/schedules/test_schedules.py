@@ -199,6 +199,7 @@ def test_edges():
     assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25)(0) == 1.0
     assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25, three_phase=True)(0) == 0.1
     # cycles of 2, 6 and 18 steps
+    assert S.cosine_restarts(1.0, 0.5, total=4, cycles=2)(4) == 0.5
     restarts, cycle = S.cosine_restarts(1.0, 0.5, total=26, cycles=3, growth=3), S.cosine(1.0, 0.5, total=18)
     assert_close(restarts, [cycle(9 * step) for step in range(2)], 8, 1.0)
     assert_close(lambda step: restarts(2 + step), [cycle(3 * step) for step in range(6)], 8, 1.0)
