@@ -348,19 +348,15 @@ def add_noise(model, inner=clip, **options):
 
 def test_what_cannot_be_is_refused_when_it_is_made():
     m = perceptron()
-    norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()
+    norm = nn.BatchNorm1d(4, track_running_stats=False).eval()
     for make, named in (
-        (lambda: per_sample(nn.Sequential(norms[0], nn.Linear(4, 3))), "0.*BatchNorm1d.*GroupNorm"),
-        (lambda: per_sample(nn.Sequential(norms[1])), "0.*BatchNorm1d.*running statistics"),
+        (lambda: per_sample(nn.Sequential(norm)), "0.*BatchNorm1d.*running statistics"),
         (lambda: ll.contrib.clip_per_sample(per_sample(m), 0), "max_norm is 0"),
-        (lambda: ll.contrib.clip_per_sample(per_sample(m), math.nan), "max_norm is nan"),
         (lambda: add_noise(m, max_norm=2.0), "clip_per_sample has max_norm=1.0 .* max_norm=2.0"),
-        (lambda: add_noise(m, lambda m: ll.accumulate(clip(m), 2), max_norm=2.0), "max_norm=1.0 .* max_norm=2.0"),
         (lambda: add_noise(m, lambda m: ll.clip_by_global_norm(clip(m), 1.0)), "clip_by_global_norm"),
         (lambda: add_noise(m, whole), "clip_per_sample"),
         (lambda: ll.accumulate(add_noise(m), 2), "add_noise"),
         (lambda: ll.accumulate(per_sample(m), 2), "accumulate.*clip_per_sample"),
-        (lambda: add_noise(m, max_norm=math.inf), "max_norm is inf"),
         (lambda: add_noise(m, noise_multiplier=-0.1), "noise_multiplier is -0.1"),
         (lambda: add_noise(m, expected_batch_size=0), "expected_batch_size is 0"),
     ):
@@ -377,13 +373,10 @@ def test_what_cannot_be_is_refused_when_it_is_called():
     scaled, none = ll.types.GradRequest(scale=torch.tensor(2.0)), (x[:0], y[:0])
     for grad_fn, batch, request, named in (
         (per_sample(m), (x, y), scaled, "scale_loss"),
-        (clip(m), (x, y), scaled, "scale_loss"),
         (per_sample(m), (x, torch.zeros(6)), None, r"\(6,\).* 7 samples"),
         (per_sample(m, lambda m, b: m(b[0])), (x, y), None, r"\(1, 3\)"),
         (per_sample(m, lambda m, b: b[0].sum()), (x, y), None, "depend"),
-        (per_sample(nn.Linear(2, 2)), (x, y), None, "Linear"),
         (ll.contrib.clip_per_sample(whole(m), 1.0), (x, y), None, r"\(6, 5\) for 0.weight"),
-        (ll.contrib.gradient_noise_scale(whole(m)), (x, y), None, r"\(6, 5\) for 0.weight"),
         (add_noise(m), none, None, "expected_batch_size"),
         (per_sample(m), (x, np.zeros(7)), None, "ndarray"),
         (per_sample(m, with_auc), (x, y), None, "auc.*AUC"),

@@ -159,6 +159,16 @@ def augmenting(donate):
     return lambda state, batch: step(state, (batch[0] + torch.randn_like(batch[0]), batch[1])), state
 
 
+def augmenting_in_a_fork(donate):
+    step, state = augmenting(donate)
+
+    def forked(state, batch):
+        with torch.random.fork_rng():
+            return step(state, batch)
+
+    return forked, state
+
+
 def caching(donate):
     cache = {}
 
@@ -219,6 +229,7 @@ IMPURE = [
     (with_loss(drawing(lambda: time.perf_counter() % 1)), ["two calls", "/metrics/loss"]),
     (lambda d: put_together(mlp(Counting()), donate=d), ["two calls", "/metrics/loss"]),
     (augmenting, ["global random stream", "torch's random stream on cpu"]),
+    (augmenting_in_a_fork, ["two calls"]),
     (
         with_loss(drawing(lambda: torch.rand((), generator=GENERATOR))),
         ["two calls", "/metrics/loss: ", "numbers, by"],
@@ -398,6 +409,7 @@ def test_microbatches_that_differ_are_found():
     for model, loss_fn, batch, named in (
         (Tagger(), token_mean, tokens(), ["embed.weight", "return ll.Mean(total, weight)"]),
         (mlp(), row_sum, rows(), ["0.weight", "a sum over the samples"]),
+        (mlp(), lambda model, batch: 1e-6 * row_sum(model, batch), rows(), ["0.weight"]),
         (mlp(), contrastive, rows(), ["0.weight", "contrastive"]),
         (mlp(nn.BatchNorm1d(6)), mean_loss, rows(), ["0.weight", "1.running_mean", "BatchNorm", "SyncBatchNorm"]),
     ):
@@ -587,21 +599,15 @@ def each(model, batch):
 
 def test_what_cannot_be_checked_is_refused():
     for check, call, batch, error, named in (
-        ("samples_independent", predicting(each), rows(1), ValueError, "1 row"),
         ("samples_independent", predicting(lambda m, b: (b[0], b[0].mean())), rows(), ValueError, r"output\[1\].*7"),
         ("causal", predicting(lambda m, x: m(x)), torch.ones(2, 4, 3), ValueError, "position 1"),
-        ("causal", predicting(lambda m, x: m(x)), torch.ones(4), ValueError, r"\(4,\)"),
         ("causal", predicting(lambda m, x: m(x).mean(1)), torch.randn(2, 4, 3), ValueError, r"\(2, 2\).*\(2, 4\)"),
         ("microbatches_equal_batch", on_grads(clipped), rows(), ValueError, "clip_by_global_norm"),
-        ("microbatches_equal_batch", on_grads(microbatches=8), rows(), ValueError, "8.* 7 samples"),
         ("microbatches_equal_batch", on_grads(loss_fn=noisy), rows(), ValueError, "0.weight.* state.seed"),
-        ("all_gradients", on_grads(loss_fn=each), rows(), ValueError, "shape"),
         ("all_gradients", on_grads(frozen=lambda name, tensor: False), rows(), ValueError, "0.weight"),
-        ("overfits", on_step(metric="accuracy"), rows(), ValueError, "'accuracy'.* loss"),
         ("resumes", on_step(), [rows()], ValueError, "steps is 1"),
         ("resumes", on_step(), ll.make_loader(Stream(), batch_size=2), ValueError, "after 4 .* steps is 6"),
         ("compiles", on_step(Remembering), rows(), TypeError, "Remembering"),
-        ("compiles", on_step(ll.compile_step), rows(), TypeError, "compile"),
         ("compiles", on_step(steps=1), rows(), ValueError, "steps is 1"),
     ):
         with pytest.raises(error, match=named):
