@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, cast
 
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, check, check_optional_count, named
+from looplib._core.checks import are_columns, check, check_optional_count, few, named
 from looplib.data._orders import Order, check_undivided
 
 
@@ -111,19 +111,29 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
     )
 
 
-def check_samples(dataset: Any) -> None:
-    """Raise TypeError if the columns of a dataset or its name are passed instead of the dataset."""
+def check_samples(dataset: Any, order: Order | None) -> None:
+    """Raise TypeError if the columns of a dataset, several datasets or a name are passed instead of one dataset."""
     check(
         not isinstance(dataset, (str, bytes)),
         f"dataset is {named(dataset)}, whose samples would be characters; give the dataset itself",
         TypeError,
     )
-    named_columns = isinstance(dataset, dict)
-    columns = [*dataset.values()] if named_columns else dataset
-    instead = "torch.utils.data." + ("StackDataset(**columns)" if named_columns else "TensorDataset(x, y)")
     check(
-        not are_columns(columns),
-        f"dataset is a {type(dataset).__name__} of tensors or arrays of the same length, so its items would be whole "
-        f"columns; write make_loader({instead}, batch_size=...)",
+        not (isinstance(dataset, (list, tuple)) and isinstance(next(iter(dataset), None), DataLoader)),
+        f"dataset is {named(dataset)} of DataLoaders: make a loader of each, or one of "
+        "torch.utils.data.ConcatDataset([loader.dataset for loader in loaders])",
         TypeError,
     )
+    check(
+        not are_columns(dataset),
+        f"dataset is {named(dataset)} of tensors or arrays of the same length, so its items would be whole columns; write "
+        "make_loader(torch.utils.data.TensorDataset(x, y), batch_size=...)",
+        TypeError,
+    )
+    if isinstance(dataset, Mapping) and (order is None or order.source is None):
+        check(
+            dataset.keys() >= {*range(len(dataset))},
+            f"dataset is {named(dataset)} with the keys {few(dataset)}, and samples are read by their index: give one of "
+            "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=...",
+            TypeError,
+        )

@@ -43,14 +43,10 @@ def check_position(state: TrainState, count: int, length: int) -> None:
         "epoch_length out of init_state, and call state = ll.end_epoch(state) after the for loop",
     )
     check(
-        state.batch != count,
-        f"the state stands at the end of epoch {state.epoch} (batch {count} of {count}); make it with "
-        "init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
-    )
-    check(
         state.batch < count,
-        f"state.batch is {state.batch}, but epoch {state.epoch} has {count} batches; is this the loader, with the data "
-        "and the batch_size, that the run began with?",
+        f"the state is at batch {state.batch} of epoch {state.epoch}, which has {count} batches: at the end of an epoch, "
+        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop; "
+        "else, is this the loader, with the data and the batch_size, that the run began with?",
     )
 
 
@@ -149,13 +145,13 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
 
         ckpt.save(ll.data.with_position(loader, state))
 
-    The position is a line of JSON in `state.extra["stream"]`, with the epoch and batch that it belongs to. At any other
-    batch it is ignored. On several ranks that read streams of their own (`divide=False`, such as
-    `split_dataset_by_node`), all ranks call this together, and as many ranks continue.
+    The position is a line of JSON in `state.extra["stream"]`, with the epoch and batch that it belongs to. At any
+    other batch it is ignored. On several ranks that read streams of their own (`divide=False`, such as
+    `split_dataset_by_node`), all ranks call this together, and the resumed run needs the same number of ranks.
 
-    What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples, so
-    the resumed run never sees those that were in the buffer in this epoch, and a warning says so. Draws from the global random streams
-    (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
+    Only what is in the dataset's `state_dict` is kept. Hugging Face `datasets` fill a shuffle buffer with new
+    samples, so in this epoch the resumed run does not see those that were in the buffer, and a warning says so. Draws
+    from the global random streams (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
 
     Args:
         loader: a loader over a stream, with `num_workers=0`.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 
 
 class TorchMetric(NamedTuple):
@@ -77,15 +77,8 @@ class TorchMetric(NamedTuple):
             self.host.reset()
 
     def compute(self) -> Any:
-        """The value, which must be a single number."""
-        value = self.value()
-        shape = tuple(value.shape) if isinstance(value, Tensor) else value
-        check(
-            isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1),
-            f"{type(self.host).__name__} computes a {type(value).__name__}, {shape}, not a number: read one from it, "
-            "as by ll.metrics.Reading(record, lambda record: record.value()[0])",
-        )
-        return value
+        """The value, which must be a single number for `ll.compute`."""
+        return self.value()
 
 
 def torchmetric(metric: Any) -> TorchMetric:
@@ -115,10 +108,9 @@ def torchmetric(metric: Any) -> TorchMetric:
         ValueError: when computed, if the metric has several numbers (use `Reading` to take one from its `value()`),
             or the record has no batches because `.of(...)` was forgotten.
     """
-    kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
     check(
         not isinstance(metric, type) and _merges(metric),
-        f"found {kind}, not a metric of torchmetrics whose state is sums, extremes or lists; give an instance of one, such "
+        f"found {named(metric)}, not a metric of torchmetrics whose state is sums, extremes or lists; give an instance of one, such "
         "as torchmetrics.classification.BinaryF1Score(). Of a MetricCollection, make a record of each metric. Of another "
         "metric, collect the samples by ll.metrics.Corpus.of(function, predictions, labels)",
         TypeError,

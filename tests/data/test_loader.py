@@ -100,7 +100,7 @@ def test_a_loader_reads_what_a_plain_loop_reads_from_any_batch_on_any_rank(
         assert [counts for _, counts in parts] == [bool(part) for part in own]
         for batch, sample, part in zip(rest, samples, own, strict=True):
             assert torch.equal(batch, sample[: len(part)])
-    with pytest.raises(ValueError, match="at the end of epoch"):
+    with pytest.raises(ValueError, match="at the end of an epoch"):
         loader(at(epoch, len(expected), len(expected)))
 
 

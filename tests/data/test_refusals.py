@@ -76,7 +76,9 @@ ARGUMENTS = [
     (IterableWrapper([1]), TWO | {"num_workers": 2}, TypeError, "DataPipe.*num_workers=0"),
     (Shard(), TWO, ValueError, "Shard"),
     ((X, X[:, 0]), TWO, TypeError, "tuple.*TensorDataset"),
-    ({"x": X, "y": X[:, 0]}, TWO, TypeError, "dict.*StackDataset"),
+    ({"train": [1, 2], "test": [3]}, TWO, TypeError, r"keys train, test.*dataset\['train'\]"),  # as a DatasetDict
+    ([DataLoader(range(9)), DataLoader(range(9))], {}, TypeError, "list of DataLoaders.*ConcatDataset"),
+    ({"x": X, "y": X}, TWO, TypeError, "keys x, y.*StackDataset"),
 ]
 ORDERS = [
     (lambda: ll.data.weighted([1, 2, 3], num_samples=0), ValueError, "num_samples is 0"),
@@ -158,8 +160,8 @@ def test_states_that_are_not_this_loaders():
             ValueError,
             r"is 5, .* 3 batches .*len\(loader\).*loader\(ll.TrainState",
         ),
-        (lambda: loader(at(1, 3)), ValueError, r"at the end of epoch 1 \(batch 3 of 3\).*end_epoch"),
-        (lambda: loader(at(0, 7)), ValueError, "state.batch is 7, but epoch 0 has 3 batches"),
+        (lambda: loader(at(1, 3)), ValueError, "batch 3 of epoch 1.* 3 batches.*end_epoch"),
+        (lambda: loader(at(0, 7)), ValueError, "batch 7 of epoch 0.* 3 batches"),
         (lambda: longer(at(2, 0, 3)), ValueError, "epoch 2 has 5 batches, but epoch 0 has 3; .*end_epoch"),
         (lambda: iter(loader), TypeError, "for batch in loader"),
         (

@@ -80,6 +80,10 @@ def test_compute_prefixes_and_divides_by_zero_as_torch_does():
     assert ll.compute({"empty": ll.Mean(-1, torch.tensor(0))})["empty"] == -math.inf
 
 
+def scores(texts):
+    return {"rouge1": 1.0}
+
+
 def test_what_is_no_metric_and_other_names_are_refused():
     one, stack = {"a": ll.Mean(1.0)}, ll.Mean(torch.ones(3), 2)
     for call, error, named in (
@@ -87,6 +91,9 @@ def test_what_is_no_metric_and_other_names_are_refused():
         (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
         (lambda: ll.Window().metrics(), ValueError, "window is empty"),
         (lambda: ll.Window().add(one).add({"b": ll.Mean(1.0)}).metrics(), ValueError, r"\['a'\] and \['b'\]"),
+        (lambda: ll.Window().add(one | {"lr": 0.1}).add(one | {"lr": 0.1}).metrics(), TypeError, "'lr'"),
+        (lambda: ll.metrics.Corpus.of(len, {"x": ["a"]}), TypeError, "a dict"),
+        (lambda: ll.compute({"rouge": ll.metrics.Corpus.of(scores, ["a"])}), TypeError, "'rouge'.*rouge1"),
         (lambda: ll.compute(ll.Window().add(one)), TypeError, "Window"),
         (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"\.item\(\)"),
         (lambda: ll.compute({"loss": stack}), ValueError, r"'loss' .*\(3,\).*compute_members"),

@@ -185,7 +185,7 @@ def test_errors_say_what_to_give_and_leave_the_metric_whole():
     )
     for call, error, named in (
         (lambda: metric.of(torch.tensor([0, 1]), torch.tensor([0])), ValueError, "same shape"),
-        (record.compute, ValueError, r"MulticlassAccuracy .*\(3,\).*Reading"),
+        (lambda: ll.compute({"score": record}), ValueError, r"'score'.*\(3,\).*Reading"),
         (lambda: ll.compute({"score": metric.merge(metric)}), ValueError, "MulticlassAccuracy"),
         *((lambda other=other: ll.metrics.torchmetric(other), TypeError, "Corpus") for other in unmerged),
     ):
