@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, check, check_optional_count, few, named
+from looplib._core.checks import are_columns, check, check_optional_count, few, is_column, named
 from looplib.data._orders import Order, check_undivided
 
 
@@ -111,7 +111,7 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
     )
 
 
-def check_samples(dataset: Any, order: Order | None) -> None:
+def check_samples(dataset: Any) -> None:
     """Raise TypeError if the columns of a dataset, several datasets or a name are passed instead of one dataset."""
     check(
         not isinstance(dataset, (str, bytes)),
@@ -124,13 +124,15 @@ def check_samples(dataset: Any, order: Order | None) -> None:
         "torch.utils.data.ConcatDataset([loader.dataset for loader in loaders])",
         TypeError,
     )
+    # A list of tensors that `default_collate` could stack may be one of samples.
+    columns = isinstance(dataset, tuple) and all(map(is_column, dataset)) and len({*map(len, dataset)}) == 1
     check(
-        not are_columns(dataset),
+        not columns and not are_columns(dataset),
         f"dataset is {named(dataset)} of tensors or arrays of the same length, so its items would be whole columns; write "
         "make_loader(torch.utils.data.TensorDataset(x, y), batch_size=...)",
         TypeError,
     )
-    if isinstance(dataset, Mapping) and (order is None or order.source is None):
+    if isinstance(dataset, Mapping):
         check(
             dataset.keys() >= {*range(len(dataset))},
             f"dataset is {named(dataset)} with the keys {few(dataset)}, and samples are read by their index: give one of "

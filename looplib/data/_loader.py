@@ -332,7 +332,7 @@ def make_loader(
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
-        _arguments.check_samples(dataset, order)
+        _arguments.check_samples(dataset)
         order = order or shuffled()
         if divide:
             check_undivided(repr(order), order.source)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from looplib._core.checks import warn
+from looplib._core.checks import check, warn
 from looplib._core.mappings import without
 
 
@@ -30,7 +30,11 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         model: the model that will be called with the result: `model(**ll.losses.model_inputs(model, batch))`.
         batch: columns by name.
+
+    Raises:
+        TypeError: the batch is not a mapping.
     """
+    check_columns(batch)
     inner: Any = innermost(model)
     takes = arguments_of(type(inner).forward)
     if takes == {"**"}:
@@ -39,6 +43,11 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         named = ", ".join(sorted(takes - {"**"})) or "no arguments by name"
         warn(f"columns left out of the batch: {', '.join(left_out)}; {type(inner).__name__}.forward takes {named}")
     return without(batch, left_out)
+
+
+def check_columns(batch: Any) -> None:
+    found = type(batch).__name__
+    check(isinstance(batch, Mapping), f"the batch is a {found}; give a dict of arguments of the model", TypeError)
 
 
 def innermost(model: Any) -> Any:

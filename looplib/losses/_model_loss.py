@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib.losses._model_inputs import arguments_of, innermost
+from looplib.losses._model_inputs import arguments_of, check_columns, innermost
 from looplib.metrics._mean import Mean
 
 
@@ -43,11 +43,12 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
 
     Raises:
         TypeError: the model is of another kind, so the count is unknown: write a loss function that returns
-            `ll.Mean(loss * count, count)`.
+            `ll.Mean(loss * count, count)`. Or the batch is not a mapping.
         KeyError: the batch has no labels.
 
     Source: transformers' `num_items_in_batch`, which its Trainer hands to the model in the same way.
     """
+    check_columns(batch)
     base = innermost(model)
     count = _count_of(base)(base, batch).clamp(min=1)
     arguments = dict(batch)

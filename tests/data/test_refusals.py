@@ -75,7 +75,8 @@ ARGUMENTS = [
     (range(3), TWO | {"limit": 0}, ValueError, "limit is 0"),
     (IterableWrapper([1]), TWO | {"num_workers": 2}, TypeError, "DataPipe.*num_workers=0"),
     (Shard(), TWO, ValueError, "Shard"),
-    ((X, X[:, 0]), TWO, TypeError, "tuple.*TensorDataset"),
+    ((X, X), TWO, TypeError, "tuple.*TensorDataset"),
+    ([X, X[:, 0]], TWO, TypeError, "list.*TensorDataset"),
     ({"train": [1, 2], "test": [3]}, TWO, TypeError, r"keys train, test.*dataset\['train'\]"),  # as a DatasetDict
     ([DataLoader(range(9)), DataLoader(range(9))], {}, TypeError, "list of DataLoaders.*ConcatDataset"),
     ({"x": X, "y": X}, TWO, TypeError, "keys x, y.*StackDataset"),

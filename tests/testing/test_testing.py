@@ -317,6 +317,7 @@ SEE_EACH_OTHER = [
     lambda x: F.batch_norm(x.flatten(1), None, None, training=True),
     lambda x: x.flatten(1).softmax(0),
     lambda x: x + 1e-3 * x.roll(1, 0),  # beside the next sample
+    lambda x: x[:, :1, :1].squeeze(),
     lambda x: x.unflatten(0, (-1, 2)).sum(1).repeat_interleave(2, 0) if len(x) % 2 == 0 else x,  # pairs
 ]
 
