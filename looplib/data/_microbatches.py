@@ -49,11 +49,13 @@ class collate_microbatches:
     length: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
-        ways = {"microbatches": self.microbatches, "tokens": self.tokens}
-        given = [name for name, value in ways.items() if value is not None]
-        check(len(given) == 1, f"give one of {', '.join(ways)}, not {' and '.join(given) or 'none'}")
-        for name, value in ways.items():
-            check_optional_count(name, value)
+        microbatches, tokens = self.microbatches, self.tokens
+        check(
+            (microbatches is None) != (tokens is None),
+            f"microbatches={microbatches}, tokens={tokens}: give one of both",
+        )
+        check_optional_count("microbatches", microbatches)
+        check_optional_count("tokens", tokens)
 
     def __call__(self, samples: list[Any]) -> list[Any]:
         length = self.length or _length
