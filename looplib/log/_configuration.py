@@ -53,9 +53,9 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
     files have changed; without git or a repository there is none.
 
-    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and for
-    the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Another secret is stored: give
-    secrets in environment variables, which are not.
+    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and
+    for the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Any other secret is stored,
+    so pass secrets in environment variables, which are not.
 
     Args:
         state: a state of the run.

@@ -151,9 +151,9 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     >>> columns["step"], columns["train/loss"], columns["eval/auc"]
     ([1, 2], [1.0, 0.25], [None, 0.75])
 
-    Values logged at the same step (in several calls, or by a run and its resumed run) are one entry, in which the
-    later value of a name counts. If a run went back to a checkpoint, the steps from the first repeated one on are
-    taken from the later pass only. Steps without an update are told apart by their samples.
+    Values logged at the same step (in several calls, or by a run and its resumed run) are one entry. If a name was
+    logged twice, its later value counts. If a run went back to a checkpoint, the steps from the first repeated one on
+    are taken from the later pass only. Steps without an update are told apart by their samples.
 
     Args:
         path: the file. Its first byte shows which format it has.

@@ -53,11 +53,11 @@ class Page:
 
 def pages() -> list[Page]:
     """All pages, in the order of the navigation."""
-    documents = [*sorted((ROOT / "recipes").glob("*.md"))]
-    first = ["CHEAT_SHEET.md", "COOKBOOK.md", "FINE_TUNING.md"]
-    learn = [ROOT / "recipes" / name for name in first]
-    more = [path for path in documents if path.name not in (*first, "README.md")]
-    more += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    learn = [ROOT / "recipes" / f"{name}.md" for name in ("CONCEPTS", "CHEAT_SHEET", "COOKBOOK", "FINE_TUNING", "WORDS")]
+    trainers = sorted((ROOT / "recipes").glob("FROM_*.md"))
+    about = [ROOT / "recipes/COMPARISON.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    others = {*learn, *trainers, *about, ROOT / "recipes/README.md"}
+    advanced = [path for path in sorted((ROOT / "recipes").glob("*.md")) if path not in others]
     scripts = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "recipes").glob("*/*.py"))]
     return [
         replace(document(ROOT / "README.md", "Learn"), title="Install and first loop"),
@@ -65,7 +65,9 @@ def pages() -> list[Page]:
         *(notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
         document(ROOT / "recipes/README.md", "Recipes"),
         *(recipe(path) for path in scripts),
-        *(document(path, "More") for path in more),
+        *(document(path, "From a Trainer") for path in trainers),
+        *(document(path, "Advanced") for path in advanced),
+        *(document(path, "About") for path in about),
     ]
 
 

@@ -1,6 +1,6 @@
 """A script for transformers' Trainer with everything on; recipes/from_transformers.py is the same as a loop.
 
-recipes/FROM_TRANSFORMERS.md shows it beside that loop, and a test trains both.
+recipes/FROM_TRANSFORMERS_SCRIPT.md shows it beside that loop, and a test trains both.
 """
 
 import pydoc_data.topics

@@ -1,4 +1,4 @@
-"""recipes/FROM_TRANSFORMERS.md: the code of each row does what the row says, and each name of transformers has a row.
+"""recipes/FROM_TRANSFORMERS*.md: the code of each row does what the row says, and each name of transformers has a row.
 
 Values are those of transformers' own Trainer, schedules and callbacks where these can be asked.
 """

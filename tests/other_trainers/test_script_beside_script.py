@@ -1,4 +1,4 @@
-"""The scripts that open recipes/FROM_TRANSFORMERS.md: both train alike, and no line of looplib's is missed in silence."""
+"""The scripts of recipes/FROM_TRANSFORMERS_SCRIPT.md: both train alike, and no line of looplib's is missed in silence."""
 
 import re
 import warnings
@@ -13,14 +13,14 @@ from transformers import Trainer
 
 import looplib as ll
 
-PAGE = Page(ROOT / "recipes/FROM_TRANSFORMERS.md")
+PAGE = Page(ROOT / "recipes/FROM_TRANSFORMERS_SCRIPT.md")
 THEIRS, OURS = PAGE.blocks()[:2]
 
 
 def test_looplibs_script_has_no_more_lines_than_the_trainers():
     ours, theirs = ([line for line in script.splitlines() if line.strip()] for script in (OURS, THEIRS))
     assert len(ours) <= len(theirs)
-    page = " ".join(PAGE.text.split())
+    page = " ".join(PAGE.texts[PAGE.path].split())
     lengths = [round(sum(len(line.strip()) for line in lines), -2) for lines in (ours, theirs)]
     said = f"has {len(ours)} lines, without blank ones, and the Trainer's {len(theirs)}. Its lines are longer, "
     assert said + f"{lengths[0]:,} characters in all instead of {lengths[1]:,}" in page
