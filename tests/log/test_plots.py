@@ -137,7 +137,11 @@ def test_a_plot_is_saved_and_shown_without_pyplot(tmp_path, monkeypatch):
 def test_what_cannot_be_drawn_is_refused():
     for draw, error, named in (
         (lambda: plot(rows_of(), "acc"), ValueError, "'acc'.*train/loss, lr, eval/loss, eval/auc"),
-        (lambda: plot({"a": [], "b": [{"step": 1, "note": "text"}]}), ValueError, "'a', 'b'.*'step'"),
+        (
+            lambda: plot({"a": [], "b": [{"step": 1, "note": "text"}]}),
+            ValueError,
+            "no row has a number beside its 'step'",
+        ),
         (lambda: plot(rows_of(), smooth=1), ValueError, "smooth is 1"),
         (lambda: plot(["a.jsonl", "b.jsonl"]), TypeError, "dict by label"),
         (lambda: plot("none.jsonl"), FileNotFoundError, "none.jsonl"),
