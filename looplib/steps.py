@@ -23,6 +23,7 @@ from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
+from looplib._core.errors import fold
 from looplib._core.kinds import check_function_of_model
 from looplib._core.lease import (
     Lease,
@@ -274,14 +275,18 @@ def _train_step(
             }
             new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
-                new_opt_state = _take_over(replaced, owned, new_opt_state, in_place=donate)
+                if donate:
+                    new_opt_state = _copy_into(owned, replaced, new_opt_state)
+                else:
+                    owned |= _as_parameters(replaced, owned)
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
             return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
-        except BaseException:
+        except BaseException as error:
             undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
+            fold(error)
             raise
         finally:
             torch_private.set_grad_enabled(grad_mode)
@@ -290,17 +295,22 @@ def _train_step(
     return train_step
 
 
-def _take_over(replaced: Params, owned: Params, opt_state: Any, in_place: bool) -> Any:
-    """Take the new tensors of a functional update as the parameters, and return the optimizer's state.
+def _as_parameters(replaced: Params, owned: Params) -> Params:
+    """The new tensors of a functional update, as parameters."""
+    values = _apart([*replaced.values()], owned.values())
+    return {
+        name: value.detach().requires_grad_(owned[name].requires_grad)
+        for name, value in zip(replaced, values, strict=True)
+    }
 
-    In place, their values go into the tensors that the step owns, since the module holds these. What shares memory with
-    them, values from another parameter or in the optimizer's state, is copied first.
+
+def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
+    """Copy the new tensors of a functional update into the step's own, which the module holds.
+
+    What shares memory with these, values from another parameter or in the optimizer's state, is copied first. Returns
+    that state.
     """
     values = _apart([*replaced.values()], owned.values())
-    if not in_place:
-        for name, tensor in zip(replaced, values, strict=True):
-            owned[name] = tensor.detach().requires_grad_(owned[name].requires_grad)
-        return opt_state
     given = [owned[name] for name in replaced]
     opt_state = _apart(opt_state, given)
     for tensor, value in zip(given, values, strict=True):

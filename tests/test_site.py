@@ -107,7 +107,7 @@ def test_the_reference_shows_no_attribute_that_only_raises_and_no_private_class(
     for room in ROOMS:
         assert explained.isdisjoint(pages[f"looplib/{room}.html"].anchors)
         text = (folder / f"looplib/{room}.html").read_text()
-        signatures = re.findall(r'<span class="signature[^"]*">(.*?)</span>\s*</div>', text)
+        signatures = re.findall(r'<span class="signature[^"]*">(.*)', text)
         plain = [re.sub("<[^>]*>", "", signature) for signature in signatures]
         assert [signature for signature in plain if re.search(r"looplib\.|&lt;f|\b_[a-z]|\bself\b", signature)] == []
     signatures = re.findall(

@@ -41,17 +41,16 @@ from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._write import Parts
-from looplib.predicates._best import warn_of_records
+from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
 
 
-def checkpoint_io(  # noqa: PLR0913 - policies by name
+def checkpoint_io(
     directory: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
     keep_best: int = 0,
-    monitor: str | None = None,
-    mode: Literal["min", "max"] | None = None,
+    monitor: str | BestSoFar | None = None,
     keep_every: int | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
@@ -79,9 +78,8 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         directory: folder for the checkpoints, created at the first save. All ranks must see the same one.
         keep_last: number of most recent checkpoints to keep; None keeps all.
         keep_best: number of best checkpoints by `monitor` to keep.
-        monitor: name of the metric that defines the best.
-        mode: "min" if lower is better, "max" if higher is. Well-known names choose their own (loss "min",
-            accuracy "max", as for `BestSoFar`); any other name needs it.
+        monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
+            those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
         asynchronous: if True, copy the state in host memory, and write the copy in the background. Errors are raised by
@@ -95,7 +93,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
-        TypeError: `describe` is not a mapping, or `directory` is not a path.
+        TypeError: `describe` is not a mapping, `directory` is not a path, or `monitor` is neither a name nor a record.
         NotADirectoryError: `directory` is a file.
 
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
@@ -127,7 +125,11 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
+    name, mode = None, None
+    if monitor is not None:
+        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor)
+        name, mode = record.monitor, record.mode
+    policy = Policy(keep_last, keep_best, name, mode, keep_every, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
 
 
@@ -163,9 +165,9 @@ class CheckpointIO:
         is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
         old one are kept.
 
-        A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. Another warning
-        says if `update_best` was forgotten: a `BestSoFar` in `state.extra` watches one of the metrics and has seen no
-        value yet. So does one for a `BestSoFar` with a different `mode` for the monitored metric.
+        A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
+        a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
+        was forgotten.
 
         To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
         cannot be continued from them.
@@ -352,7 +354,7 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
-            warn_of_records(state.extra, scores, self._policy.monitor, self._policy.mode)
+            warn_of_records(state.extra, scores)
         return {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),

@@ -340,7 +340,7 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
-        _arguments.check_samples(dataset, collated=collate_fn is not None)
+        _arguments.check_samples(dataset, order, collated=collate_fn is not None)
         order = order or shuffled()
         if divide:
             check_undivided(repr(order), order.source)

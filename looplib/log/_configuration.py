@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import platform
 import subprocess
@@ -21,6 +20,8 @@ from looplib.types import TrainState, check_state
 
 # Packages whose version matters to a run that has imported them.
 _PACKAGES = (
+    "looplib",
+    "torch",
     "accelerate",
     "datasets",
     "numpy",
@@ -31,7 +32,6 @@ _PACKAGES = (
     "torchvision",
     "transformers",
 )
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 
 def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
@@ -109,18 +109,11 @@ def _device() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"looplib": _version("looplib"), "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    versions |= {name: _version(_DISTRIBUTIONS.get(name, name)) for name in _PACKAGES if name in sys.modules}
+    versions |= {name: str(sys.modules[name].__version__) for name in _PACKAGES if name in sys.modules}
     return dict(sorted(versions.items()))
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # used from a folder, without being installed
 
 
 def git_commit() -> str | None:

@@ -55,7 +55,8 @@ def tracker(
     The sink raises TypeError for a value of a kind that the tracker does not take, naming it, and the client's
     errors.
 
-    **Values.** Numbers, bools and strs are logged at `state.step`. A tensor or array with one dimension becomes the
+    **Values.** If the state has an `epoch_length`, each step also has an `epoch`, with its fraction, as in the Trainers'
+    charts. Numbers, bools and strs are logged at `state.step`. A tensor or array with one dimension becomes the
     histogram of its finite elements (MLflow takes none). One with three dimensions, (channels, height, width) with 1,
     3 or 4 channels, becomes an image: floats from 0 to 1 or uint8 from 0 to 255.
 
@@ -132,6 +133,8 @@ class Tracker(CodedSink):
     def _log(self, state: TrainState, values: Mapping[str, Any]) -> None:
         if not self._started:
             self._start(state)
+        if state.epoch_length and state.step > self._steps.get("epoch", -1):
+            values = {"epoch": state.epoch + state.batch / state.epoch_length, **values}
         new = {name: value for name, value in values.items() if state.step > self._before.get(name, -1)}
         if tracked := tracked_values(new):
             self._client.log(state.step, tracked)

@@ -18,8 +18,9 @@ from torch import Tensor
 from looplib._core import lease
 from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
+from looplib._core.mappings import fields_of
 from looplib.distributed import reduce
-from looplib.log._sinks import CodedSink
+from looplib.log._sinks import COUNTS, CodedSink
 from looplib.metrics import Window, compute
 from looplib.predicates import Predicate
 from looplib.types import Sink, TrainState
@@ -307,14 +308,7 @@ class Background:
 
 def _counts(state: TrainState) -> TrainState:
     """The counts of a state, and what it was made with."""
-    counts = TrainState(
-        step=state.step,
-        epoch=state.epoch,
-        batch=state.batch,
-        epoch_length=state.epoch_length,
-        samples=state.samples,
-        seed=state.seed,
-    )
+    counts = TrainState(**fields_of(state, (*COUNTS, "epoch_length", "seed")))
     lease.note_provenance(counts, lease.provenance(state))
     return counts
 

@@ -100,11 +100,13 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             check_against_raw_loop(recipe, params, begin, made.update)
         return opt_state
 
-    def decide(grads: Grads, opt_state: Any, metrics: Metrics, params: Params, **info: Any) -> tuple[bool, Any]:
+    def decide(
+        grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
+    ) -> tuple[bool, Any]:
         if lbfgs:
             check_lbfgs(opt_state)
         else:
-            check_update(plans, recipe, grads, opt_state, params)
+            check_update(plans, recipe, grads, opt_state, params, step)
         return True, opt_state
 
     def update_(

@@ -21,6 +21,7 @@ from shared import file_size_limit
 from torch import nn
 
 import looplib as ll
+from looplib.predicates import BestSoFar
 
 pytree = torch.utils._pytree
 COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed")
@@ -92,7 +93,7 @@ def damage(path, name=DATA):
 def test_the_policies_keep_what_brute_force_keeps(keep_last, keep_best, mode, keep_every, keep, asynchronous, saves):
     with tempfile.TemporaryDirectory() as folder:
         ckpt = ll.checkpoint_io(
-            folder, keep_last=keep_last, keep_best=keep_best, monitor="score", mode=mode, keep_every=keep_every,
+            folder, keep_last=keep_last, keep_best=keep_best, monitor=BestSoFar("score", mode=mode), keep_every=keep_every,
             keep=None if keep is None else lambda c: c.step in keep, asynchronous=asynchronous,
         )  # fmt: skip
         state, kept, step = ll.TrainState(params={"w": torch.zeros(1)}), [], 0
@@ -119,7 +120,7 @@ def test_the_policies_keep_what_brute_force_keeps(keep_last, keep_best, mode, ke
             assert ckpt.latest().samples == number
             assert ckpt.best() == next((c for c in ckpt.steps() if best and c.samples == best[0][0]), None)
             assert ckpt.restore(state).samples == number
-            again = ll.checkpoint_io(folder, monitor="score", mode=mode)
+            again = ll.checkpoint_io(folder, monitor=BestSoFar("score", mode=mode))
             assert again.steps() == ckpt.steps()
         assert all(name.startswith("step-") for name in names_in(folder))
 
@@ -130,7 +131,6 @@ def test_policies_that_cannot_be(tmp_path):
         ({"keep_every": True}, "keep_every is True"),
         ({"keep_best": -1, "monitor": "loss"}, "keep_best is -1; give a whole number of at least 0"),
         ({"keep_best": 2}, "keep_best=2 needs monitor="),
-        ({"mode": "least", "monitor": "x"}, 'mode is \'least\'; give "min" if lower is better, or "max"'),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             ll.checkpoint_io(tmp_path, **options)
@@ -157,7 +157,7 @@ def test_a_monitor_that_is_missing_is_an_error_and_nothing_is_written(tmp_path):
     ckpt.wait()
     assert ckpt.best().step == 0
     # A metric that was NaN when nobody monitored it is no candidate either.
-    assert ll.checkpoint_io(tmp_path / "c", monitor="other", mode="min").best() is None
+    assert ll.checkpoint_io(tmp_path / "c", monitor=BestSoFar("other", mode="min")).best() is None
 
 
 def test_later_steps_of_another_run_are_refused(tmp_path):
@@ -306,7 +306,7 @@ def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, name, h
 
 
 def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, monitor="x", mode="min")
+    ckpt = ll.checkpoint_io(tmp_path, monitor=BestSoFar("x", mode="min"))
     for step in range(3):
         damage(ckpt.save(unbound().replace(step=step), {"x": step}))
     given_state, kept = fresh(3), ll.copy_state(fresh(3))
@@ -331,7 +331,7 @@ def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
 
 
 def test_nothing_there_is_a_start(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path / "none", monitor="x", mode="min")
+    ckpt = ll.checkpoint_io(tmp_path / "none", monitor=BestSoFar("x", mode="min"))
     state = fresh()
     assert ckpt.restore(state) is state
     assert ckpt.latest() is ckpt.best() is None
@@ -492,6 +492,15 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
         ]
         assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
         assert not any(tensor.any() for tensor in state.params.values())
+
+
+def test_what_is_added_to_extra_later_is_told_the_way(tmp_path):
+    ckpt, state = ll.checkpoint_io(tmp_path), ll.TrainState(extra={"note": 1})
+    ckpt.save(state)
+    with pytest.raises(
+        ValueError, match=r"/extra/more is in the state.*\n.*replace\(extra={\*\*state\.extra, key: value}"
+    ):
+        ckpt.restore(state.replace(extra={"note": 0, "more": 2}))
 
 
 def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path):

@@ -111,7 +111,7 @@ class Page:
 
 
 def assert_complete(page: Page, names: dict[str, Iterable[str]], checks: Iterable[str]) -> None:
-    """Each name of the other library stands in one row and in the index, and each code has a check."""
+    """Each name of the other library stands in one row and in the index, and each check has a row."""
     there = sorted(name for row in page.rows for name in row.names)
     expected = sorted(f"{owner}.{name}" for owner in names for name in names[owner])
     assert there == expected, (
@@ -125,7 +125,7 @@ def assert_complete(page: Page, names: dict[str, Iterable[str]], checks: Iterabl
             assert address == f"{row.path.name}#{row.anchor}", f"the index leads from {name} to {address}"
             assert answer in answers, f"the index of {page.path.name} answers {name} by {answer!r}"
     assert page.index.keys() == set(expected)
-    assert set(checks) == set(map(str, page.with_code)), "a row has code and no check, or a check has no row"
+    assert set(checks) <= set(map(str, page.with_code)), "a check has no row"
 
 
 def assert_readable(page: Page) -> None:

@@ -8,13 +8,29 @@ import torch
 from migration_page import ROOT, Page
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_recipe_from_trainers import Order
 from transformers import Trainer
 
 import looplib as ll
 
 PAGE = Page(ROOT / "recipes/FROM_TRANSFORMERS_SCRIPT.md")
 THEIRS, OURS = PAGE.blocks()[:2]
+
+
+class Order(torch.utils.data.Sampler):
+    """That of looplib's loader, for the Trainer."""
+
+    def __init__(self, count, seed):
+        self.count, self.epoch = count, 0
+        self.loader = ll.make_loader(range(count), batch_size=count, seed=seed)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(self.loader.indices(ll.TrainState(epoch=self.epoch)).tolist())
 
 
 def test_looplibs_script_has_no_more_lines_than_the_trainers():
