@@ -71,31 +71,11 @@ def checkpoint_io(
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
-    renamed. A checkpoint is kept as long as at least one policy asks for it; the latest and the best are always kept.
-
-    **Several processes.** Under torchrun, all ranks call `save` and `restore`. The first rank applies the policies,
-    chooses checkpoints, and writes states that all ranks hold completely, as with DDP (with its own buffers and metrics, if
-    they differ). If a state has DTensors, as made by FSDP2's `fully_shard` and tensor-parallel plans, each rank
-    writes its shards, and the checkpoint exists once all of them are on disk. All ranks must see the same directory.
-    An error on one rank is raised on all, with the rank in the message, and `save` and `wait` return when the
-    checkpoint is complete. Counts and plain values must be the same on all ranks.
-
-    A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or in one process,
-    and the reverse. Each rank reads the files that it needs a part of, completely, and compares their checksums. Of the
-    other files it checks only size and header.
-
-    **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
-    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. Tensors of dtypes that safetensors does
-    not have are bytes there; `manifest.json` has the dtype and shape of each. A tensor that a state holds twice is
-    stored once: the manifest's `ties` map its other names to the first, and a restore ties them again. Tensors that
-    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, whose metadata say which part
-    of a tensor each chunk is.
-
-    A restored tensor has the memory layout of the one that it replaces, such as `channels_last`. An expanded tensor is
-    stored with all its elements.
+    renamed. It is kept as long as at least one policy asks for it; the latest and the best are always kept. Under
+    torchrun, all ranks call `save` and `restore`.
 
     Args:
-        directory: folder for the checkpoints, created at the first save.
+        directory: folder for the checkpoints, created at the first save. All ranks must see the same one.
         keep_last: number of most recent checkpoints to keep; None keeps all.
         keep_best: number of best checkpoints by `monitor` to keep.
         monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
@@ -103,19 +83,13 @@ def checkpoint_io(
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
         asynchronous: if True, copy the state in host memory, and write the copy in the background. Errors are raised by
-            the next `save`, `restore`, `delete` or `wait`. If there is none, the error is printed when the process
-            exits, after the last save has finished.
+            the next `save`, `restore`, `delete` or `wait`, or printed when the process exits if there is none.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
-            `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
-            `CheckpointIO`). If the loader is included, `restore` compares it at once. Leave out what may change from
-            run to run, such as the number of epochs. A value whose name says that it is a token, key or password is stored
-            as `***`.
+            `{"loader": loader, **vars(args)}`. `restore` warns if they have changed, so leave out what may change, such
+            as the number of epochs. Optimizer, loader and seed are known without it (see `CheckpointIO`). A value whose
+            name says that it is a token, key or password is stored as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
-            of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
-            others are left out, and checksums of their bits are stored, for which each save reads them: `restore` takes
-            them from the state it is given, and refuses one whose base model is different. The first save is refused if
-            FSDP2 shards a parameter that is left out, such as those of the base model: save all of them then, or use
-            DDP.
+            of which only adapters are trained. See below.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
@@ -124,6 +98,25 @@ def checkpoint_io(
 
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
     format that this looplib does not read.
+
+    **Several processes.** The first rank applies the policies, chooses checkpoints, and writes states that all ranks
+    hold completely, as with DDP (with its own buffers and metrics, if they differ). Of a state with DTensors, as made
+    by FSDP2's `fully_shard` and tensor-parallel plans, each rank writes its shards. Counts and plain values must be
+    the same on all ranks. An error on one rank is raised on all, with the rank in the message. A checkpoint can be
+    restored with any number of ranks: sharded over a different mesh, with DDP, or in one process, and the reverse. A
+    rank reads the files that it needs a part of and compares their checksums; of the others it checks only size and
+    header.
+
+    **Only adapters.** With `select`, the other parameters are left out, and checksums of their bits are stored
+    instead. `restore` takes them from the state it is given, and refuses one whose base model is different. Optimizer
+    state, buffers, counts and `extra` are saved as always. Parameters that FSDP2 shards cannot be left out.
+
+    **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
+    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. `manifest.json` has the dtype and
+    shape of each tensor; dtypes that safetensors does not have are stored as bytes. A tensor that a state holds twice
+    is stored once and tied again by a restore. Tensors that overlap without being the same are refused. DTensors are
+    in `tensors-RANK.safetensors`, whose metadata say which part of a tensor each chunk is. A restored tensor has the
+    memory layout of the one that it replaces, such as `channels_last`.
     """
     check_type("directory is", directory, (str, os.PathLike), 'give a path: ll.checkpoint_io("runs/checkpoints")')
     check(
@@ -168,9 +161,9 @@ class CheckpointIO:
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
-        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number, is
-        there before the old one is deleted. If it has no metrics, and all its tensors are those of the old one, it keeps
-        the metrics of the old one.
+        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
+        is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
+        old one are kept.
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
@@ -227,20 +220,18 @@ class CheckpointIO:
     ) -> TrainState:
         """Restore a checkpoint into the structure of a state and onto its devices.
 
-        The first rank prints what was restored and from where, such as "Restored step 130 (epoch 10, batch 0) from
-        runs/checkpoints/step-00000130".
+        >>> import looplib as ll, tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> ckpt, state = ll.checkpoint_io(folder.name), ll.init_state(model)
+        >>> path = ckpt.save(state.replace(step=7))
+        >>> ckpt.restore(state, quiet=True).step
+        7
+        >>> folder.cleanup()
 
-        If `state` is bound to a module, so is the result: the values are written into the module's tensors, and
-        `state` itself can no longer be used. If leaves that share a tensor in `state` were saved with different
-        values, they are separated: the module's leaves keep their tensors, and the others get new ones.
-
-        Between two epochs, a run may continue with a different `epoch_length`, namely that of `state`, for a
-        different batch size or more data. Within an epoch this is refused: `Loader.resume` converts the position,
-        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
-
-        A warning names the settings that differ from those of the saved run, as far as both are known; the run
-        continues with the new ones. A different seed is named as well, but the state keeps the checkpoint's seed. A
-        loader that is not described is compared when it yields the first batches for the restored state.
+        If there is no checkpoint yet, it returns the given state, so the same line starts a run and resumes it. The
+        first rank prints what was restored and from where. If `state` is bound to a module, so is the result: the
+        values are written into the module's tensors, and `state` itself can no longer be used.
 
         Args:
             state: a state of the same structure, created with `init_state`.
@@ -263,6 +254,17 @@ class CheckpointIO:
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used; the next save renames it to damaged-...
             DonatedStateError: the state was donated to a step.
+
+        **Changed settings.** A warning names the settings that differ from those of the saved run, as far as both are
+        known; the run continues with the new ones, except for the seed, of which the state keeps the checkpoint's. A
+        loader that is not described is compared when it yields the first batches for the restored state.
+
+        **A different batch size, or more data.** Between two epochs, a run may continue with a different
+        `epoch_length`, which is taken from `state`. Within an epoch, `Loader.resume` converts the position:
+        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`. Without that it is refused.
+
+        **Tied weights.** If leaves that share a tensor in `state` were saved with different values, they are
+        separated: the module's leaves keep their tensors, and the others get new ones.
         """
         check_state(state, "ckpt.restore(state)")
         ranks = self._barrier()

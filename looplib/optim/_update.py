@@ -252,7 +252,7 @@ def _by_class(
 # Conversion to and from plain torch
 
 
-class Kept(NamedTuple):
+class ClassState(NamedTuple):
     """State that a class keeps for parameters.
 
     Attributes:
@@ -266,16 +266,16 @@ class Kept(NamedTuple):
     empty: bool
 
 
-def kept_by_class(
+def state_of_class(
     cls: type,
     group: Mapping[str, Any],
     params: Mapping[str, Tensor],
     names: Iterable[str],
     opt_state: Mapping[str, Any],
     step: int,
-) -> Kept:
+) -> ClassState:
     """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
     recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
     tiny = mapped(_tiny, pick(params, names))
     entries: States = first_state(Plan(recipe, tiny), tiny)["state"]
-    return Kept(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)
+    return ClassState(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)
