@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from looplib._core.checks import check_own_file
+from looplib._core.checks import check
 from looplib._core.collective import RankGroup
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import DATA, FORMAT, MANIFEST, DamagedCheckpointError
@@ -166,7 +166,7 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         import fcntl
 
-        check_own_file(folder / ".lock")
+        _check_own_file(folder / ".lock")
         file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,3 +207,11 @@ def lock_of(folder: Path) -> Lock:
             "that this process may write",
             error.filename,
         ) from error
+
+
+def _check_own_file(path: Path) -> None:
+    """Raise ValueError for a link, a pipe or a device where looplib keeps a file: to write it could write elsewhere."""
+    check(
+        not path.is_symlink() and (path.is_file() or not path.exists()),
+        f"{path} is a link, or no file; looplib writes a file there, and follows no link out of its folder: delete it",
+    )

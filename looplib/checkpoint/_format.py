@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import base64
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+import math
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import are_counts, check, is_count
+from looplib._core.checks import check, is_count
 from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
@@ -36,6 +38,8 @@ MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+_MOST_DIMENSIONS = 1000  # of a tensor in a file
 
 WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's leaves
 
@@ -172,3 +176,25 @@ def counts_of(state: TrainState) -> dict[str, Any]:
 def trees_of(state: TrainState) -> dict[str, Any]:
     """Trees of a state that a checkpoint stores: those that are not None."""
     return {name: tree for name in TREES if (tree := getattr(state, name)) is not None}
+
+
+def count_of(shape: Any, of: str) -> int:
+    """Number of elements of a shape that was read from a file. Raises ValueError for anything that is no shape.
+
+    >>> count_of([2, 3], "w"), count_of([0, 2**40, 2**40], "w")
+    (6, 0)
+    >>> count_of([2**24, 2**24], "w")
+    Traceback (most recent call last):
+    ValueError: w has shape [16777216, 16777216]
+    """
+    # The product of many large numbers, which a damaged file may hold, would take long.
+    sound = type(shape) is list and len(shape) <= _MOST_DIMENSIONS and are_counts(shape)
+    count = math.prod(shape) if sound else 0
+    if not sound or count >= 2**48:
+        raise ValueError(f"{of} has shape {reprlib.repr(shape)}")
+    return count
+
+
+def are_counts(numbers: Collection[Any]) -> bool:
+    """True for ints from 0 on that are less than 2**48, so that the product of two stays within 128 bits."""
+    return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 2**48

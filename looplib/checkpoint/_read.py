@@ -24,7 +24,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from looplib._core.checks import are_counts, check, count_of
+from looplib._core.checks import check
 from looplib._core.mappings import mapped
 from looplib.checkpoint._format import (
     FORMAT,
@@ -33,6 +33,8 @@ from looplib.checkpoint._format import (
     QUANTIZED,
     CheckpointVersionError,
     DamagedCheckpointError,
+    are_counts,
+    count_of,
     decoded,
     envelope,
     errors_as_damage,

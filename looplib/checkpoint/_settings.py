@@ -54,7 +54,7 @@ class Settings:
         changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
-        known = restored_into(template, saved, str(path), counts["step"], False)
+        known = restored_into(template, saved, str(path), counts["step"])
         loaders = (name for name, setting in self._describe.items() if hasattr(setting, "resume"))
         if any(name in saved for name in loaders):  # they have been compared, and need not be when they yield batches
             known = replace(known, restored="")
