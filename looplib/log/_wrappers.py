@@ -1,7 +1,7 @@
 """Sink wrappers: functions from a sink to a sink.
 
-They take means over steps, select and rename values, and keep a sink's failures or delays away from the loop. `safely` and `in_background`
-report and count failures; without them, failures are raised.
+They take means over steps, select and rename values, and keep a sink's failures or delays away from the loop. `safely`
+and `in_background` report and count failures; without them, failures are raised.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._cat import Cat
 from looplib.types import Metric, Metrics
@@ -183,7 +183,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     for name, value in values.items():
         check(
             hasattr(value, "__float__"),
-            f"{name!r} computes {value!r}, and not one number: make a record of each number, such as "
+            f"{name!r} computes {named(value)}, and not one number: make a record of each number, such as "
             "Corpus.of(lambda *columns: function(*columns)['rouge1'], *columns)",
             TypeError,
         )

@@ -33,7 +33,7 @@ def assert_compiles(
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
-    >>> model, lr = torch.nn.Linear(2, 1), ll.schedules.warmup_linear(1e-3, warmup=2, total=9)
+    >>> model, lr = torch.nn.Linear(2, 1), ll.schedules.warmup_linear(1e-3, warmup=2, total=90)
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
     >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> testing.assert_compiles(step, ll.init_state(model, optimizer), torch.randn(4, 2))

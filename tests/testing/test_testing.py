@@ -466,7 +466,7 @@ def test_parameters_without_the_gradient_that_they_should_have_are_named():
 
 
 def scheduled(**options):
-    return ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=8), **options)
+    return ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=8, final=1e-3), **options)
 
 
 @both_steps
