@@ -2,9 +2,8 @@
 
 `autocast` wraps only the function that calls the model, so the backward pass runs outside it, as torch recommends.
 float16 also needs loss scaling: `scale_loss` multiplies the loss and divides the gradients, and `dynamic_loss_scale`
-around the optimizer keeps the scale, adapts it, and skips updates that overflowed. Weights in bfloat16 need
-`master_weights`, because small updates would be rounded away. `cast` makes a state with such weights for evaluation
-and export.
+around the optimizer keeps the scale, adapts it, and skips updates that overflowed. Keep the weights in float32:
+bfloat16 would round small updates away. `cast` makes a state with such weights for evaluation and export.
 """
 
 from __future__ import annotations

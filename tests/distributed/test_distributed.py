@@ -291,7 +291,6 @@ CASES = {
     "adaptive_grad_clip": (ll.contrib.adaptive_grad_clip, adamw),
     "clip_by_value": (lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.01), adamw),
     "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
-    "skip_spikes": (None, ll.optim.skip_spikes(adamw, window=4, sigmas=3.0)),
     "lookahead": (None, ll.contrib.lookahead(adamw, 2, 0.5)),
     "swa": (None, ll.optim.swa(adamw, start=1)),
     "ema": (None, ll.ema(adamw, 0.5)),
