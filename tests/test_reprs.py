@@ -86,7 +86,6 @@ LOADERS = [
     "ll.make_loader(TensorDataset, batch_size=4, order=ll.data.in_order())",
     "ll.make_loader(range, batch_size=2, order=ll.data.sampler(days))",
     "ll.make_loader(TensorDataset, order=ll.data.growing({0: 2, 9: 4}, order=ll.data.with_replacement(num_samples=7)))",
-    "ll.data.without_samples(ll.make_loader(TensorDataset, batch_size=4), [1, 5])",
 ]
 SCHEDULES_AND_PREDICATES = [
     "warmup_cosine(peak=0.001, warmup=10, total=100, final=0.0)",

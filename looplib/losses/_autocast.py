@@ -43,10 +43,7 @@ def autocast(
     """
     check_kind(function, "autocast", "loss_fn")
     if dtype not in (torch.bfloat16, torch.float16):
-        plain = "; float32 is what there is without autocast: leave it out, or give enabled=False"
-        raise ValueError(
-            f"autocast to {dtype}: give torch.bfloat16 or torch.float16{plain if dtype is torch.float32 else ''}"
-        )
+        raise ValueError(f"autocast to {dtype}: give torch.bfloat16 or torch.float16, or enabled=False for float32")
 
     def casted(model: nn.Module, batch: Any) -> R:
         device = next(model.parameters()).device.type

@@ -473,14 +473,6 @@ def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
         pass
 
 
-def test_what_acts_on_whole_gradients_stands_around_their_reduction():
-    grad_fn = ll.make_grad_fn(torch.nn.Linear(2, 1), lambda model, x: model(x).mean())
-    with pytest.raises(
-        ValueError, match=r"clip_by_global_norm within reduce_gradients would act on each rank's part"
-    ):
-        ll.grads.reduce_gradients(ll.clip_by_global_norm(grad_fn, 1.0))
-
-
 MEMORY = """
 import sys, warnings, torch
 import looplib as ll

@@ -249,7 +249,7 @@ def _(device):
         return ll.next_token_loss(model(batch), batch)
 
     def of_head(model, batch):
-        return ll.next_token_loss(model[0](batch), batch, head=model[1], z_loss=1e-4)
+        return ll.next_token_loss(model[0](batch), batch, head=model[1])
 
     runs = [
         train(device, loss=one, make=language_model, of=lambda device: [tokens(device)] * 2)
@@ -462,12 +462,12 @@ def _(device, folder):
 # Data.
 
 
-@case("data.make_loader", "data.Loader", "data.batch_size", "data.without_samples")
+@case("data.make_loader", "data.Loader", "data.batch_size")
 def _(device):
     loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
     state = started(device, epoch_length=3)[1]
-    one, *_ = left = list(ll.data.without_samples(loader, [0, 1])(state))
-    return list(loader(state)), left, ll.data.batch_size(one)
+    one, *others = loader(state)
+    return one, others, ll.data.batch_size(one)
 
 
 # Checkpoints.
@@ -583,8 +583,8 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 # Names that make no tensors of their own.
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
-    debug.Difference debug.Replayed debug.Run debug.differences debug.first_difference debug.nbytes debug.replay
-    debug.saved_states evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
+    debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
+    evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
