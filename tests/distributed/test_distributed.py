@@ -473,45 +473,6 @@ def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
         pass
 
 
-MEMORY = """
-import sys, warnings, torch
-import looplib as ll
-
-with ll.distributed.setup(required=False):
-    rank, world = ll.distributed.rank(), ll.distributed.world_size()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1).double()
-
-    def loss_fn(model, x):
-        if rank == 1 and len(x) > 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return model(x).square().mean()
-
-    grad_fn = ll.grads.reduce_gradients(ll.grads.retry_on_oom(ll.make_grad_fn(model, loss_fn)))
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    train_step = ll.make_train_step(grad_fn, optimizer)  # pure: earlier states stay
-    states, x = [ll.init_state(model, optimizer)], torch.randn(10, 3).double()
-    for _ in range(3):
-        state, metrics = train_step(states[-1], x.tensor_split(world)[rank])
-        states.append(state)
-    pieces = ll.compute(metrics)["microbatch_size"]
-    torch.save(([dict(state.params) for state in states], state.samples, pieces), f"{sys.argv[1]}-{world}-{rank}")
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_whose_memory_runs_out_cuts_its_own_part(tmp_path):
-    for ranks in (0, 2):
-        launch(tmp_path, ranks, MEMORY, tmp_path / "out")
-    (whole, samples, _), first, second = (torch.load(tmp_path / f"out-{name}") for name in ("1-0", "2-0", "2-1"))
-    torch.testing.assert_close(first[0], whole, rtol=1e-12, atol=1e-15)
-    assert all(
-        torch.equal(one[name], other[name]) for one, other in zip(first[0], second[0], strict=True) for name in one
-    )
-    assert (first[1], second[1], samples) == (30, 30, 30)
-    assert (first[2], second[2]) == (5, 2)
-
-
 REFUSED = """
 import torch
 from torch import nn
@@ -544,7 +505,7 @@ def test_a_model_whose_passes_need_all_ranks_cannot_be_retried_on_one(tmp_path):
 
 
 ELASTIC = """
-import os, random, signal, sys, threading, time, torch
+import sys, torch
 from pathlib import Path
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -552,18 +513,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 import looplib as ll
 
-folder, engine, until, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-
-
-def kill_once(number, rank):
-    # At a random moment, of which many are within a save; each number once, whichever rank comes first.
-    time.sleep(random.Random(number).uniform(0.0, 0.6))
-    try:
-        (folder / f"kill-{number}").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
-
+folder, engine, until = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
 with ll.distributed.setup(required=False):
     rank, world = ll.distributed.rank(), ll.distributed.world_size()
@@ -580,12 +530,6 @@ with ll.distributed.setup(required=False):
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=2, asynchronous=engine == "fsdp")
     state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))
     log, done, save_now = ll.jsonl(folder / "log.jsonl"), ll.after_steps(until), ll.every_n_steps(3)
-    killed = len(list(folder.glob("kill-*")))
-    if killed < kills and random.Random(killed).randrange(world) == rank:
-        killer = threading.Thread(target=kill_once, args=(killed, rank), daemon=True)
-        killer.start()
-    else:
-        killer = None
     while not done(state):
         for batch in loader(state):
             state, metrics = train_step(state, batch)
@@ -594,10 +538,6 @@ with ll.distributed.setup(required=False):
                 ckpt.save(state)
             if done(state):
                 break
-            if kills:
-                time.sleep(0.01)
-            if killer is not None and state.step >= until - 5:
-                killer.join()  # no run ends before it is killed, however fast it is
     ckpt.wait()
 """
 
@@ -619,27 +559,7 @@ def same_run(found, expected):
 def test_a_run_of_four_ranks_continues_with_two_and_then_one(tmp_path, engine):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 12, 0)
+    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 12)
     for ranks, until in ((4, 4), (2, 8), (0, 12)):
-        launch(tmp_path, ranks, ELASTIC, tmp_path / "parts", engine, until, 0)
+        launch(tmp_path, ranks, ELASTIC, tmp_path / "parts", engine, until)
     same_run(losses(tmp_path / "parts"), losses(tmp_path / "whole"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "kills"),
-    [("ddp", 2), ("fsdp", 2), *(pytest.param(e, 25, marks=pytest.mark.large) for e in ("ddp", "fsdp"))],
-)
-@pytest.mark.timeout(3600)
-def test_ranks_that_are_killed_come_back_and_the_run_ends_where_it_should(tmp_path, engine, kills):
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    steps = 20 + 20 * kills
-    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, steps, 0)
-    options = ["--max-restarts", str(kills), "--monitor-interval", "0.1"]
-    run = torchrun(
-        tmp_path, 2, ELASTIC, tmp_path / "killed", engine, steps, kills, options=options, timeout=300 + 60 * kills
-    )
-    assert run.returncode == 0, run.stderr
-    assert len(list((tmp_path / "killed").glob("kill-*"))) == kills
-    same_run(losses(tmp_path / "killed"), losses(tmp_path / "whole"))

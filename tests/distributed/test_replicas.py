@@ -60,7 +60,6 @@ DIFFERENT = [
         ["weight is float32 (2, 8)", "bias"],
     ),
     ({"seed": 0}, {"seed": 1}, ["state.seed is 0"]),
-    ({"step": 0}, {"step": 2}, ["state.step is 0"]),
     ({}, {"batch": [torch.ones(3, 8), torch.ones(3, 8).long()]}, ["the batch is float32"]),
     ({"optimizer": adamw(0.1)}, {"optimizer": adamw(0.2)}, ["the optimizer's lr is 0.1"]),
     (
@@ -76,11 +75,6 @@ DIFFERENT = [
         ["grad_fn is clip_by_global_norm(..., 1.0, "],
     ),
     ({"loaders": [loader(0)]}, {"loaders": [loader(1)]}, ["loader 1's seed is 0"]),
-    (
-        {"loaders": [loader(0)], "engine": None},
-        {"loaders": [loader(1)], "engine": None},
-        ["loader 1's seed is 0"],
-    ),
     ({"loaders": [loader(5), loader(0)]}, {"loaders": [loader(5), loader(1)]}, ["loader 2's seed is 0"]),
     ({"loaders": [loader()]}, {"loaders": [loader(order=ll.data.in_order())]}, ["loader 1's order is shuffled()"]),
     ({"loaders": [loader()]}, {"loaders": [loader(divide=False)]}, ["loader 1's seed is 0"]),

@@ -79,6 +79,17 @@ def state_is(state, expected):
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def continued_and_resumed(data, optimizer, folder):
+    """The last state of sharded runs that continue from two batches, of which one was stored in between."""
+    model, other, ckpt = sharded(make()), sharded(make()), ll.checkpoint_io(folder)
+    state = run(model, data[:2], optimizer)
+    ckpt.save(state)
+    state = run(model, data[2:], optimizer, state=state)
+    resumed = run(other, data[2:], optimizer, state=ckpt.restore(ll.init_state(other, optimizer)))
+    assert state_is(resumed, local(state.params))
+    return state
+
+
 def optimizers_on_two_ranks(folder):
     with ll.distributed.setup():
         rank = ll.distributed.rank()
@@ -87,12 +98,8 @@ def optimizers_on_two_ranks(folder):
         for name, ours, raw in (("muon", muon, raw_muon), ("free", schedule_free, raw_schedule_free)):
             model = sharded(make())
             expected = local(raw_loop(model, data, raw([*model.parameters()])))
-            model = sharded(make())
-            state, ckpt = run(model, data[:2], ours()), ll.checkpoint_io(f"{folder}/{name}")
-            ckpt.save(state)
-            assert state_is(run(model, data[2:], ours(), state=state), expected)
-            model = sharded(make())
-            assert state_is(run(model, data[2:], ours(), state=ckpt.restore(ll.init_state(model, ours()))), expected)
+            state = continued_and_resumed(data, ours(), f"{folder}/{name}")
+            assert state_is(state, expected)
 
             # Without its rounding to bfloat16, Muon on shards is Muon on whole matrices.
             with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
@@ -120,15 +127,10 @@ def few_bits_on_two_ranks(folder):
             raw = cls([*(model := sharded(make())).parameters()], lr=0.01)
             expected = local(raw_loop(model, data, [raw]))
             assert type(raw.state[model[0].weight]["exp_avg"].to_local()).__name__.startswith("OptimState")
-            model = sharded(make())
-            state, ckpt = run(model, data[:2], ours), ll.checkpoint_io(f"{folder}/{cls.__name__}")
-            ckpt.save(state)
-            state = run(model, data[2:], ours, state=state)
+            state = continued_and_resumed(data, ours, f"{folder}/{cls.__name__}")
             assert state_is(state, expected)
             whole = {name: tensor.full_tensor() for name, tensor in state.params.items()}
             torch.testing.assert_close(whole, alone, rtol=1e-3, atol=1e-4)
-            model = sharded(make())
-            assert state_is(run(model, data[2:], ours, state=ckpt.restore(ll.init_state(model, ours))), expected)
 
             odd = nn.Sequential(nn.Linear(2048, 5), nn.Tanh(), nn.Linear(5, 1))
             with pytest.raises(TypeError, match=rf"{cls.__name__} keeps for 0.weight.*\(5, 2048\).*DistributedData"):

@@ -59,25 +59,19 @@ def with_total(model, tokens):
     return loss, {"total": ll.Mean(loss * tokens.numel(), tokens.numel())}
 
 
-def by_hand(clip, cls, options):
+def by_hand():
     """Weights, their moving average and metrics after a raw loop in one process."""
     model = made()
-    optimizer = cls(model.parameters(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     log = []
     for tokens in batches():
-        values = []
-
-        def closure(tokens=tokens, values=values):
-            optimizer.zero_grad()
-            loss = loss_fn(model, tokens)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            values.append({"loss": loss.item(), "total": loss.item(), "grad_norm": norm.item()})
-            return loss
-
-        optimizer.step(closure)
-        log.append(values[0])
+        optimizer.zero_grad()
+        loss = loss_fn(model, tokens)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        log.append({"loss": loss.item(), "total": loss.item(), "grad_norm": norm.item()})
+        optimizer.step()
         for name, parameter in model.named_parameters():
             average[name].lerp_(parameter.detach(), 0.1)
     return dict(model.named_parameters()), average, log
@@ -112,23 +106,16 @@ def whole(tree):
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tree.items()}
 
 
-ADAMW = torch.optim.AdamW, {"lr": 1e-2}
-
-
-def train(kind, donate, ways, cls, options, close=1e-12):
-    clip = 0.5 if "clip" in ways else 1e9
-    expected, average, log = by_hand(clip, cls, options)
+def train(kind, donate):
+    expected, average, log = by_hand()
     model = parallel(made(), kind)
     grad_fn = ll.make_grad_fn(model, with_total)
-    optimizer = ll.optimizer(cls, **options)
-    if "accumulate" in ways:
-        grad_fn = ll.accumulate(grad_fn, microbatches=2)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+    grad_fn = ll.accumulate(grad_fn, microbatches=2)
     if kind == "replicas":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
-    if "clip" in ways:
-        grad_fn = ll.clip_by_global_norm(grad_fn, clip)
-    if "ema" in ways:
-        optimizer = ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9)
+    grad_fn = ll.clip_by_global_norm(grad_fn, 0.5)
+    optimizer = ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     state = ll.init_state(model, optimizer)
     rank, data = ll.distributed.rank(), ll.distributed.world_size()
@@ -136,33 +123,31 @@ def train(kind, donate, ways, cls, options, close=1e-12):
         with loss_parallel() if kind == "loss" else torch.enable_grad():
             state, metrics = train_step(state, tokens.tensor_split(data)[rank])
         found = ll.compute(ll.distributed.reduce(metrics))
-        assert found == pytest.approx({name: values[name] for name in found}, rel=close)
+        assert found == pytest.approx({name: values[name] for name in found}, rel=1e-12)
     parameters = {name: parameter.detach() for name, parameter in expected.items()}
-    torch.testing.assert_close(whole(state.params), parameters, rtol=close, atol=close)
+    torch.testing.assert_close(whole(state.params), parameters, rtol=1e-12, atol=1e-12)
     eval_step = ll.make_eval_step(model, lambda model, tokens: with_total(model, tokens)[1])
     with loss_parallel() if kind == "loss" else torch.enable_grad():
         total = ll.evaluate(eval_step, state, batches())["total"]
     reference = made()
     reference.load_state_dict(whole(state.params))
     assert total == pytest.approx(sum(loss_fn(reference, tokens).item() for tokens in batches()) / STEPS)
-    if "ema" in ways:
-        averaged = whole(ll.eval_state(optimizer, state).params)
-        torch.testing.assert_close(averaged, average, rtol=close, atol=close)
+    averaged = whole(ll.eval_state(optimizer, state).params)
+    torch.testing.assert_close(averaged, average, rtol=1e-12, atol=1e-12)
 
 
-def trained(kind, donate, ways):
+def trained(kind, donate):
     with ll.distributed.setup():
-        train(kind, donate, ways, *ADAMW)
+        train(kind, donate)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), MODELS)
-@pytest.mark.parametrize("ways", ["accumulate clip ema", "alone"])
-def test_a_parallel_model_trains_as_one_process_does(kind, ranks, ways):
-    launch(ranks, trained, kind, True, ways)
+def test_a_parallel_model_trains_as_one_process_does(kind, ranks):
+    launch(ranks, trained, kind, True)
 
 
 def test_pure_steps_of_a_sequence_parallel_model():
-    launch(2, trained, "sequence", False, "accumulate clip ema")
+    launch(2, trained, "sequence", False)
 
 
 def gradients_by_hand():
@@ -171,14 +156,9 @@ def gradients_by_hand():
         optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
         state = ll.init_state(model, optimizer)
         name, mesh = "norm.weight", state.params["norm.weight"].device_mesh
-        summand = torch.arange(WIDTH).double() - 10 * torch.distributed.get_rank()
-        grads = {name: DTensor.from_local(summand, mesh, [Partial()])}
+        grads = {name: DTensor.from_local(torch.ones(WIDTH).double(), mesh, [Partial()])}
         with pytest.raises(ValueError, match=r"Partial.*redistribute\(placements=param.placements\)"):
             optimizer.update(grads, state.opt_state, state.params, 0)
-        grads = {name: grads[name].redistribute(placements=state.params[name].placements)}
-        params, _, _ = optimizer.update(grads, state.opt_state, state.params, 0)
-        moved = state.params[name].full_tensor() * (1 - 1e-4) - 1e-2 * grads[name].full_tensor().sign()
-        torch.testing.assert_close(params[name].full_tensor(), moved)
 
 
 def test_partial_sums_as_gradients_are_refused_by_name():
@@ -202,26 +182,6 @@ def forgotten():
 
 def test_ranks_of_one_model_that_read_different_samples_are_warned_of():
     launch(4, forgotten)
-
-
-CLASSES = {
-    torch.optim.LBFGS: {"lr": 0.1, "max_iter": 3},
-    torch.optim.SGD: {"lr": 0.1, "momentum": 0.9},
-    torch.optim.RMSprop: {"lr": 1e-2},
-    torch.optim.Adagrad: {"lr": 1e-2},
-    torch.optim.Adamax: {"lr": 1e-2},
-    torch.optim.NAdam: {"lr": 1e-2},
-    torch.optim.RAdam: {"lr": 1e-2},
-    torch.optim.Adadelta: {"lr": 1.0},
-    torch.optim.ASGD: {"lr": 1e-2},
-}
-
-
-def classes(chosen):
-    with ll.distributed.setup():
-        for cls in chosen:
-            for donate in True, False:
-                train("sequence", donate, "alone", cls, CLASSES[cls], close=1e-9)
 
 
 def traced():

@@ -81,7 +81,6 @@ def test_a_source_stands_for_everything_under_it():
     for wanted, panels in (
         ("eval/plain", {"eval/plain/loss": names[1:2], "eval/plain/auc": names[2:3]}),
         (["auc", "loss"], {"eval/plain/auc": names[2:3], "loss": [names[0], names[1], names[3]]}),
-        (["eval"], {"loss": [names[1], names[3]], "eval/plain/auc": names[2:3]}),
     ):
         axes = plot(rows, wanted, x="samples").axes
         assert [each.get_title() for each in axes] == list(panels)

@@ -20,11 +20,15 @@ from looplib.log import (
     jsonl,
     only,
     read_jsonl,
+    record,
     rename,
     safely,
     tee,
     tracker,
+    windowed,
 )
+from looplib.metrics import Mean
+from looplib.predicates import every_n_steps
 from looplib.state import init_state
 
 
@@ -41,6 +45,14 @@ def test_rename_and_only_hand_on_what_they_say():
         wrap(lambda *call, calls=calls: calls.append(call))(STATE, values)
         assert calls == [(STATE, each) for each in passed]
     assert values == {"train/loss": 1.0, "eval/auc": 2.0}
+
+
+def test_windowed_logs_the_means_over_each_window():
+    rows = []
+    log = windowed(record(rows), every_n_steps(2), prefix="train/")
+    for step, (total, weight) in enumerate([(1.0, 1), (6.0, 3), (4.0, 1), (2.0, 2), (9.0, 1)], 1):
+        log(at(step), {"loss": Mean(total, weight)})
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(2, 1.75), (4, 2.0)]
 
 
 def test_the_first_rank_alone_writes_unless_each_is_to(tmp_path):

@@ -1,9 +1,9 @@
 """Best-so-far and early stopping against transformers' callback, torch's own bookkeeping and plain definitions."""
 
-import contextlib
 import dataclasses
 import math
 import pickle
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -93,22 +93,12 @@ def stored(state):
     return pickle.loads(pickle.dumps(state))
 
 
-def through_leaves(state):
-    """Do what a checkpoint does: put the leaves into the structure of a fresh state."""
-    leaves, _ = torch.utils._pytree.tree_flatten(state.extra)
-    assert all(type(leaf) in (int, float, type(None)) for leaf in leaves)
-    record = state.extra["best"]
-    fresh = {"best": BestSoFar(record.monitor, mode=record.mode, min_delta=record.min_delta)}
-    structure = torch.utils._pytree.tree_structure(fresh)
-    return state.replace(extra=torch.utils._pytree.tree_unflatten(leaves, structure))
-
-
 @quick
 @given(some_values, st.sets(st.integers(0, 40)), modes, some_deltas, st.integers(1, 5))
 def test_a_resumed_run_continues_as_the_uninterrupted(values, cuts, mode, delta, patience):
     start = begin(BestSoFar("score", mode=mode, min_delta=delta))
     expected = run(start, values, patience)
-    for resume in (stored, through_leaves, ll.copy_state):
+    for resume in (stored, ll.copy_state):
         state = start
         for index, value in enumerate(values):
             if index in cuts:
@@ -154,27 +144,6 @@ def test_several_records_stand_side_by_side():
     assert not early_stopping(1, key="accuracy")(state)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("early_stopping(patience=3)", "early_stopping(patience=3, key='loss')", "at_best()", "at_best(key='loss')"),
-        "BestSoFar(monitor='a', mode='max'",
-    ],
-)
-@pytest.mark.every_case
-def test_records_read_as_the_code_that_made_them(text):
-    text += (
-        ", min_delta=0.5, cumulative=True, best=1.0, best_step=2, reference=1.0, waited=0)"
-        if text.startswith("Best")
-        else ""
-    )
-    made = eval(text)
-    assert repr(made) == text
-    assert pickle.loads(pickle.dumps(made)) == made
-    assert hash(made) == hash(eval(text))
-    assert not hasattr(made, "__dict__")
-
-
 # Errors
 
 
@@ -217,14 +186,11 @@ def test_a_name_that_everyone_knows_chooses_its_direction_and_others_are_asked_f
                     make(name)
             continue
         assert BestSoFar(name).mode == mode
-        ckpt = ll.checkpoint_io(tmp_path / name.replace("/", "."), monitor=name)
-        for step, value in enumerate([0.5, 0.1, 0.9]):
-            ckpt.save(ll.TrainState(step=step), {name: value})
-        assert ckpt.best().metrics[name] == {"min": 0.1, "max": 0.9}[mode]
 
 
 def test_one_record_says_metric_and_direction_for_stopping_and_for_the_best_checkpoint(tmp_path):
     record = BestSoFar("fitness", mode="max")
+    assert eval(repr(record)) == pickle.loads(pickle.dumps(record)) == record
     ckpt = ll.checkpoint_io(tmp_path, keep_last=1, keep_best=1, monitor=record)
     state, done = begin(record), early_stopping(2)
     for step, value in enumerate([0.1, 0.7, 0.3, 0.2]):
@@ -251,16 +217,12 @@ def test_nan_is_an_evaluation_without_an_improvement(tmp_path):
     state = ll.TrainState(extra={"best": BestSoFar("eval/loss")})
     for step, value in enumerate([math.nan, 0.5, math.nan, math.nan]):
         state, scores = state.replace(step=step), {"eval/loss": value}
-        with (
-            contextlib.nullcontext() if value == value else pytest.warns(UserWarning, match=f"is NaN at step {step}")
-        ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             state = update_best(state, scores)
-        with (
-            contextlib.nullcontext()
-            if value == value
-            else pytest.warns(UserWarning, match="NaN: the checkpoint is sav")
-        ):
             ckpt.save(state, scores)
+        told = "\n".join(str(warning.message) for warning in caught)
+        assert (f"is NaN at step {step}" in told) == ("NaN: the checkpoint is sav" in told) == math.isnan(value)
         assert at_best()(state) == (step == 1)
         assert early_stopping(2)(state) == (step == 3)
     record = state.extra["best"]

@@ -1,7 +1,5 @@
 """Compiling as a transform: of each kind of step, in either order with the others, and what it refuses."""
 
-import inspect
-import warnings
 from functools import partial
 
 import pytest
@@ -52,9 +50,6 @@ def test_steps_that_do_not_train_are_compiled_too(backend):
     for batch in sets:
         found, expected = compiled_predict(state, batch), predict_step(state, batch)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-        raw = seeded(normalized).eval()
-        raw[1].running_mean.fill_(0.5)
-        torch.testing.assert_close(found["classes"][0], raw(batch[0]).softmax(1).detach(), rtol=1e-12, atol=1e-15)
     assert compiled_eval.compiler.compilations == compiled_predict.compiler.compilations == 2  # one for each shape
     close(state.params, before.params)
     close(state.buffers, before.buffers)
@@ -72,18 +67,14 @@ def refused_calls():
     compiled, stacked, smooth = ll.compile_step(step, **QUICK), ll.vmap_step(step), ll.transforms.differentiable(step)
     known, instead = "compiled already", "ll.compile_step(ll.make_train_step(grad_fn, optimizer)"
     return {
-        "a function": (lambda: ll.compile_step(lambda state, batch: step(state, batch)), ["compile_step", "no step"]),
         "compiled": (lambda: ll.compile_step(compiled), [known, "ll.make_train_step"]),
-        "a compiled stack": (lambda: ll.compile_step(ll.compile_step(stacked)), [known]),
         "smooth": (lambda: ll.compile_step(smooth), ["compile the outer train step"]),
         "a stack of compiled": (lambda: ll.vmap_step(compiled), ["vmap_step", "ll.compile_step(ll.vmap_step(step))"]),
         "a stack of smooth": (lambda: ll.vmap_step(smooth), ["vmap_step", "differentiable"]),
         "a smooth stack": (lambda: ll.transforms.differentiable(stacked), ["differentiable", "a stack"]),
         "a smooth eval step": (lambda: ll.transforms.differentiable(eval_step), ["differentiable", "'eval'"]),
         "asserted stack": (lambda: ll.testing.assert_compiles(stacked, None, None), ["assert_compiles", "graphs"]),
-        "asserted eval": (lambda: ll.testing.assert_compiles(eval_step, None, None), ["assert_compiles", "eval"]),
         "compile=True": (lambda: ll.make_train_step(grad_fn, adamw(), compile=True), ["compile=", instead]),
-        "compile=False": (lambda: ll.make_train_step(grad_fn, adamw(), compile=False), ["compile=", instead]),
         "donated=": (lambda: ll.make_train_step(grad_fn, adamw(), donated=True), ["make_train_step", "'donated'"]),
         "fullgraph": (lambda: ll.compile_step(step, fullgraph=True), ["'fullgraph'"]),
         "mode": (lambda: ll.compile_step(step, mode="fast"), ["'fast'", "one of default, reduce-overhead"]),
@@ -102,22 +93,6 @@ def test_what_is_refused_when_a_step_is_made():
         with pytest.raises(TypeError) as error:
             call()
         assert all(word in str(error.value) for word in words), name
-
-
-def test_a_warning_shows_the_line_that_called_the_step():
-    model = seeded(plain)
-    model.factor = 1.0
-    grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch) * model.factor)
-    step = ll.make_train_step(grad_fn, adamw())
-    compiled, state = ll.compile_step(step, **QUICK), ll.init_state(model, adamw())
-    compiled(state, batches(1)[0])
-    model.factor = 2.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled(state, batches(1)[0])
-        line = inspect.currentframe().f_lineno - 1
-    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
-    assert "changed since the step was compiled" in str(caught[0].message)
 
 
 class Counting(nn.Linear):
