@@ -6,7 +6,8 @@ import inspect
 import posixpath
 import re
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import looplib as ll
 
@@ -42,6 +43,16 @@ def bare_names() -> dict[str, str]:
         for name in module.__all__
         if name not in parameters and re.search(r"^[A-Z]|_", name)
     }
+
+
+def uses(texts: Iterable[str]) -> Counter[str]:
+    """ "looplib.optim.ema" -> how often these texts use it, as `ll.optim.ema` or, for an everyday name, as `ll.ema`."""
+    homes = {name: f"looplib.{room}.{name}" for room, module in ROOMS.items() for name in module.__all__}
+    counts = Counter[str]()
+    for text in texts:
+        for first, second in re.findall(r"\bll\.(\w+)(?:\.(\w+))?", text):
+            counts[f"looplib.{first}.{second}" if first in ROOMS else homes.get(first, "")] += 1
+    return counts
 
 
 class Names:

@@ -23,7 +23,7 @@ from pygments.formatters import HtmlFormatter
 
 import looplib
 
-from .links import ROOMS, Names, shortened, to_pages, words
+from .links import ROOMS, Names, shortened, to_pages, uses, words
 from .pages import ROOT, Page, document, pages, source_file, with_python
 
 HERE = Path(__file__).parent
@@ -58,10 +58,14 @@ class _Site:
         pdoc.render.env.globals["groups"] = {heading: links for heading, links in groups.items() if heading}
         pdoc.render_helpers.markdown_extensions["toc"]["depth"] = 3
         pdoc.render.env.filters["with_python"] = with_python
-        pdoc.render.env.globals["is_shown"] = pdoc.render.env.tests["shown"] = _is_public
+        pdoc.render.env.globals["is_shown"] = _is_public
         pdoc.render.env.filters["readable"] = _readable
         pdoc.render.env.globals["is_for_users"] = _is_for_users
         pdoc.render.env.globals["first_line"] = lambda entry: entry.docstring.partition("\n\n")[0]
+        counts = uses(page.text for page in self.pages.values() if page.group in ("Learn", "Recipes"))
+        pdoc.render.env.globals["by_use"] = lambda room: sorted(
+            filter(_is_public, room.own_members), key=lambda entry: -counts[entry.fullname]
+        )
         pdoc.render.env.globals["dark_code"] = HtmlFormatter(style="github-dark").get_style_defs(".pdoc-code")
 
     def write(self) -> list[str]:

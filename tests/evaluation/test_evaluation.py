@@ -95,7 +95,6 @@ def test_measure_gives_the_records_that_evaluate_computes():
 
 ROWS = [torch.zeros(2, 3)]
 REFUSED = [
-    (lambda step, state: ll.predict_to("out", state, step, ROWS), TypeError, "predict_to"),
     (lambda step, state: ll.evaluate(step, state, {"x": ROWS[0]}), ValueError, "x"),
     (lambda step, state: ll.evaluate(step, state, ROWS, limit=0), ValueError, "limit is 0"),
     (lambda step, state: ll.evaluate({"a": step}, state, {"a": ROWS, "b": ROWS}), ValueError, "sets b"),

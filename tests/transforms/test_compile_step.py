@@ -73,7 +73,6 @@ def refused_calls():
         "a stack of smooth": (lambda: ll.vmap_step(smooth), ["vmap_step", "differentiable"]),
         "a smooth stack": (lambda: ll.transforms.differentiable(stacked), ["differentiable", "a stack"]),
         "a smooth eval step": (lambda: ll.transforms.differentiable(eval_step), ["differentiable", "'eval'"]),
-        "asserted stack": (lambda: ll.testing.assert_compiles(stacked, None, None), ["assert_compiles", "graphs"]),
         "compile=True": (lambda: ll.make_train_step(grad_fn, adamw(), compile=True), ["compile=", instead]),
         "donated=": (lambda: ll.make_train_step(grad_fn, adamw(), donated=True), ["make_train_step", "'donated'"]),
         "fullgraph": (lambda: ll.compile_step(step, fullgraph=True), ["'fullgraph'"]),

@@ -402,10 +402,6 @@ def taken_by(stack=None, batch=None, optimizer=adamw, make=plain, **options):
     return call
 
 
-def unmappable(model, batch):
-    return classify(model, (F.rrelu(batch[0], training=True), batch[1]))
-
-
 def one_state_of_many():
     step = ll.make_train_step(ll.make_grad_fn(seeded(plain, 0), classify), adamw(None))
     return step(first_state(step=1), batches(1)[0])
@@ -443,7 +439,6 @@ REFUSED = {  # name -> (call, type, what the message names)
     "values of one state": (one_state_of_many, ValueError, ["per_member", "ll.vmap_step"]),
     "one state": (taken_by(lambda stack: first_state()), ValueError, ["one state", "seed 0"]),
     "one batch": (taken_by(own_batches=True), ValueError, ["(6, 4)", "3 members", "own_batches=True"]),
-    "draws": (taken_by(loss_fn=unmappable), UNTRACEABLE, ["aten.rrelu_with_noise"]),
     "metrics of one": (
         lambda: compute_members({"loss": ll.Mean(3.0, 2)}),
         ValueError,
