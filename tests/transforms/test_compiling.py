@@ -85,7 +85,6 @@ CHANGING = {
     "SGD scheduled": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=ramp(0.8, 0.95), weight_decay=ramp(0.1, 0.01)),
     "Adam betas": lambda: ll.optimizer(optim.Adam, lr=1e-2, betas=(ramp(0.8, 0.95), 0.99), maximize=True),
     "AdamW groups": lambda: adamw(groups=[(lambda name, t: t.ndim < 2, {"weight_decay": 0.0, "lr": 1e-3})]),
-    "AdamW injected": lambda: adamw(lr=ll.optim.injected(1e-2)),
     "Rprop factors": lambda: ll.optimizer(optim.Rprop, lr=0.5, etas=(lambda step: 0.3, lambda step: 1.2)),
     "NumPy": lambda: ll.optimizer(optim.SGD, lr=lambda step: np.float32(0.1) / (step + 1)),
     "Muon": lambda: ll.optim.partition(

@@ -205,9 +205,6 @@ def with_others(model, batch):
 
 SETTINGS = {
     "recomputed with dropout": {"loss_fn": ll.losses.recompute(classify, lambda name, module: name in ("0", "2"))},
-    "offloaded, which has no effect": {
-        "loss_fn": ll.losses.offload(classify, lambda name, module: name in ("0", "2"))
-    },
     "a loss as a Mean, with others": {"loss_fn": with_others},
     "per-sample gradients": {
         "make": plain,
@@ -247,12 +244,10 @@ def test_one_answer_of_the_host_for_the_seeds_of_all_members_is_refused():
 
 DRAWS = {
     "randn": lambda x: x + torch.randn_like(x) * torch.rand(4).double(),
-    "normal_": lambda x: x + torch.empty(4, dtype=torch.float64).normal_(0, 0.1),
     "randperm": lambda x: x[torch.randperm(6)],
     "bernoulli of numbers": lambda x: x * torch.bernoulli(x.sigmoid()),
     "Gumbel": lambda x: x + F.gumbel_softmax(x),
     "dropout as CUDA has it": lambda x: torch.native_dropout(x, 0.3, True)[0],
-    "dropout of another layout": lambda x: F.dropout(x.T, 0.3).T,
 }
 
 
@@ -430,7 +425,6 @@ REFUSED = {  # name -> (call, type, what the message names)
         ["params['2.bias']", "(4,)", "member 2", "(3,)"],
     ),
     "no stack": (lambda: unstack_states(first_state()), ValueError, ["seed 0", "stack_states"]),
-    "no members": (lambda: members_of(first_state()), ValueError, ["seed 0", "stack_states"]),
     "values": (
         taken_by(lambda stack: select_members(stack, [0, 1])),
         ValueError,
