@@ -208,7 +208,7 @@ def test_going_back_and_on_again_gives_the_same(tmp_path):
 
 def life(folder, until, *, family="adamw", asynchronous=False, first=False, every=True, **mode):
     """A process that trains: it starts where the last one ended, saves at every batch or the last, and may be killed."""
-    ckpt = ll.checkpoint_io(folder, keep_last=2, keep_every=50, asynchronous=asynchronous)
+    ckpt = ll.checkpoint_io(folder, keep_last=2, keep=lambda c: c.step % 50 == 0, asynchronous=asynchronous)
     state, *rest = begin(family, first=first or ckpt.latest() is None, **mode)
     Path(folder).mkdir(exist_ok=True)
     file = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

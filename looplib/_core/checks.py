@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_MOST_DIMENSIONS = 1000  # of a tensor in a file
 
 # torch, looplib, and the methods that Python makes for a dataclass
 LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
@@ -141,36 +138,6 @@ def are_columns(values: Any) -> bool:
         return False
     same_rows = len({*map(len, values)}) == 1
     return same_rows and len({(str(value.dtype), value.ndim) for value in values}) > 1
-
-
-def check_own_file(path: Path) -> None:
-    """Raise ValueError for a link, a pipe or a device where looplib keeps a file: to write it could write elsewhere."""
-    check(
-        not path.is_symlink() and (path.is_file() or not path.exists()),
-        f"{path} is a link, or no file; looplib writes a file there, and follows no link out of its folder: delete it",
-    )
-
-
-def count_of(shape: Any, of: str) -> int:
-    """Number of elements of a shape that was read from a file. Raises ValueError for anything that is no shape.
-
-    >>> count_of([2, 3], "w"), count_of([0, 2**40, 2**40], "w")
-    (6, 0)
-    >>> count_of([2**24, 2**24], "w")
-    Traceback (most recent call last):
-    ValueError: w has shape [16777216, 16777216]
-    """
-    # The product of many large numbers, which a damaged file may hold, would take long.
-    sound = type(shape) is list and len(shape) <= _MOST_DIMENSIONS and are_counts(shape)
-    count = math.prod(shape) if sound else 0
-    if not sound or count >= 2**48:
-        raise ValueError(f"{of} has shape {reprlib.repr(shape)}")
-    return count
-
-
-def are_counts(numbers: Collection[Any]) -> bool:
-    """True for ints from 0 on that are less than 2**48, so that the product of two stays within 128 bits."""
-    return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 2**48
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

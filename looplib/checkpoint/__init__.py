@@ -2,11 +2,11 @@
 
 from looplib.checkpoint._capture import capture, reinstate
 from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints
+from looplib.checkpoint._export import save_pretrained, save_safetensors
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
-from looplib.checkpoint.interop._export import save_pretrained, save_safetensors
-from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
-from looplib.checkpoint.interop._state_dict import load_state_dict, state_dict
+from looplib.checkpoint._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from looplib.checkpoint._state_dict import load_state_dict, state_dict
 
 __all__ = [
     "Checkpoint",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import check, few
 from looplib._core.modules import _generators
 from looplib._core.trees import map_leaves
 
@@ -39,21 +39,15 @@ def capture(**objects: Any) -> dict[str, Any]:
         A tree of tensors and plain values, which are copies. NumPy's stream is in it if NumPy has been imported.
 
     Raises:
-        TypeError: an object has no `state_dict`.
-        ValueError: an object is named `streams`.
+        AttributeError: an object has no `state_dict`.
     """
-    check("streams" not in objects, "the name streams is that of the random streams: give the object another one")
-    for name, each in objects.items():
-        message = f"{name} is a {type(each).__name__}, without state_dict(): keep its state in extra yourself"
-        check(hasattr(each, "state_dict"), message, TypeError)
-    version, words, gauss = random.getstate()
     streams: dict[str, Any] = {
         "torch": [generator.get_state() for generator in _all_generators()],
-        "random": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "random": random.getstate(),
     }
-    if (numpy := _numpy_random()) is not None:
-        streams["numpy"] = _plain(numpy.get_state(legacy=False))
-    return {"streams": streams, **{name: _plain(each.state_dict()) for name, each in objects.items()}}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        streams["numpy"] = _plain(numpy.random.get_state(legacy=False))
+    return {"streams": streams, "objects": {name: _plain(each.state_dict()) for name, each in objects.items()}}
 
 
 def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
@@ -69,24 +63,19 @@ def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
     Raises:
         ValueError: the names are different ones, or there are other devices than there were.
     """
-    names = captured.keys() - {"streams"}
+    states, streams, generators = captured["objects"], captured["streams"], _all_generators()
     check(
-        names == objects.keys(),
-        f"captured were {sorted(names) or 'no objects'}, and reinstate got {sorted(objects) or 'none'}: give the same names",
-    )
-    streams, generators = captured["streams"], _all_generators()
-    check(
-        len(streams["torch"]) == len(generators),
-        f"the streams of {len(streams['torch'])} devices were captured, and here are {len(generators)}",
+        states.keys() == objects.keys() and len(streams["torch"]) == len(generators),
+        f"captured were {few(states)} and the streams of {len(streams['torch'])} devices, and reinstate got "
+        f"{few(objects)} and has {len(generators)} devices: give objects of the same names, on the same devices",
     )
     for generator, stream in zip(generators, streams["torch"], strict=True):
         generator.set_state(stream.cpu())
-    words, gauss = streams["random"]["words"], streams["random"]["gauss"]
-    random.setstate((streams["random"]["version"], tuple(words.tolist()), gauss))
+    random.setstate(streams["random"])
     if "numpy" in streams:
         import_module("numpy.random").set_state(_original(streams["numpy"]))
     for name, each in objects.items():
-        each.load_state_dict(_original(captured[name]))
+        each.load_state_dict(_original(states[name]))
 
 
 def _all_generators() -> tuple[torch.Generator, ...]:
@@ -94,10 +83,6 @@ def _all_generators() -> tuple[torch.Generator, ...]:
     kind = torch.accelerator.current_accelerator()
     devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
     return _generators(torch.device("cpu"), *devices)
-
-
-def _numpy_random() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)
 
 
 _ARRAY = "numpy array"  # key of an array's tensor

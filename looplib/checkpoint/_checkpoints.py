@@ -12,7 +12,6 @@ from looplib._core.checks import check, check_optional_count, warn
 from looplib._core.directions import mode_of
 from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
-from looplib.checkpoint._directory import in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,6 @@ class Checkpoint:
         step, epoch, batch, samples: the state's counts.
         metrics: the metrics passed to `save`.
         bytes: size of the tensor files, in bytes.
-        parts: bytes of the tensors in params, buffers, opt_state and extra, if there are any.
         created: time of the save, in UTC.
     """
 
@@ -35,7 +33,6 @@ class Checkpoint:
     samples: int
     metrics: dict[str, float]
     bytes: int
-    parts: dict[str, int]
     created: str
 
 
@@ -45,16 +42,13 @@ class Checkpoints(list[Checkpoint]):
     def __repr__(self) -> str:
         if not self:
             return "no checkpoints"
-        parts = dict.fromkeys(chain.from_iterable(checkpoint.parts for checkpoint in self), "")
         names = dict.fromkeys(chain.from_iterable(checkpoint.metrics for checkpoint in self), "")
-        rows = [["step", "epoch", "batch", "samples", "saved", "size", *parts, *names]]
+        rows = [["step", "epoch", "batch", "samples", "saved", "size", *names]]
         for checkpoint in self:
             counts = checkpoint.step, checkpoint.epoch, checkpoint.batch, checkpoint.samples
             saved = checkpoint.created.replace("T", " ").replace("Z", " UTC")
-            sizes = parts | mapped(in_words, checkpoint.parts)
             scores = names | mapped("{:.5g}".format, checkpoint.metrics)
-            size = in_words(checkpoint.bytes)
-            rows.append([*map(str, counts), saved, size, *sizes.values(), *scores.values()])
+            rows.append([*map(str, counts), saved, f"{checkpoint.bytes / 1e6:.3g} MB", *scores.values()])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
@@ -70,13 +64,11 @@ class Policy:
     keep_best: int = 0
     monitor: str | None = None
     mode: str | None = None
-    keep_every: int | None = None
     keep: Callable[[Checkpoint], bool] | None = None
 
     def __post_init__(self) -> None:
         check_optional_count("keep_last", self.keep_last)
         check_optional_count("keep_best", self.keep_best, 0)
-        check_optional_count("keep_every", self.keep_every)
         check(
             self.monitor is not None or not self.keep_best,
             f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by",
@@ -92,24 +84,17 @@ class Policy:
     def _score(self, checkpoint: Checkpoint) -> float:
         return checkpoint.metrics.get(self.monitor, math.nan)  # type: ignore[arg-type]
 
-    def check_monitors(self) -> None:
-        """Raise ValueError if no metric is monitored."""
-        check(self.monitor is not None, "there is no best without a metric: give checkpoint_io(..., monitor=...)")
-
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The best of these checkpoints. Raises ValueError if no metric is monitored."""
-        self.check_monitors()
+        check(self.monitor is not None, "there is no best without a metric: give checkpoint_io(..., monitor=...)")
         return next(iter(self.ranked(checkpoints)), None)
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[Path]:
         """Paths of the checkpoints to keep, given a list ordered oldest first."""
         best = self.ranked(checkpoints)[: max(self.keep_best, 1)]
         latest = checkpoints[-(self.keep_last or len(checkpoints)) :]
-        return {each.path for each in (*best, *latest, *filter(self._asks_for, checkpoints))}
-
-    def _asks_for(self, checkpoint: Checkpoint) -> bool:
-        every = self.keep_every is not None and checkpoint.step % self.keep_every == 0
-        return every or (self.keep is not None and self.keep(checkpoint))
+        asked_for = [each for each in checkpoints if self.keep is not None and self.keep(each)]
+        return {each.path for each in (*best, *latest, *asked_for)}
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
         """Raise ValueError if the monitored metric is missing, and warn if it is NaN."""

@@ -1,12 +1,11 @@
-"""Checkpoint format: file names, leaf paths, plain values and counts as JSON, and errors for damage.
+"""Checkpoint format: file names, paths of leaves, plain values and counts as JSON, and errors for damage.
 
 A state is a tree of tensors and plain values. Its tensors are stored contiguously, one after another, in a safetensors
-file, so that other programs can read them. Of tensors that are sharded over ranks, each rank writes its chunks into a
-safetensors file of its own, whose metadata say which part of a tensor each chunk is.
+file, so that other programs can read them. Of a state that is sharded over ranks, each rank writes a file. Its metadata
+say which part of a tensor it has.
 
-The manifest, a JSON file, has the rest: dtype and shape of each tensor, ties and plain values, and for each data file its
-size and its checksum. A checksum is compared before anything of a file is used, but for its header, which says which
-files are needed.
+The manifest, a JSON file with its own checksum, has the rest: dtype and shape of each tensor, ties and plain values, and
+for each data file its size and checksum.
 
 `_write` writes these files and `_read` reads them.
 """
@@ -15,27 +14,21 @@ from __future__ import annotations
 
 import base64
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from looplib._core.checks import are_counts, check, is_count
-from looplib._core.mappings import fields_of, without
+from looplib._core import trees
+from looplib._core.checks import check
+from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_sharded
-from looplib._core.torch_private import pytree
 from looplib.types import COUNTS, TREES, TrainState
 
-FORMAT = 6
+FORMAT = 7
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
-
-LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
-
-QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's leaves
 
@@ -48,39 +41,11 @@ class CheckpointVersionError(ValueError):
     """A checkpoint has a format that this version of looplib does not read."""
 
 
-@contextmanager
-def errors_as_damage(path: Path) -> Iterator[None]:
-    """Turn any error caused by a missing file, or by malformed content of one, into a DamagedCheckpointError.
-
-    Another process may have deleted a file since it was listed, or since it was last looked at.
-    """
-    try:
-        yield
-    except (DamagedCheckpointError, CheckpointVersionError):
-        raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise DamagedCheckpointError(f"{path} holds something that no save writes: {error!r}") from error
-
-
-def pointer(path: Any) -> str:
-    """Path of a leaf as a JSON pointer (RFC 6901), such as /params/0.weight."""
-    return "".join(["/" + _name(key).replace("~", "~0").replace("/", "~1") for key in path])
-
-
-def _name(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return "None"
-
-
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """Leaves of a tree, by path."""
+    """Leaves of a tree by path, a JSON pointer such as /params/0.weight."""
     leaves: dict[str, Any] = {}
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        leaf_path = pointer(path)
+    for path, leaf in trees.leaves(tree):
+        leaf_path = trees.pointer(path)
         twice = f"two leaves of the state are both at {leaf_path}: give their keys different names"
         check(leaf_path not in leaves, twice)
         leaves[leaf_path] = leaf
@@ -105,8 +70,14 @@ def words(tensor: Tensor) -> Tensor:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def about(tensor: Tensor) -> dict[str, Any]:
+    """Dtype and shape of a tensor, in the form stored in a manifest."""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def in_words(about: Mapping[str, Any]) -> str:
+    """Dtype and shape from a manifest, for messages."""
+    return f"a {about['dtype']} tensor of shape {tuple(about['shape'])}"
 
 
 # Plain types by name: a function that makes JSON of a value, and its inverse.
@@ -117,7 +88,7 @@ _CODES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (hex, lambda text: int(text, 16)),
     "float": (repr, float),
     "complex": (repr, complex),
-    "bytes": (lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True)),
+    "bytes": (lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 
 
@@ -139,26 +110,11 @@ def decoded(entry: Mapping[str, Any]) -> Any:
     return _CODES[kind][1](value)
 
 
-def envelope(checksum: int) -> bytes:
-    """First bytes of a manifest file, before the manifest itself."""
-    return b'{"crc32":%d,"manifest":' % checksum
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """Memory of a CPU tensor as bytes, without numpy."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-
-
-def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts and seed stored in a manifest."""
-    counts: dict[str, Any] = manifest["counts"]
-    length = counts["epoch_length"]
-    sound = are_counts(without(counts, ("seed", "epoch_length")).values()) and (length is None or is_count(length, 0))
-    check(sound and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
-    seed = counts["seed"]
-    return {**counts, "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
 
 
 def counts_of(state: TrainState) -> dict[str, Any]:
@@ -167,6 +123,12 @@ def counts_of(state: TrainState) -> dict[str, Any]:
     # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
     written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
     return {**fields_of(state, COUNTS), "seed": written}
+
+
+def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts and seed stored in a manifest."""
+    seed = manifest["counts"]["seed"]
+    return {**manifest["counts"], "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:

@@ -7,11 +7,11 @@ the state that the code has created, and then loads the values into it.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,35 +24,24 @@ from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints, Policy
-from looplib.checkpoint._directory import (
-    Entry,
-    Lock,
-    entries_of,
-    lock_of,
-    new_entry,
-    number_of,
-    quarantine,
-    remove,
-    write_entry,
-)
+from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
 from looplib.checkpoint._left_out import Select, trees_to_save
 from looplib.checkpoint._listing import Listing
-from looplib.checkpoint._restore import Selection, load
+from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._write import Parts
 from looplib.predicates._best import warn_of_records
 from looplib.types import TrainState, check_state
 
 
-def checkpoint_io(  # noqa: PLR0913 - policies by name
+def checkpoint_io(
     directory: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
     keep_best: int = 0,
     monitor: str | None = None,
     mode: Literal["min", "max"] | None = None,
-    keep_every: int | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
     describe: Mapping[str, Any] | None = None,
@@ -72,7 +61,12 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
-    renamed. A checkpoint is kept as long as at least one policy asks for it; the latest and the best are always kept.
+    renamed. A checkpoint is kept as long as at least one policy asks for it; the latest and the best are always kept, and
+    damaged ones until you delete them. Nothing in a file is executed: checksums find accidents, and do not protect from
+    somebody who writes a false checkpoint.
+
+    One run at a time writes to a directory. Two would delete each other's checkpoints and unfinished saves, which then
+    fail; the run that is behind is refused, because the directory holds later steps.
 
     **Several processes.** Under torchrun, all ranks call `save` and `restore`. The first rank applies the policies,
     chooses checkpoints, and writes states that all ranks hold completely, as with DDP (with its own buffers and metrics, if
@@ -89,8 +83,8 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. Tensors of dtypes that safetensors does
     not have are bytes there; `manifest.json` has the dtype and shape of each. A tensor that a state holds twice is
     stored once: the manifest's `ties` map its other names to the first, and a restore ties them again. Tensors that
-    overlap without being the same are refused. DTensors are in `tensors-RANK.safetensors`, whose metadata say which part
-    of a tensor each chunk is.
+    overlap without being the same are refused. A state with DTensors is in files `tensors-RANK.safetensors`, whose metadata
+    say which part of a tensor each has.
 
     A restored tensor has the memory layout of the one that it replaces, such as `channels_last`. An expanded tensor is
     stored with all its elements.
@@ -102,11 +96,12 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         monitor: name of the metric that defines the best.
         mode: "min" if lower is better, "max" if higher is. Names that everyone knows choose their own (loss "min",
             accuracy "max", as for `BestSoFar`); any other name needs it.
-        keep_every: keep checkpoints at multiples of this many steps.
-        keep: function of a `Checkpoint`; keep those for which it returns True.
-        asynchronous: if True, copy the state in host memory, and write the copy in the background. Errors are raised by
-            the next `save`, `restore`, `delete` or `wait`. If there is none, the error is printed when the process
-            exits, after the last save has finished.
+        keep: function of a `Checkpoint`; keep those for which it returns True, such as
+            `lambda checkpoint: checkpoint.step % 1000 == 0`.
+        asynchronous: if True, `save` returns once the state is copied into host memory, and the copy is written in the
+            background, one at a time, so there is at most one copy. Errors are raised by the next `save`, `restore`,
+            `delete` or `wait`. If there is none, the error is printed when the process exits, after the last save has
+            finished.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
             `CheckpointIO`). If the loader is included, `restore` compares it at once. Leave out what may change from
@@ -121,20 +116,19 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
-        TypeError: `describe` is not a mapping, or `directory` is not a path.
+        TypeError: `describe` is not a mapping, `directory` is not a path, or `select` is not a function.
         NotADirectoryError: `directory` is a file.
 
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
     format that this looplib does not read.
     """
-    check_type("directory is", directory, (str, os.PathLike), 'give a path: ll.checkpoint_io("runs/checkpoints")')
     check(
         not Path(directory).is_file(),
         f"{directory} is a file, and checkpoint_io needs a directory: it writes a folder for each checkpoint",
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
+    policy = Policy(keep_last, keep_best, monitor, mode, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
 
 
@@ -161,7 +155,6 @@ class CheckpointIO:
         self._asynchronous = asynchronous
         self._listing = Listing(folder)
         self._background = BackgroundWriter()
-        self._lock: Lock | None = None
 
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
@@ -189,8 +182,7 @@ class CheckpointIO:
             ValueError: the monitored metric is missing; the directory has checkpoints of later steps, which
                 belong to a different run; two tensors overlap; or the ranks' states differ.
             TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
-            OSError: the disk is full, the directory cannot be written, or another process writes to it. Earlier
-                checkpoints are left unchanged.
+            OSError: the disk is full, or the directory cannot be written. Earlier checkpoints are left unchanged.
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.save(state)")
@@ -199,18 +191,19 @@ class CheckpointIO:
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )
         ranks = self._barrier()
-        parts, about = ranks.all_or_raise(functools.partial(self._taken_apart, state, metrics, ranks.first))
+        parts, about = ranks.all_or_raise(partial(self._taken_apart, state, metrics, ranks.first))
         if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
             title = "the state differs between ranks, so it is not one state to save:\n  "
-            ranks.check_alike({**about["counts"], **parts.description()}, title)
-        entry = ranks.on_rank0(functools.partial(self._begin, state.step))
-        write = functools.partial(self._write, entry, parts, about)
-        if not self._asynchronous:
+            facts = {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)}
+            ranks.check_alike(facts, title)
+        target = ranks.on_rank0(partial(self._begin, state.step))
+        write = partial(self._write, target, parts, about)
+        if self._asynchronous:
+            self._background.start(write, ranks)
+        else:
             write(ranks)
-            return entry.target
-        self._background.start(write, ranks)
-        return entry.target
+        return target
 
     def restore(
         self,
@@ -218,9 +211,6 @@ class CheckpointIO:
         which: Literal["latest", "best"] | int = "latest",
         *,
         weights_only: bool = False,
-        names: Callable[[str], bool] | None = None,
-        convert: bool = False,
-        required: bool = False,
         quiet: bool = False,
     ) -> TrainState:
         """Restore a checkpoint into the structure of a state and onto its devices.
@@ -244,10 +234,6 @@ class CheckpointIO:
             state: a state of the same structure, created with `init_state`.
             which: "latest" for the latest complete checkpoint, "best", or a step.
             weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
-            names: `names(name) -> bool`, selects parameters and buffers to restore. Everything else is kept from
-                `state`.
-            convert: if True, allow dtypes that differ from the state's.
-            required: if True, raise if there is no checkpoint yet, such as for an evaluation.
             quiet: if True, print nothing.
 
         Returns:
@@ -256,36 +242,36 @@ class CheckpointIO:
         Raises:
             ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
-                an epoch of a different length; or there is no best, no checkpoint of that step, or none at all and one
-                is `required`.
+                an epoch of a different length; or there is no best, or no checkpoint of that step.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
-                damaged, a warning names it and the one before it is used; the next save renames it to damaged-...
+                damaged, a warning names it and the one before it is used. Nothing deletes it but you.
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.restore(state)")
         ranks = self._barrier()
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
-        selected = Selection(weights_only, names)
-        while (found := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
-            path = found.path
+        while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             try:
-                loaded = ranks.all_or_raise(functools.partial(load, path, state, selected, convert, self._settings))
+                restored, checksum, warning = ranks.all_or_raise(
+                    partial(load, path, state, weights_only, self._settings)
+                )
             except DamagedCheckpointError as error:
-                if not ranks.on_rank0(functools.partial(self._listing.is_damaged, found)):
-                    continue  # it has been removed or replaced since it was chosen
+                if not ranks.on_rank0(partial(self._listing.is_damaged, path)):
+                    continue  # it has been removed since it was chosen
                 if which != "latest":
                     raise
                 warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
             title = f"the ranks read different checkpoints at {path}: give a directory that all hosts share\n  "
-            ranks.check_alike({"the checksum of the manifest": f"{loaded.checksum:08x}"}, title)
-            if loaded.warning and ranks.first:
-                warnings.warn(loaded.warning, stacklevel=2)
-            restored = loaded.state()
+            ranks.check_alike({"the checksum of the manifest": f"{checksum:08x}"}, title)
+            if warning and ranks.first:
+                warnings.warn(warning, stacklevel=2)
+            state = restored()
             if ranks.first and not quiet:
-                print(f"Restored {selected.named(restored)} from {_within(path)}", flush=True)
-            return restored
-        check(not required, f"{self._listing.folder} has no checkpoint, and required=True; is it another directory?")
+                position = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
+                title = "weights" if weights_only else position
+                print(f"Restored {title} from {os.path.relpath(path)}", flush=True)
+            return state
         return state
 
     def steps(self) -> Checkpoints:
@@ -301,12 +287,11 @@ class CheckpointIO:
 
         Raises ValueError without `monitor`.
         """
-        self._policy.check_monitors()
         return self._policy.best(self.steps())
 
     def delete(self, *, after: int) -> None:
         """Delete the checkpoints of steps later than `after`, to restart from there."""
-        self._barrier().on_rank0(functools.partial(self._delete, after))
+        self._barrier().on_rank0(partial(self._delete, after))
 
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
@@ -320,70 +305,56 @@ class CheckpointIO:
         return ranks
 
     def _delete(self, after: int) -> None:
-        self._lock = lock_of(self._listing.folder)
-        self._listing.read()
-        self._remove(lambda path: number_of(path)[0] > after)
-
-    def _remove(self, unwanted: Callable[[Path], bool]) -> None:
-        """Delete entries, but for the damaged ones."""
         for path in entries_of(self._listing.folder):
-            if path not in self._listing.damaged and unwanted(path):
+            if number_of(path)[0] > after:
                 remove(path)
 
     def _taken_apart(
         self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
     ) -> tuple[Parts, dict[str, Any]]:
         """The tensors of a state, copied if they are written in the background, and its manifest."""
-        trees, left_out = trees_to_save(state, self._select)
-        about = {**self._about(state, metrics), "left_out": left_out}
-        parts = Parts(trees)
-        check(
-            not (parts.sharded and is_alone()),
-            "the state is sharded, and this rank holds a part of it: save it on all ranks together",
-        )
-        if self._asynchronous and (first or parts.sharded):
-            parts.copy()
-        return parts, about
-
-    def _about(self, state: TrainState, metrics: Mapping[str, float] | None) -> dict[str, Any]:
-        """Contents of the manifest besides the leaves."""
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
             warn_of_records(state.extra, scores, self._policy.monitor, self._policy.mode)
-        return {
+        trees, left_out = trees_to_save(state, self._select)
+        parts = Parts(trees, first)
+        check(
+            not (parts.sharded and is_alone()),
+            "the state is sharded, and this rank holds a part of it: save it on all ranks together",
+        )
+        if self._asynchronous:
+            parts.copy()
+        return parts, {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "made_with": self._settings.description(state),
+            "left_out": left_out,
         }
 
-    def _begin(self, step: int) -> Entry:
-        """Entry to write a checkpoint of this step to, after checking that it may be written."""
+    def _begin(self, step: int) -> Path:
+        """Path for a checkpoint of this step, after checking that there are no later ones."""
         folder = self._listing.folder
-        self._lock = lock_of(folder)
-        checkpoints = self._listing.read()
-        later = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.step > step]
+        later = [str(checkpoint.step) for checkpoint in self._listing.read() if checkpoint.step > step]
         check(
             not later,
             f"{folder} holds later steps ({', '.join(later)}) than this state's {step}: they are of another run, or "
             "this run has continued from here before. To continue from the latest, state = ckpt.restore(state); to "
             f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory",
         )
-        for path in self._listing.damaged:
-            quarantine(path)
-        self._listing.damaged.clear()
         return new_entry(folder, step)
 
-    def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: RankGroup) -> None:
-        # In the background, this method keeps the CheckpointIO, and therefore its lock, alive until it is done.
-        write_entry(ranks, entry, parts, about)
+    def _write(self, target: Path, parts: Parts, about: Mapping[str, Any], ranks: RankGroup) -> None:
+        write_entry(ranks, target, parts, about)
         ranks.on_rank0(self._rotate)
 
     def _rotate(self) -> None:
-        """Delete what no policy keeps, and what a later save of the same step replaces."""
-        kept = self._policy.kept(self._listing.read())
-        self._remove(lambda path: path not in kept)
+        """Delete what no policy keeps, and what a later save of the same step replaces, but for what is damaged."""
+        kept = self._policy.kept(self._listing.read()) | self._listing.damaged
+        for path in entries_of(self._listing.folder):
+            if path not in kept:
+                remove(path)
 
 
 def _number(name: str, value: Any) -> float:
@@ -391,11 +362,6 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
-
-
-def _within(path: Path) -> Path:
-    """A path within the working directory, relative to it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)

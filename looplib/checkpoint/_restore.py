@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,141 +21,72 @@ from looplib._core.mappings import fields_of, subset, without
 from looplib._core.overlap import same_value
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
-from looplib._core.torch_private import pytree
-from looplib.checkpoint._format import (
-    MANIFEST,
-    WEIGHTS,
-    counts_in,
-    errors_as_damage,
-    leaves_of,
-    local,
-    name_of,
-    trees_of,
-    words,
-)
+from looplib._core.trees import map_leaves
+from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leaves_of, local, trees_of, words
 from looplib.checkpoint._left_out import check_left_out
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Run, Settings
-from looplib.checkpoint._shards import box_of, new_like, whole
+from looplib.checkpoint._shards import box_of, full_box, new_like
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Leaves to restore: all, or parameters and buffers, or those of them that `names` selects."""
+def load(
+    path: Path, template: TrainState, weights_only: bool, settings: Settings
+) -> tuple[Callable[[], TrainState], int, str]:
+    """Read and verify all that this process needs to restore a checkpoint into the structure of `template`.
 
-    weights_only: bool = False
-    names: Callable[[str], bool] | None = None
-
-    @property
-    def everything(self) -> bool:
-        return not self.weights_only and self.names is None
-
-    def __call__(self, leaf_path: str) -> bool:
-        if self.everything or not leaf_path.startswith(WEIGHTS):
-            return self.everything
-        name = leaf_path.split("/", 2)[-1].replace("~1", "/").replace("~0", "~")
-        return self.names is None or self.names(name)
-
-    def named(self, restored: TrainState) -> str:
-        """Name of what was restored."""
-        if self.everything:
-            return f"step {restored.step} (epoch {restored.epoch}, batch {restored.batch})"
-        return "weights" if self.names is None else "some of the weights"
-
-
-class Loaded(NamedTuple):
-    """A checkpoint that has been read and verified.
-
-    Attributes:
-        state: function that returns the restored state and cannot fail.
-        checksum: the manifest's checksum, which shows if all ranks have read the same checkpoint.
-        warning: text about settings that differ from those saved, or "".
+    Returns a function for the restored state, which cannot fail; the manifest's checksum, which shows if all ranks have
+    read the same checkpoint; and a warning about settings that differ from those saved, or "".
     """
-
-    state: Callable[[], TrainState]
-    checksum: int
-    warning: str
-
-
-def load(path: Path, template: TrainState, selected: Selection, convert: bool, settings: Settings) -> Loaded:
-    """Read and verify all that this process needs to restore a checkpoint into the structure of `template`."""
     manifest, checksum = read_manifest(path)
-    reader = Reader(path, manifest)
-    with errors_as_damage(path / MANIFEST):
-        counts = counts_in(manifest)
-    tree = trees_of(template)
-    leaves = leaves_of(tree)
-    left_out = manifest.get("left_out", {})
+    reader, tree = Reader(path, manifest), trees_of(template)
+    leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
-    wanted = subset(leaves, set(filter(selected, without(leaves, left_out))))
-    _check_fit(path, wanted, reader, selected, convert)
-    run = Run(fields_of(template, COUNTS), provenance_of(template))
-    if selected.everything:
-        run = settings.continued(path, counts, manifest.get("made_with"), template)
-    values = _values(reader, wanted)
+    wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
+    _check_fit(path, wanted, reader, weights_only)
+    if weights_only:
+        run = Run(fields_of(template, COUNTS), provenance_of(template))
+    else:
+        run = settings.continued(path, counts_in(manifest), manifest["made_with"], template)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
-    roots = same_memory({each: leaf for each, leaf in leaves.items() if _has_memory(leaf)}) if is_bound else {}
-    restored_leaves, writes = _placed(path, leaves, wanted, roots, reader, values)
+    writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
+    roots = same_memory(writable) if is_bound else {}
+    restored_leaves, writes = _placed(path, leaves, wanted, roots, reader)
     remaining = iter(restored_leaves.values())
-    restored = functools.partial(_restored, pytree.tree_map(lambda _: next(remaining), tree), run)
-    state = functools.partial(_write_over, template, writes, restored) if writes else restored
-    return Loaded(state, checksum, run.warning)
+    trees = map_leaves(lambda _: next(remaining), tree)
+
+    def restored() -> TrainState:
+        state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
+        lease.note_provenance(state, run.made_with)
+        return state
+
+    return functools.partial(_write_over, writes, restored) if writes else restored, checksum, run.warning
 
 
-def _restored(trees: Mapping[str, Any], run: Run) -> TrainState:
-    state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
-    lease.note_provenance(state, run.made_with)
-    return state
+def _is_chosen(leaf_path: str, weights_only: bool) -> bool:
+    return leaf_path.startswith(WEIGHTS) or not weights_only
 
 
-def _check_fit(
-    path: Path, wanted: Mapping[str, Any], reader: Reader, selected: Callable[[str], bool], convert: bool
-) -> None:
+def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_only: bool) -> None:
     """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
     saved = {**reader.tensors, **reader.ties, **reader.values}
     misfits = [f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in without(wanted, saved)]
-    unexpected = filter(selected, without(saved, wanted))
+    unexpected = [leaf_path for leaf_path in without(saved, wanted) if _is_chosen(leaf_path, weights_only)]
     misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
     common = subset(wanted, saved).items()
-    misfits += filter(None, (_difference(leaf_path, leaf, reader, convert) for leaf_path, leaf in common))
+    misfits += filter(None, [_difference(leaf_path, leaf, reader) for leaf_path, leaf in common])
     advice = "\nRestore into a state of the model and optimizer that it was saved from, or use another directory"
     check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  ") + advice)
 
 
-def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str:
-    about = reader.about(leaf_path)
-    if about is None or not isinstance(leaf, Tensor):
-        saved = "a tensor" if about else type(reader.values[leaf_path]).__name__
-        new = "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-        # An int may become a float, and a None may be set later.
-        unset = "NoneType" in (saved, new) and new != "a tensor"
-        fits = saved == new or {saved, new} == {"int", "float"} or unset
-        return "" if fits else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
-    saved_shape = tuple(about["shape"])
-    if saved_shape != tuple(leaf.shape):
-        return f"{leaf_path} has shape {saved_shape} in the checkpoint, {tuple(leaf.shape)} in the state"
-    dtype = name_of(leaf.dtype)
-    if about["dtype"] != dtype and not convert:
-        return f"{leaf_path} is {about['dtype']} in the checkpoint, {dtype} in the state (or convert=True)"
-    return ""
-
-
-def _values(reader: Reader, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, or this process's shards of them, in memory that may not be written."""
-    about = {leaf_path: reader.about(leaf_path) for leaf_path in wanted}
-    return reader.read(
-        {
-            leaf_path: box_of(wanted[leaf_path]) if isinstance(wanted[leaf_path], Tensor) else whole(entry["shape"])
-            for leaf_path, entry in about.items()
-            if entry is not None
-        }
-    )
-
-
-def _has_memory(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (is_sharded(leaf) or leaf.layout is torch.strided)
+def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
+    entry, is_tensor = reader.about(leaf_path), isinstance(leaf, Tensor)
+    saved = in_words(entry) if entry else type(reader.values[leaf_path]).__name__
+    new = in_words(about(leaf)) if is_tensor else type(leaf).__name__
+    # An int may become a float, and a None may be set later.
+    fits = saved == new or {saved, new} == {"int", "float"} or ("NoneType" in (saved, new) and not is_tensor)
+    return "" if fits else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
 
 
 def _placed(
@@ -165,7 +95,6 @@ def _placed(
     wanted: Mapping[str, Any],
     roots: Mapping[str, str],
     reader: Reader,
-    values: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """Leaves of the restored state, and the tensors among them to write over, each with its value.
 
@@ -175,49 +104,51 @@ def _placed(
 
     Args:
         roots: for each tensor of a bound state, the path of the first one in the same memory; empty for other states.
-        values: the tensors to restore, by path.
     """
+    # This process's shards of tensors that are sharded here, and whole ones otherwise. This memory may not be written.
+    boxes = {
+        leaf_path: box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
+        for leaf_path, leaf in wanted.items()
+        if (entry := reader.about(leaf_path)) is not None
+    }
+    values = reader.read(boxes)
     placed = dict(leaves)
     writes: list[tuple[Tensor, Tensor]] = []
-    owners: dict[str, str] = {}  # path of a tensor of the checkpoint, by the root that it is written to
     made: dict[Any, Any] = {}  # one new tensor for all ties
-    for leaf_path, leaf in wanted.items():
+    for leaf_path, leaf in leaves.items():
+        root, is_weight = roots.get(leaf_path), leaf_path.startswith(WEIGHTS)
         saved = reader.root(leaf_path)
-        if leaf_path not in values:
+        if leaf_path not in wanted:
+            if not is_weight and root != leaf_path and root in values:  # it keeps its value
+                placed[leaf_path] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        elif leaf_path not in values:
             placed[leaf_path] = reader.values[leaf_path]
-        elif leaf_path in roots and owners.setdefault(roots[leaf_path], saved) == saved:
-            # Frozen parameters and masks, which states of pure steps share with the module, are not written.
-            if not (leaf_path.startswith(WEIGHTS) and same_value(leaf, values[leaf_path])):
-                writes.append((local(leaf) if is_sharded(leaf) else leaf, values[leaf_path]))
-        else:
+        elif roots and is_weight and same_value(leaf, values[leaf_path]):
+            continue  # frozen parameters and masks, which states of pure steps share with the module, are not written
+        elif root == leaf_path:
+            writes.append((local(leaf) if is_sharded(leaf) else leaf, values[leaf_path]))
+        elif root is None or reader.root(root) != saved:
             check(
-                leaf_path not in roots or not leaf_path.startswith(WEIGHTS),
-                f"{path} cannot be restored into this bound state: {roots.get(leaf_path)} and {leaf_path} are one tensor "
-                "in the module, and two in the checkpoint. Restore into a state that is not bound to the module: "
-                "ckpt.restore(ll.copy_state(state))",
+                not (roots and is_weight),
+                f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
+                f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
+                "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))",
             )
             placed[leaf_path] = _new_leaf(made, saved, leaf, values[leaf_path])
-    for leaf_path, leaf in without(leaves, wanted).items():
-        if not leaf_path.startswith(WEIGHTS) and roots.get(leaf_path) in owners:  # it keeps its value
-            placed[leaf_path] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return placed, writes
 
 
 def _new_leaf(made: dict[Any, Any], saved: str, like: Any, value: Tensor) -> Any:
     """A new leaf with a value of a checkpoint and the layout of the leaf that it replaces, the same for all ties."""
     like = like if isinstance(like, Tensor) else value
-    kind = saved, like.device, like.dtype, is_sharded(like)
+    kind = saved, like.device, is_sharded(like)
     if kind not in made:
         made[kind] = new_like(like)
-        own = local(made[kind])
-        same = own.dtype == value.dtype
-        (words(own) if same else own).copy_(words(value) if same else value)
+        words(local(made[kind])).copy_(words(value))
     return made[kind].detach().requires_grad_(like.requires_grad)
 
 
-def _write_over(
-    template: TrainState, writes: list[tuple[Tensor, Tensor]], restored: Callable[[], TrainState]
-) -> TrainState:
+def _write_over(writes: list[tuple[Tensor, Tensor]], restored: Callable[[], TrainState]) -> TrainState:
     """Copy values into this state's tensors, like a donated step: no interrupt leaves it half done."""
     _interrupts.install()
     written = [leaf for leaf, _ in writes]
@@ -226,15 +157,7 @@ def _write_over(
     taken.write()
     with torch.no_grad():
         for leaf, value in writes:
-            _write(leaf, value)
+            leaf.copy_(value)
     new = restored()
     taken.step = new.step
     return new
-
-
-def _write(tensor: Tensor, values: Tensor) -> None:
-    """Copy values into a tensor, each element in memory once: an expanded dimension has only one to write."""
-    if 0 in tensor.stride():
-        once = tuple(slice(n if step else 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        tensor, values = tensor[once], values[once]
-    tensor.copy_(values)

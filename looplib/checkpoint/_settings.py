@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from looplib._core.checks import check, check_type
 from looplib._core.descriptions import described, differences, without_secrets
+from looplib._core.mappings import mapped
 from looplib._core.provenance import Provenance, other_settings, provenance_of, restored_into
 from looplib.types import TrainState
 
@@ -32,12 +31,9 @@ class Settings:
     def __init__(self, describe: Mapping[str, Any] | None) -> None:
         advice = 'give a mapping of names to settings, such as {"loader": loader, **vars(args)}'
         check_type("describe is", describe, (Mapping, type(None)), advice)
-        self._describe = {str(name): setting for name, setting in (describe or {}).items()}
-
-    @cached_property
-    def _described(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {name: described(setting) for name, setting in self._describe.items()}
-        return without_secrets(settings)
+        settings = {str(name): setting for name, setting in (describe or {}).items()}
+        self._described: dict[str, Any] = without_secrets(mapped(described, settings))
+        self._loaders = [name for name, setting in settings.items() if hasattr(setting, "resume")]
 
     def description(self, state: TrainState) -> dict[str, Any]:
         """Settings as stored in the manifest of a checkpoint of this state."""
@@ -45,19 +41,17 @@ class Settings:
         loaders = {"loaders": [*known.loaders]} if known.loaders else {}
         return loaders | self._compared(state)
 
-    def continued(self, path: Path, counts: dict[str, Any], made_with: Any, template: TrainState) -> Run:
-        """The run of a checkpoint, continued with the settings of `template`. `made_with` are those of the checkpoint."""
-        saved = made_with if isinstance(made_with, Mapping) else {}
+    def continued(self, path: Path, counts: dict[str, Any], saved: Mapping[str, Any], template: TrainState) -> Run:
+        """The run of a checkpoint, continued with the settings of `template`. `saved` are those of the checkpoint."""
         length = template.epoch_length
         _check_position(path, counts, length)
         changed = differences(saved, self._compared(template))
         changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
-        known = restored_into(template, saved, str(path), counts["step"], False)
-        loaders = (name for name, setting in self._describe.items() if hasattr(setting, "resume"))
-        if any(name in saved for name in loaders):  # they have been compared, and need not be when they yield batches
-            known = replace(known, restored="")
+        # A described loader has been compared, and need not be when it yields batches.
+        is_compared = any(name in saved for name in self._loaders)
+        known = restored_into(template, saved, str(path), counts["step"], is_compared)
         return Run({**counts, "epoch_length": length}, known, warning)
 
     def _compared(self, state: TrainState) -> dict[str, Any]:

@@ -1,26 +1,25 @@
-"""Sharded tensors: the part of a DTensor that this process holds, and which process writes it."""
+"""Sharded tensors: the part of a DTensor that this process holds, which process writes it, and whole tensors again."""
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from looplib._core.mappings import mapped
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 
-Box = tuple[tuple[int, int], ...]
+Box = Sequence[Sequence[int]]
 """A part of a tensor: the range of its indices in each dimension."""
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """All of a tensor of this shape."""
-    return tuple((0, size) for size in shape)
+    return [[0, size] for size in shape]
 
 
 def size_of(box: Box) -> int:
@@ -30,7 +29,7 @@ def size_of(box: Box) -> int:
 
 def common(one: Box, other: Box) -> Box:
     """The elements that two parts of a tensor have in common."""
-    return tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(one, other, strict=True))
+    return [[max(a, b), min(c, d)] for (a, c), (b, d) in zip(one, other, strict=True)]
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
@@ -41,34 +40,24 @@ def within(part: Box, box: Box) -> tuple[slice, ...]:
 def box_of(leaf: Any) -> Box:
     """The part of a tensor that this process holds."""
     if not is_sharded(leaf):
-        return whole(leaf.shape)
+        return full_box(leaf.shape)
     (chunk,) = leaf.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
-    return tuple((first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return [[first, first + size] for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
 
 
-def boxes_written_here(sharded: Mapping[str, Any]) -> dict[str, Box]:
-    """The parts of DTensors, by path, that this process writes."""
-    boxes = mapped(box_of, sharded)
-    return {path: box for path, box in boxes.items() if size_of(box) and _is_written_here(path, sharded[path])}
+def is_written_here(path: str, leaf: Any, first: bool) -> bool:
+    """True on the rank that writes this part of a tensor: the first one for tensors that are not sharded.
 
-
-def _is_written_here(path: str, leaf: Any) -> bool:
-    """True on one of the ranks that hold the same part. Copies take turns, so that all ranks write some tensors.
-
-    A mesh holds a whole tensor. If several meshes hold copies of it, the one with rank 0 writes.
+    Copies of a part take turns, so that all ranks write some tensors. A mesh holds a whole tensor. If several meshes hold
+    copies of it, the one with rank 0 writes.
     """
+    if not is_sharded(leaf):
+        return first
     mesh, index, copies = leaf.device_mesh, 0, 1
-    if 0 not in _ranks_of(mesh):
-        return False
     for coordinate, size, placement in zip(mesh.get_coordinate(), mesh.shape, leaf.placements, strict=True):
         if placement.is_replicate():
             index, copies = index * size + coordinate, copies * size
-    return zlib.crc32(path.encode()) % copies == index
-
-
-@functools.lru_cache(maxsize=16)
-def _ranks_of(mesh: Any) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
+    return 0 in mesh.mesh and zlib.crc32(path.encode()) % copies == index and size_of(box_of(leaf)) > 0
 
 
 def new_like(leaf: Any) -> Any:
@@ -79,3 +68,28 @@ def new_like(leaf: Any) -> Any:
     return type(leaf).from_local(
         own, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
     )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor. If it is sharded, all ranks gather it together."""
+    if not is_sharded(tensor):
+        return tensor
+    meeting = tensor.device_mesh.device_type
+    with torch.no_grad():
+        shard = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
+        return shard.full_tensor().detach().to(tensor.device)  # type: ignore[no-any-return]
+
+
+def copied_like(value: Tensor, like: Tensor) -> Tensor:
+    """Copy a value with the dtype, device, strides and sharding of `like`."""
+    copied = new_like(like)
+    with torch.no_grad():
+        if not is_sharded(like):
+            value = whole(value)
+        elif not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
+            from torch.distributed.tensor import distribute_tensor
+
+            full = whole(value).detach()
+            value = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+        local(copied).copy_(local(value))
+    return copied  # type: ignore[no-any-return]

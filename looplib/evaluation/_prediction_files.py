@@ -19,7 +19,7 @@ import torch
 
 from looplib._core.checks import check, few
 from looplib._core.checksums import checksum
-from looplib.checkpoint.interop._whole import whole
+from looplib.checkpoint._shards import whole
 from looplib.evaluation._batches import is_loader
 from looplib.evaluation._outputs import count_rows, is_texts, named_leaves
 from looplib.types import TrainState

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from looplib.checkpoint.interop._whole import whole
+from looplib.checkpoint._shards import whole
 from looplib.data._loader import Loader
 from looplib.distributed import _processes as distributed
 from looplib.testing._compare import differing, largest

@@ -57,7 +57,6 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
     from looplib._core import ranks as _ranks
-    from looplib.checkpoint._shards import boxes_written_here
     from looplib.checkpoint._write import Parts, write_tensors
 
     def world(*args: Any) -> Any:
@@ -95,9 +94,8 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
         f"layers.{n}.weight": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for n in range(tensors)
     }
     with tempfile.TemporaryDirectory() as folder:
-        parts, path = Parts({"params": state}), Path(folder) / "tensors-00000.safetensors"
-        began = time.perf_counter()
-        written = write_tensors(path, parts.shards, parts.about, boxes_written_here(parts.sharded))
+        path, began = Path(folder) / "tensors-00000.safetensors", time.perf_counter()
+        written = write_tensors(path, Parts({"params": state}, first=True))
         found["save"] = time.perf_counter() - began
         found["described"] = float(int.from_bytes(path.read_bytes()[:8], "little"))
     of_ranks = [json.dumps({path.name: written})] * ranks

@@ -44,10 +44,9 @@ def trained(step, state, steps):
     return state
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_adapters_are_saved_alone_and_continue_with_the_bits_of_the_whole(tmp_path, asynchronous):
+def test_adapters_are_saved_alone_and_continue_with_the_bits_of_the_whole(tmp_path):
     _, step, state = make()
-    ckpt = ll.checkpoint_io(tmp_path, select=trainable, asynchronous=asynchronous)
+    ckpt = ll.checkpoint_io(tmp_path, select=trainable, asynchronous=True)
     state = trained(step, state, 3)
     ckpt.save(state)
     ckpt.wait()
@@ -94,32 +93,27 @@ def test_another_base_model_is_refused(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, select=trainable)
     ckpt.save(trained(step, state, 1))
     *_, other = make(base_seed=1)
-    message = (
-        "without the parameters of its base model.* of the state's are others: .*/params/base.bias.*load the base"
-    )
-    with pytest.raises(ValueError, match=message):
-        ckpt.restore(other)
     *_, again = make()
     with torch.no_grad():
         again.params["base.bias"].view(torch.int32)[3] ^= 1  # one bit
-    with pytest.raises(ValueError, match=message):
-        ckpt.restore(again)
+    for state, names in (
+        (other, r"2 of .*/params/base.weight, /params/base.bias"),
+        (again, r"1 of .*: /params/base.bias"),
+    ):
+        with pytest.raises(ValueError, match=names):
+            ckpt.restore(state)
     # A base that has been written since the last save has another digest.
     *_, state = make()
     state = ckpt.restore(state)
     with torch.no_grad():
         state.params["base.bias"].add_(1)
     ckpt.save(state.replace(step=2))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"base.bias"):
         ckpt.restore(make()[2])
 
 
-def test_a_choice_of_nothing_and_no_function_are_named(tmp_path):
-    *_, state = make()
-    with pytest.raises(ValueError, match="select chooses none"):
-        ll.checkpoint_io(tmp_path, select=lambda name, tensor: False).save(state)
-    with pytest.raises(TypeError, match=r"select is 'lora'; give select\(name, tensor\)"):
-        ll.checkpoint_io(tmp_path, select="lora")
+def test_all_may_be_chosen(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, select=lambda name, tensor: True)
+    *_, state = make()
     ckpt.save(state)
     assert ckpt.restore(make()[2]).step == 0

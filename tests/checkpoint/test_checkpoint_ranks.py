@@ -1,6 +1,5 @@
 """Checkpoints of several ranks: whole or not there on all of them, and of n ranks into m, by real processes."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,15 +10,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from files import DATA, MANIFEST, forged_header
+from files import adamw, forged_header, tensors_of
 from ranks import launch, run_script
 from torch import nn
 
 import looplib as ll
 
 ROOT = Path(__file__).parents[2]
-pytree = torch.utils._pytree
-adamw = ll.optimizer(torch.optim.AdamW, lr=0.1)
 
 COMMON = """
 import contextlib, os, resource, sys, time, warnings
@@ -83,7 +80,7 @@ def same(one, other):
 
 
 def names_in(place):
-    return sorted(path.name for path in place.iterdir() if path.name != ".lock")
+    return sorted(path.name for path in place.iterdir())
 
 
 @contextlib.contextmanager
@@ -142,7 +139,7 @@ for asynchronous in (False, True):
     assert same(found, given)
     assert not same(free, given)
     assert all(isinstance(p, DTensor) and p.requires_grad for p in found.params.values())
-    with pytest.raises(ValueError, match="no checkpoint of step 9; steps there: 3, 4"):
+    with pytest.raises(ValueError, match="no checkpoint 9: .*steps there: 3, 4"):
         ckpt.restore(start, 9)
 reference = full(given)  # collective
 if rank == 0:
@@ -155,7 +152,7 @@ for broken in (0, 2):
     ckpt.wait()
     large = distribute_tensor(torch.zeros(40_000), init_device_mesh("cpu", (world,)), [Shard(0)])
     bigger = given.replace(step=given.step + 1, extra={"large": large})
-    words = rf"rank {broken}: step-00000004 could not be saved: File too large .*before it are untouched"
+    words = rf"step-00000004 could not be saved: rank {broken}: File too large.*before it are untouched"
     with full_disk(20_000) if rank == broken else contextlib.nullcontext(), pytest.raises(OSError, match=words):
         ckpt.save(bigger)
         ckpt.wait()
@@ -180,18 +177,20 @@ with warnings.catch_warnings(record=True) as seen:
     restored = ckpt.restore(state_of(fsdp(5)))
 assert same(restored, given.replace(step=1))
 said = [str(w.message) for w in seen]
-words = "step-00000003/tensors-00002.safetensors has been changed"
+words = "step-00000003/tensors-00002.safetensors is damaged"
 assert any(words in text and text.startswith("rank ") for text in said), said
 assert (rank == 0) == any("step-00000002/manifest.json" in text for text in said), said
 ckpt.save(given.replace(step=2))
-aside = [name for name in names_in(folder / "flipped") if name.startswith("damaged")]
-assert len(aside) == 2
-assert [c.step for c in ckpt.steps()] == [0, 1, 2]
+assert names_in(folder / "flipped")[2:] == ["step-00000002", "step-00000002.1", "step-00000003"]
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    assert [c.step for c in ckpt.steps()] == [0, 1, 2] if rank == 0 else [0, 1, 2, 3]  # which saw no bytes of the last
+ckpt.delete(after=2)
 
 # A file of one rank is gone, a later step, a state that does not fit
 dist.barrier()
 if rank == 0:
-    (folder / "flipped" / "step-00000002" / "tensors-00001.safetensors").unlink()
+    (folder / "flipped" / "step-00000002.1" / "tensors-00001.safetensors").unlink()
 dist.barrier()
 other = ll.checkpoint_io(folder / "flipped")
 with warnings.catch_warnings():
@@ -206,14 +205,14 @@ ckpt = ll.checkpoint_io(folder / "never")
 
 # What differs between ranks, or cannot be saved on one
 wrong = given.replace(extra={"best": float(rank == 2)}, step=9)
-with pytest.raises(ValueError, match=r"differs between ranks.*\\n  /extra/best is 0.0 on rank 0, 1.0 on rank 2"):
+with pytest.raises(ValueError, match=r"differs between ranks.*\\n  /extra/best is .*0.0.* on rank 0, .*1.0.* on rank 2"):
     ckpt.save(wrong)
 with pytest.raises(ValueError, match=r"\\n  batch is 2 on rank 0, 1 on rank 1"):
     ckpt.save(given.replace(batch=2 if rank != 1 else 1, step=9))
 with pytest.raises(TypeError, match=r"rank 3: /extra/x is a set, which a checkpoint cannot hold"):
     ckpt.save(given.replace(extra={"x": {1} if rank == 3 else 1}, step=9))
 part = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (world,)), [Partial()])
-with pytest.raises(TypeError, match=r"rank 0: /extra/x is a DTensor that is not summed up yet"):
+with pytest.raises(TypeError, match=r"rank 0: /extra/x is a DTensor .* not summed up yet"):
     ckpt.save(given.replace(extra={"x": part}, step=9))
 
 # An interrupt of one rank amid a save, which the others hear of
@@ -301,7 +300,7 @@ for asynchronous in (False, True):
     restored = ckpt.restore(state_of(DistributedDataParallel(net(rank))))
     assert same(restored, given.replace(step=5))
     with full_disk(100) if rank == 0 else contextlib.nullcontext():
-        with pytest.raises(OSError, match=r"rank 0: step-00000006 could not be saved: File too large"):
+        with pytest.raises(OSError, match=r"step-00000006 could not be saved: rank 0: File too large"):
             ckpt.save(given.replace(step=6))
             ckpt.wait()
     assert ckpt.latest().step == 5
@@ -336,10 +335,8 @@ for source in ("sharded-False", "sharded-True", "whole-False", "one"):
                 assert all(found.params[name] is p for name, p in slots.items())
     weights = ckpt.restore(ll.init_state(fsdp(5)), weights_only=True)
     assert torch.equal(weights.params["0.weight"].full_tensor(), reference[0])
-    with pytest.raises(ValueError, match=r"0.weight is float32 in the checkpoint, float64 in the state"):
+    with pytest.raises(ValueError, match=r"0.weight is a float32 .* in the checkpoint, a float64 .* in the state"):
         ckpt.restore(state_of(fsdp(5).double()))
-    doubled = ckpt.restore(state_of(fsdp(5).double()), convert=True)
-    assert torch.equal(doubled.params["0.weight"].full_tensor(), reference[0].double())
 # From two ranks again, and what they keep
 ckpt = ll.checkpoint_io(folder / "again", keep_last=1)
 state = ckpt.restore(state_of(fsdp(5)))
@@ -402,10 +399,6 @@ def state_of(model):
     return state.replace(extra={"ema": ema, "best": 0.5, "none": None})
 
 
-def tensors(state):
-    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Folder of checkpoints saved by four ranks, after checking everything in FOUR."""
@@ -421,7 +414,7 @@ def test_of_four_into_one(folder):
             state = state_of(net(5))
             ckpt = ll.checkpoint_io(folder / source, monitor="loss")
             found = ckpt.restore(state if bind else ll.copy_state(state), "best")
-            assert all(torch.equal(a, b) for a, b in zip(tensors(found), reference, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), reference, strict=True))
             assert (found.step, found.epoch, found.batch, found.samples) == (3, 1, 2, 40)
             assert found.extra["best"] == 0.5
 
@@ -430,7 +423,7 @@ def test_of_four_into_two_and_of_one_into_two(folder):
     reference = torch.load(folder / "full.pt")
     state = ll.checkpoint_io(folder / "sharded-False").restore(state_of(net(5)))
     ll.checkpoint_io(folder / "one").save(state)
-    assert len(reference) == len(tensors(state))
+    assert len(reference) == len(tensors_of(state))
     launch_script(2, TWO, folder)
 
 
@@ -442,44 +435,18 @@ def test_of_four_into_one_rank_that_is_sharded_and_back(folder):
     launch_script(1, ONE, folder)
 
 
-# Malice and damage, in one process
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    shutil.copytree(folder / "sharded-False" / "step-00000003", tmp_path / "c" / "step-00000003")
-    return tmp_path / "c"
-
-
-PLACE = "/params/0.weight"
-OWN = "tensors-00000.safetensors"  # of the first rank
-
-
-def restored(folder):
-    return ll.checkpoint_io(folder).restore(state_of(net(5)), 3)
-
-
-def test_forged_chunks_are_damage(copy):
-    entry = copy / "step-00000003"
-    good = {name: (entry / name).read_bytes() for name in (MANIFEST, OWN)}
-    for box in ([[3, 5], [0, 3]], [[1, 3], [0, 3]], [[0, 3], [0, 2]], [[0, 2]], [[0, 2**40], [0, 2**40]], [2, 3], []):
-        for name, content in good.items():
-            (entry / name).write_bytes(content)
-        forged_header(entry, OWN, lambda header, box=box: header["__metadata__"].update({PLACE: json.dumps(box)}))
-        with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=r"tensors-00000|do not have all of"):
-            restored(copy)
-
-
-def test_safetensors_reads_the_shards_and_all_their_bytes_are_counted(copy):
-    found = ll.checkpoint_io(copy).restore(state_of(net(5)))
-    files = sorted((copy / "step-00000003").glob("tensors-*.safetensors"))
-    rows = [safetensors.torch.load_file(file).get(PLACE) for file in files]
+def test_safetensors_reads_the_shards_and_a_part_that_nobody_wrote_is_missed(folder, tmp_path):
+    path = shutil.copytree(folder / "sharded-False" / "step-00000003", tmp_path / "step-00000003")
+    found = ll.checkpoint_io(tmp_path).restore(state_of(net(5)))
+    files = sorted(path.glob("tensors*"))
+    rows = [safetensors.torch.load_file(file).get("/params/0.weight") for file in files]
     assert len(files) == 3  # of five rows the fourth rank has none, nor of any other
     assert torch.equal(torch.cat([row for row in rows if row is not None]), found.params["0.weight"])
-    (about,) = ll.checkpoint_io(copy).steps()
-    assert about.bytes == sum(file.stat().st_size for file in [*files, copy / "step-00000003" / DATA])
-    assert about.parts["params"] == sum(tensor.nbytes for tensor in found.params.values())
-    assert about.parts["extra"] == sum(tensor.nbytes for tensor in found.extra["ema"].values())
+    (about,) = ll.checkpoint_io(tmp_path).steps()
+    assert about.bytes == sum(file.stat().st_size for file in files)
+    forged_header(files[1], lambda header: header["__metadata__"].pop("/params/0.weight"))
+    with pytest.raises(ll.checkpoint.DamagedCheckpointError, match="do not have all of /params/0"):
+        ll.checkpoint_io(tmp_path).restore(state_of(net(5)), 3)
 
 
 # SIGKILL
@@ -558,7 +525,7 @@ for form in last:
     if (folder / form).exists():
         ckpt = ll.checkpoint_io(folder / form)
         ckpt.save(ll.TrainState(step=10**6, params=plain(1)))
-        names = [path.name for path in (folder / form).iterdir() if path.name != ".lock"]
+        names = [path.name for path in (folder / form).iterdir() ]
         assert all(name.startswith("step-") for name in names), names
 """
 
@@ -581,4 +548,5 @@ def restored_on_ranks(folder):
 def test_the_first_rank_says_what_was_restored(tmp_path):
     path = ll.checkpoint_io(tmp_path).save(ll.TrainState(step=7, params={"w": torch.ones(2)}))
     printed = launch(2, restored_on_ranks, str(tmp_path))
-    assert printed.count(f"Restored step 7 (epoch 0, batch 0) from {path}\n") == printed.count("Restored") == 1
+    words = f"Restored step 7 (epoch 0, batch 0) from {os.path.relpath(path)}\n"
+    assert printed.count(words) == printed.count("Restored") == 1

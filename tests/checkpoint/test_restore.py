@@ -1,20 +1,242 @@
-"""Restores into states whose leaves share memory, and into epochs of a different length."""
+"""Restores that fit or say why not: of damaged checkpoints, into bound states, shared tensors and other epochs."""
 
+import contextlib
+import os
 import re
+import time
 
 import pytest
 import torch
+from files import DATA, MANIFEST, adamw, advanced, damage, names_in, net, same, unbound
 from shared import equal
 from torch import nn
 
 import looplib as ll
 
-adamw = ll.optimizer(torch.optim.AdamW, lr=0.1)
+DAMAGED = ll.checkpoint.DamagedCheckpointError
 
 
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+def values(tree):
+    return {name: tensor.detach().clone() for name, tensor in tree.items()}
+
+
+# Damage
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replaced(path):
+    torch.save({"w": torch.zeros(9)}, path)
+
+
+DAMAGES = {
+    "flipped": lambda path: damage(path.parent, path.name),
+    "cut": cut,
+    "missing": os.unlink,
+    "other": replaced,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, how):
+    for name in (DATA, MANIFEST):
+        ckpt = ll.checkpoint_io(tmp_path / name, keep_last=2)
+        states = [advanced(unbound(), steps) for steps in range(3)]
+        paths = [ckpt.save(state) for state in states]
+        DAMAGES[how](paths[2] / name)
+        ckpt = ll.checkpoint_io(tmp_path / name, keep_last=2)
+        with pytest.warns(UserWarning, match=rf"step-00000002/{name}"):
+            restored = ckpt.restore(unbound(5))
+        assert same(restored, states[1])
+        assert [c.step for c in ckpt.steps()] == [1]
+        # The run goes on beside it, and it stays until somebody deletes it.
+        ckpt.save(states[2])
+        assert same(ckpt.restore(unbound(5)), states[2])
+        assert [c.step for c in ckpt.steps()] == [1, 2]
+        assert names_in(tmp_path / name) == ["step-00000001", "step-00000002", "step-00000002.1"]
+        ckpt.delete(after=1)
+        assert names_in(tmp_path / name) == ["step-00000001"]
+
+
+def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, monitor="x", mode="min")
+    for step in range(3):
+        damage(ckpt.save(unbound().replace(step=step), {"x": step}))
+    state = ll.init_state(net(3), adamw)
+    kept = ll.copy_state(state)
+    for which, words in ((1, "step-00000001/tensors"), ("best", "step-00000000/tensors")):
+        with pytest.raises(DAMAGED, match=words):
+            ckpt.restore(state, which)
+    with (
+        pytest.warns(UserWarning, match="going back"),
+        pytest.raises(DAMAGED, match=r"'latest'.*none.*step-0.*-00000002"),
+    ):
+        ckpt.restore(state)
+    with pytest.raises(DAMAGED, match=r"1:.*damaged"):
+        ckpt.restore(state, 1)
+    assert same(state, kept)
+
+
+# Into states
+
+
+def test_nothing_there_is_a_start(tmp_path, capsys):
+    ckpt = ll.checkpoint_io(tmp_path / "none", monitor="x", mode="min")
+    state = unbound()
+    assert ckpt.restore(state) is state
+    assert ckpt.latest() is ckpt.best() is None
+    assert ckpt.steps() == []
+    assert not (tmp_path / "none").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ckpt = ll.checkpoint_io("runs/first")
+    ckpt.save(unbound().replace(step=13, epoch=2, batch=1))
+    (tmp_path / "other").mkdir()
+    for folder, options, words in (
+        (tmp_path, {}, "Restored step 13 (epoch 2, batch 1) from runs/first/step-00000013\n"),
+        (tmp_path, {"weights_only": True}, "Restored weights from runs/first/step-00000013\n"),
+        (tmp_path, {"quiet": True}, ""),
+        (tmp_path / "other", {}, "Restored step 13 (epoch 2, batch 1) from ../runs/first/step-00000013\n"),
+    ):
+        monkeypatch.chdir(folder)
+        ckpt.restore(unbound(), 13, **options)
+        assert capsys.readouterr().out == words
+
+
+@pytest.mark.filterwarnings("ignore:.*other settings. seed was")
+def test_bound_stays_bound_and_unbound_stays_free(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    extra = {"ema": torch.ones(2), "count": 3, "best": None}
+    saved = advanced(unbound(1, seed=5, epoch_length=7), 3).replace(extra=extra)
+    ckpt.save(saved)
+    model = net(2)
+    start = ll.init_state(model, adamw, epoch_length=7, extra={"ema": torch.zeros(2), "count": 0.0, "best": 1.5})
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for _ in range(2):  # once more after donated steps
+        bound = ckpt.restore(start)
+        assert same(bound, saved)
+        assert {**bound.params, **bound.buffers}.keys() == own.keys()
+        for name, tensor in {**bound.params, **bound.buffers}.items():
+            assert tensor is own[name]
+        with pytest.raises(ll.DonatedStateError, match=r"ckpt\.restore\(state\) has written over its tensors"):
+            _ = start.params
+        start = advanced(bound, 1, model, donate=True)
+    given_state = unbound(2, epoch_length=7, extra=extra)
+    kept = ll.copy_state(given_state)
+    free = ckpt.restore(given_state)
+    assert same(free, saved)
+    assert same(given_state, kept)
+    assert not any(isinstance(tensor, nn.Parameter) for tensor in free.params.values())
+    assert all(tensor.requires_grad for tensor in free.params.values())
+    # What was None may have become something.
+    later = ckpt.restore(unbound(2, epoch_length=7, extra=dict.fromkeys(extra)))
+    assert torch.equal(later.extra["ema"], torch.ones(2))
+    assert later.extra["count"] == 3
+
+
+def test_a_pure_state_with_frozen_parameters_of_the_module_is_not_written_over(tmp_path):
+    model = net()
+    model[0].requires_grad_(False)
+    start = ll.init_state(model, adamw)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(start)
+    state = advanced(start, 1, model)
+    assert state.params["0.weight"] is model[0].weight
+    kept = ll.copy_state(state)
+    restored = ckpt.restore(state)
+    assert same(restored, start)
+    assert restored.params["0.weight"].requires_grad is False
+    # Nor is it spent by a restore into the module, whose frozen parameters have these values already.
+    ckpt.restore(start)
+    assert same(state, kept)
+
+
+def test_ties_stay_ties_and_each_tensor_takes_the_layout_of_the_state(tmp_path):
+    image, column = torch.randn(2, 3, 4, 5), torch.arange(12.0)
+    params = {"a": column, "tied": column, "t": torch.randn(3, 4).T, "e": torch.ones(1).expand(5), "image": image}
+    state = ll.TrainState(params=params, extra=(torch.tensor(3, dtype=torch.uint16), [2**80, b"x", 1j]), seed=2**100)
+    like = {**params, "tied": column.clone(), "image": image.to(memory_format=torch.channels_last)}
+    for asynchronous in (False, True):
+        ckpt = ll.checkpoint_io(tmp_path, asynchronous=asynchronous)
+        ckpt.save(state)
+        found = ckpt.restore(state.replace(params=like))
+        assert same(found, state)
+        assert found.params["tied"].data_ptr() == found.params["a"].data_ptr() != column.data_ptr()
+        assert [found.params[name].stride() for name in ("t", "image")] == [(1, 4), like["image"].stride()]
+    model = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+    ckpt.save(ll.init_state(nn.Conv2d(3, 2, 3), adamw).replace(step=1))
+    moments = ckpt.restore(ll.copy_state(ll.init_state(model, adamw))).opt_state["state"]["weight"]
+    assert moments["exp_avg"].stride() == model.weight.stride()  # which fused kernels pair by
+
+
+def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    saved = {"gone": torch.ones(2), "wide": torch.ones(2, 3), "half": torch.ones(2).half()}
+    ckpt.save(ll.TrainState(params=saved, extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)}))
+    params = {"wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1)}
+    extra = {"best": torch.zeros(1), "note": 3, "tensor": 1.0}
+    state = ll.TrainState(params={name: nn.Parameter(tensor) for name, tensor in params.items()}, extra=extra)
+    with pytest.raises(ValueError, match="does not fit the state") as error:
+        ckpt.restore(state)
+    found = "".join(str(error.value).splitlines()[1:-1])
+    assert re.fullmatch(
+        r"  /params/new~1er is in the state.*  /params/gone is in the checkpoint.*  /params/wide .*\(2, 3\).*\(3, 2\).*"
+        r"  /params/half .*float16.*float32.*  /extra/best .*float.*a float32 tensor of shape \(1,\).*"
+        "  /extra/note .*str.*int.*  /extra/tensor .*float32 tensor.*float.*",
+        found,
+    )
+    assert not isinstance(error.value, DAMAGED)
+    assert not any(tensor.any() for tensor in state.params.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*other settings. seed was")
+def test_weights_alone_keep_everything_else(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    state = advanced(unbound(9, seed=9), 2)
+    ckpt.save(state.replace(opt_state=None))
+    for bind in (False, True):
+        template = ll.init_state(net(3), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), seed=1, extra="mine")
+        kept = ll.copy_state(template)
+        found = ckpt.restore(template if bind else kept, weights_only=True)
+        assert same(found, kept.replace(params=state.params, buffers=state.buffers))
+    with pytest.raises(ValueError, match=r"/opt_state/state/0\.bias/exp_avg is in the state"):
+        ckpt.restore(unbound())
+
+
+def test_an_interrupt_amid_a_bound_restore_waits(tmp_path, monkeypatch):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(unbound(1))
+    model = net(2)
+    state = ll.init_state(model, adamw)
+    copy_, calls = torch.Tensor.copy_, []
+
+    def interrupting(self, *args):
+        if len(calls) == 3:
+            os.kill(os.getpid(), 2)
+        calls.append(1)
+        return copy_(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupting)
+    before = state
+    with contextlib.suppress(KeyboardInterrupt):
+        state = ckpt.restore(state)
+        time.sleep(300)  # the signal comes once the restored state has its name
+        pytest.fail("the signal was lost")
+    monkeypatch.undo()
+    assert len(calls) > 10
+    assert same(state, unbound(1))
+    with pytest.raises(ll.DonatedStateError, match=r"ckpt.restore\(state\) has written"):
+        _ = before.params
+    assert torch.equal(model[0].weight, net(1)[0].weight)
+
+
+# Leaves that share a tensor
 
 
 def with_start(seed=0):
@@ -24,39 +246,25 @@ def with_start(seed=0):
     return model, state.replace(extra={"start": state.params})
 
 
-def trained(model, state, steps=3):
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
-    for _ in range(steps):
-        state, _ = step(state, torch.eye(3))
-    return state
-
-
-def values(tree):
-    return {name: tensor.detach().clone() for name, tensor in tree.items()}
-
-
-# Leaves that share a tensor
-
-
-@pytest.mark.parametrize("bound", [True, False])
-def test_leaves_that_share_a_tensor_and_were_saved_apart_both_come_back(tmp_path, bound):
-    state = trained(*with_start())
+def test_leaves_that_share_a_tensor_and_were_saved_apart_both_come_back(tmp_path):
+    model, state = with_start()
+    state = advanced(state, 3, model)
     weights, start = values(state.params), values(state.extra["start"])
     assert not equal(weights, start)
     ll.checkpoint_io(tmp_path).save(state)
-    model, state = with_start(seed=1)
-    restored = ll.checkpoint_io(tmp_path).restore(state if bound else ll.copy_state(state))
-    assert equal(values(restored.params), weights)
-    assert equal(values(restored.extra["start"]), start)
-    if bound:
-        assert all(tensor is restored.params[name] for name, tensor in model.named_parameters())
-    trained(model, restored)  # which writes nothing that it was given
-    assert equal(values(restored.extra["start"]), start)
+    for bound in (True, False):
+        model, state = with_start(seed=1)
+        restored = ll.checkpoint_io(tmp_path).restore(state if bound else ll.copy_state(state))
+        assert equal(values(restored.params), weights)
+        assert equal(values(restored.extra["start"]), start)
+        if bound:
+            assert all(tensor is restored.params[name] for name, tensor in model.named_parameters())
+        advanced(restored, 1, model)  # which writes nothing that it was given
+        assert equal(values(restored.extra["start"]), start)
 
 
 def test_leaves_that_shared_a_tensor_when_they_were_saved_share_it_again(tmp_path):
-    model, state = with_start()
-    ll.checkpoint_io(tmp_path).save(state)
+    ll.checkpoint_io(tmp_path).save(with_start()[1])
     model, state = with_start(seed=1)
     restored = ll.checkpoint_io(tmp_path).restore(state)
     assert equal(values(restored.params), values(dict(net().named_parameters())))
@@ -64,44 +272,49 @@ def test_leaves_that_shared_a_tensor_when_they_were_saved_share_it_again(tmp_pat
         assert restored.params[name] is restored.extra["start"][name] is tensor
 
 
-@pytest.mark.parametrize("chosen", [{"weights_only": True}, {"names": lambda name: name.startswith("0.")}])
-def test_what_is_not_restored_keeps_its_values(tmp_path, chosen):
+def test_what_is_not_restored_keeps_its_values(tmp_path):
     ll.checkpoint_io(tmp_path).save(ll.init_state(net(5)))
     _, state = with_start(seed=1)
     start = values(state.extra["start"])
-    restored = ll.checkpoint_io(tmp_path).restore(state, **chosen)
+    restored = ll.checkpoint_io(tmp_path).restore(state, weights_only=True)
     assert equal(values(restored.extra["start"]), start)
     assert torch.equal(restored.params["0.weight"], net(5)[0].weight)
 
 
-class Halves(nn.Module):
-    """Two parameters that are views of one memory: interleaved; with `overlap`, sharing a column; or all of it."""
+class Views(nn.Module):
+    """Two parameters that are views of one memory, interleaved, overlapping or all of it; or an expanded one."""
 
-    def __init__(self, overlap):
+    def __init__(self, kind):
         super().__init__()
         memory = torch.zeros(4, 6)
-        self.left = nn.Parameter(memory[:, : 3 + overlap])
-        self.right = nn.Parameter(memory[:, 3 - (overlap == 3) * 3 :])
+        left, right = {"apart": (3, 3), "overlap": (4, 3), "tied": (6, 0), "expanded": (3, 3)}[kind]
+        self.left, self.right = nn.Parameter(memory[:, :left]), nn.Parameter(memory[:, right:])
+        if kind == "expanded":
+            self.left = nn.Parameter(torch.zeros(4, 1).expand(4, 3))
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_parameters_that_are_views_of_one_memory(tmp_path, overlap):
-    """Interleaved ones are two tensors, the same one twice takes one value, and what overlaps otherwise is refused."""
-    model = Halves(overlap)
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["apart", "overlap", "tied", "expanded"])
+def test_parameters_that_are_views_of_one_memory(tmp_path, kind):
+    """Interleaved ones are two tensors, the same one twice takes one value, and all else is refused by name."""
+    model = Views(kind)
     state, numbers = ll.init_state(model), torch.arange(24.0).view(4, 6)
-    saved = {"left": model.left.detach() + numbers[:, : 3 + overlap], "right": model.right.detach() + 1}
+    saved = {name: tensor + numbers[:, : tensor.shape[1]] for name, tensor in values(state.params).items()}
+    saved["right"] = saved["right"] + 1
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(ll.TrainState(params=saved))
-    if not overlap:
+    if kind == "apart":
         ckpt.restore(state)
         assert equal(values(dict(model.named_parameters())), saved)
         return
-    with pytest.raises(ValueError, match="/params/left and /params/right") as error:
+    names = r"/params/left" if kind == "expanded" else "/params/left and /params/right|/params/right.*/params/left"
+    with pytest.raises(ValueError, match=names) as error:
         ckpt.restore(state)
     assert not model.left.any()  # nothing was written
-    assert equal(values(ckpt.restore(ll.copy_state(state)).params), saved)
-    if overlap == 3:
-        assert "ll.copy_state" in str(error.value)
+    assert ("ll.copy_state" in str(error.value)) == (kind != "overlap")
+    if kind != "expanded":
+        assert equal(values(ckpt.restore(ll.copy_state(state)).params), saved)
+    if kind == "tied":
         ckpt.save(ll.TrainState(params=dict.fromkeys(saved, numbers)))
         ckpt.restore(state)
         assert torch.equal(model.left, numbers)
@@ -111,6 +324,7 @@ def test_parameters_that_are_views_of_one_memory(tmp_path, overlap):
 # Epochs of a different length
 
 
+@pytest.mark.every_case
 @pytest.mark.filterwarnings("ignore:.*other settings")
 @pytest.mark.parametrize("describe", [False, True])
 def test_within_an_epoch_the_message_names_two_ways_that_keep_everything(tmp_path, describe):
@@ -132,7 +346,7 @@ def test_within_an_epoch_the_message_names_two_ways_that_keep_everything(tmp_pat
     assert (saved.epoch, saved.batch) == (1, 4)
     ckpts[0].save(saved)
     names = {"ckpt": ckpts[1], "state": ll.init_state(net(1), adamw, epoch_length=3), "loader": loaders[8]}
-    with pytest.raises(ValueError, match="stands within an epoch, after batch 4") as error:
+    with pytest.raises(ValueError, match="after batch 4") as error:
         ckpts[1].restore(names["state"])
     resumed, skipped = re.findall(r"state = (\w.*?\))(?:\.|$)(?: To|$)", str(error.value))
     skipped = eval(skipped, names)
@@ -141,7 +355,6 @@ def test_within_an_epoch_the_message_names_two_ways_that_keep_everything(tmp_pat
     resumed = eval(resumed, names)
     for state in (resumed, skipped):
         assert equal(values(state.params), values(saved.params))
-        assert torch.equal(*[each.opt_state["state"]["0.weight"]["exp_avg"] for each in (state, saved)])
     assert (resumed.step, resumed.epoch, resumed.batch, resumed.epoch_length) == (10, 1, 2, 3)
     # Each sample of the epoch is seen once, in the order of a run that was not stopped.
     after = run(8, resumed, 48, seen)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torchmetrics
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import looplib as ll
@@ -655,7 +656,7 @@ def _(device):
 def _(device, folder):
     model, state = started(device)
     ll.checkpoint.save_safetensors(model, state, folder / "model.safetensors")
-    return ll.checkpoint.load_state_dict(model, train(device)[0], folder / "model.safetensors")
+    return ll.checkpoint.load_state_dict(model, train(device)[0], load_file(folder / "model.safetensors"))
 
 
 @case("checkpoint.save_pretrained")

@@ -34,6 +34,7 @@ from checks import (
 )
 from migration_page import ROOT, Page, assert_complete, assert_readable
 from ranks import launch
+from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
@@ -439,7 +440,7 @@ def _(model, after):
 @shows("Trainer.save_model")
 def _(model, state):
     assert equal(torch.load("model.pt"), dict(state.params))
-    weights = ll.checkpoint.load_state_dict(model, ll.init_state(model), "model.safetensors").params
+    weights = ll.checkpoint.load_state_dict(model, ll.init_state(model), load_file("model.safetensors")).params
     assert equal(weights, state.params)
 
 
@@ -779,7 +780,7 @@ def _(run, rows, state, train_step, loader):
 
 @shows("DistTrainer.save_check_point.name")
 def _(model, state):
-    weights = ll.checkpoint.load_state_dict(model, ll.init_state(model), "small.safetensors").params
+    weights = ll.checkpoint.load_state_dict(model, ll.init_state(model), load_file("small.safetensors")).params
     assert equal(weights, state.params)
 
 

@@ -42,6 +42,7 @@ from checks import (
 )
 from huggingface_hub import ModelCard
 from migration_page import ROOT, Page, assert_complete, assert_readable
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -625,7 +626,7 @@ def _(the_hub, repo):
 @shows("TrainingArguments before 5.save_safetensors")
 def _(model, state):
     assert equal(torch.load("model.pt"), dict(model.state_dict()))
-    assert equal(ll.checkpoint.load_state_dict(model, state, "model.safetensors").params, state.params)
+    assert equal(ll.checkpoint.load_state_dict(model, state, load_file("model.safetensors")).params, state.params)
 
 
 # The parts of a Trainer, and its methods

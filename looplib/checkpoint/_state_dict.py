@@ -1,12 +1,9 @@
-"""`state_dict`: weights of a state in the form of plain torch, and back from a mapping or a file."""
+"""`state_dict`: weights of a state in the form of plain torch, and back."""
 
 from __future__ import annotations
 
-import functools
-import os
-import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +14,9 @@ from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import subset
 from looplib._core.misuse import export
 from looplib._core.trees import map_tensors
-from looplib.checkpoint.interop._whole import copied_like, same_values, shape_of, whole
+from looplib.checkpoint._format import about, in_words, words
+from looplib.checkpoint._shards import copied_like, whole
 from looplib.types import TrainState
-
-R = TypeVar("R")
 
 
 def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -72,26 +68,23 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
             value, key = entries.pop(key), clean(key)
             name = names.get(key, key)
             if name not in gathered:  # without a name here for the whole tensor, which would live until the next one
-                gathered[name] = kept(whole(value, trim=keeps))
+                gathered[name] = kept(whole(value))
             if keeps:
                 entries[key] = gathered[name]
-        versions = getattr(entries, "_metadata", {})  # by module name
-        for key in list(versions):
-            versions[clean(key)] = versions.pop(key)
         return entries
 
-    return lend(model, state, exported)
+    return lend(model, state, exported)  # type: ignore[no-any-return]
 
 
 def load_state_dict(
     model: nn.Module,
     state: TrainState,
-    source: Mapping[str, Any] | str | os.PathLike[str],
+    source: Mapping[str, Any],
     *,
     strict: bool = True,
     names: Callable[[str], bool] | None = None,
 ) -> TrainState:
-    """Load the weights of a `state_dict`, or of a weight file, into a state. Everything else in it is kept.
+    """Load the weights of a `state_dict` into a state. Everything else in it is kept.
 
     >>> import looplib as ll, torch
     >>> model, pretrained = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -104,42 +97,41 @@ def load_state_dict(
     >>> mapping = {"weight": torch.zeros(1, 2), "bias": torch.zeros(10)}
     >>> state = ll.checkpoint.load_state_dict(model, state, mapping, names=lambda name: name != "bias")
 
+    For a file, give `safetensors.torch.load_file(path)` or `torch.load(path, map_location="cpu", mmap=True)`.
+
     The values are copied and converted to the state's dtypes and devices. The new state is not bound to the module;
     `ll.bind(model, state)` binds it.
 
-    If the state is sharded, each rank takes its shard from the given tensors without communication, and reads only
-    that from a file. A `source` that is itself sharded is gathered, by all ranks.
+    If the state is sharded, each rank takes its shard from the given tensors without communication. A
+    `source` that is itself sharded is gathered, by all ranks.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
         state: a state of this module.
-        source: name -> tensor, as from the `state_dict()` of the module or its innermost one; or the path of a
-            safetensors or `torch.save` file, whose code is never executed (`weights_only=True`). For tied weights,
-            one of the names is enough.
+        source: name -> tensor, as from the `state_dict()` of the module or its innermost one. For tied weights, one of
+            the names is enough.
         strict: if True, refuse missing and unexpected names. At least one name must match in any case.
         names: `names(name) -> bool`, selects names to load. Others are ignored in the state and in the source.
 
     Raises:
-        ValueError: names, shapes or dtypes do not match (all listed in one message); tied weights have different
-            values; or the file is damaged or holds more than tensors and plain values.
-        TypeError: `source` is neither a mapping of tensors nor a path.
-        ImportError: the file is in safetensors format and safetensors is not installed.
+        ValueError: names, shapes or dtypes do not match (all listed in one message), or tied weights have different
+            values.
+        TypeError: `source` is not a mapping.
         DonatedStateError: the state was donated to a step.
     """
-    check_type("source is", source, (Mapping, str, os.PathLike), "give a state_dict, or the path of a file of one")
+    advice = "give a state_dict; for a file, safetensors.torch.load_file(path), or torch.load(path)"
+    check_type("source is", source, Mapping, advice)
     check_state(model, state)
-    tensors = source if isinstance(source, Mapping) else read_state_dict(source)
     name_of, clean = state_names(model), cleaner(model)
     selected = names or (lambda key: True)
-    given = {clean(str(key)): value for key, value in tensors.items()}
+    given = {clean(str(key)): value for key, value in source.items()}
     # An `_extra_state` belongs to the module.
     chosen = {key: value for key, value in given.items() if selected(key) and not key.endswith("_extra_state")}
     loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
     problems = _unmatched(name_of, chosen, strict, selected) + misfits
-    title = "the mapping" if isinstance(source, Mapping) else os.fspath(source)
     check(
         not problems,
-        f"{title} does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, choose it "
+        f"source does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, choose it "
         "with names=, or pass over names that one side alone has with strict=False",
     )
     return state.replace(
@@ -152,19 +144,14 @@ def _unmatched(
     name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, selected: Callable[[str], bool]
 ) -> list[str]:
     """Missing and unexpected names, in words."""
-    expected = [*filter(selected, name_of)]
-    if name_of and not (expected or chosen):
-        return ["names= chose none"]
     loaded = {name_of[key] for key in chosen.keys() & name_of.keys()}
     if loaded and not strict:
         return []
-    missing = [key for key in expected if name_of[key] not in loaded]
+    missing = [key for key in name_of if selected(key) and name_of[key] not in loaded]
     unexpected = [key for key in chosen if key not in name_of]
-    problems = {
-        f"missing {few(missing)}": missing,
-        f"unexpected {few(unexpected)}{_hint(unexpected, chosen, name_of)}": unexpected,
-    }
-    return [problem for problem, keys in problems.items() if keys]
+    kinds = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{kind} {few(keys)}" for kind, keys in kinds.items() if keys]
+    return problems or ([] if loaded or not name_of else ["names= chose none"])
 
 
 def _fitted(
@@ -181,7 +168,7 @@ def _fitted(
             misfits.append(f"{key} {problem}")
         elif first_key.setdefault(name, key) == key:
             loaded[name] = copied_like(value, like).requires_grad_(like.requires_grad)
-        elif not same_values(chosen[first_key[name]], value, like):
+        elif not torch.equal(words(whole(chosen[first_key[name]])), words(whole(value))):
             misfits.append(f"{key} has other values than another name of the same tied weight")
     return loaded, misfits
 
@@ -189,21 +176,8 @@ def _fitted(
 def _misfit(value: Any, like: Tensor) -> str:
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, not a tensor"
-    if value.shape != like.shape:
-        return f"has shape {tuple(value.shape)}, the state's has {shape_of(like)}"
-    if not torch.can_cast(value.dtype, like.dtype):
-        return f"is of {value.dtype}, which does not go into the state's {like.dtype}"
-    return ""
-
-
-def _hint(unexpected: list[str], chosen: Mapping[str, Any], name_of: Mapping[str, str]) -> str:
-    """Advice for common mismatches."""
-    if nested := [key for key in unexpected if isinstance(chosen[key], Mapping)]:
-        return f" ({nested[0]} is a dict: if the weights are in it, give that)"
-    prefix = next(iter(unexpected), "").partition(".")[0] + "."
-    if all(key.startswith(prefix) and key.removeprefix(prefix) in name_of for key in unexpected):
-        return f' (they fit without "{prefix}": give {{name.removeprefix("{prefix}"): ... for each}})'
-    return ""
+    fits = value.shape == like.shape and torch.can_cast(value.dtype, like.dtype)
+    return "" if fits else f"is {in_words(about(value))}, which does not go into {in_words(about(like))}"
 
 
 # Names of tensors: those of a module's `state_dict` and those of a state
@@ -216,7 +190,7 @@ def check_state(model: nn.Module, state: TrainState) -> None:
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
 
 
-def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
+def lend(model: nn.Module, state: TrainState, body: Callable[[], Any]) -> Any:
     """Call `body()` while the module holds the state's values."""
     check_state(model, state)
     return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
@@ -247,37 +221,3 @@ def state_names(model: nn.Module) -> dict[str, str]:
     with export(model):
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}
-
-
-# Weight files: safetensors, and `torch.save` without executing anything
-
-
-def safetensors_package() -> Any:
-    """Import safetensors, or raise an ImportError that says how to install it."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("safetensors files need the package: pip install safetensors") from error
-    return safetensors
-
-
-def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Names and tensors of a safetensors or `torch.save` file."""
-    with open(path, "rb") as file:
-        head = file.read(9)
-    load: Callable[..., Any]
-    if head[8:] == b"{":  # safetensors starts with the length of a JSON header, then the header
-        load = safetensors_package().torch.load_file
-    else:
-        mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-        load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=mapped)
-    try:
-        content = load(path)
-    except OSError:
-        raise
-    except Exception as error:  # torch raises errors of many types for a damaged file
-        raise ValueError(
-            f"{os.fspath(path)} is damaged, or holds more than tensors and plain values, and was not loaded"
-        ) from error
-    check(isinstance(content, Mapping), f"{os.fspath(path)} holds a {type(content).__name__}, not a state_dict")
-    return content  # type: ignore[no-any-return]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import modules as _modules
-from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
 from looplib._core.trees import map_tensors
-from looplib.checkpoint.interop._state_dict import check_state
-from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
+from looplib.checkpoint._shards import copied_like
+from looplib.checkpoint._state_dict import check_state
 from looplib.optim._update import kept_by_class
 from looplib.types import TrainState
 
@@ -25,9 +24,6 @@ def optimizer_state_dict(
     model: nn.Module,
     state: TrainState,
     torch_optimizer: torch.optim.Optimizer,
-    *,
-    full_state_dict: bool = True,
-    cpu_offload: bool = False,
 ) -> dict[str, Any]:
     """Export optimizer state as a `torch.optim` state_dict, with which a raw loop can continue training.
 
@@ -44,8 +40,8 @@ def optimizer_state_dict(
     if looplib uses the fused kernel (see `repr(optimizer)`). Classes that keep values in their groups, as schedule-free
     optimizers do, are refused.
 
-    Sharded tensors are gathered, as with `state_dict`, so all ranks call this. An optimizer over sharded parameters
-    needs shards: `raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw, full_state_dict=False))`.
+    Sharded tensors are copied as DTensors, which an optimizer over the same sharded parameters takes. If you need whole
+    ones, gather each with `full_tensor()`, on all ranks.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
@@ -53,9 +49,6 @@ def optimizer_state_dict(
             `apply_if_finite`.
         torch_optimizer: an instance of the class passed to `ll.optimizer`, with the same kinds of hyperparameters,
             over the module's own parameters in any groups and any order. It is not changed.
-        full_state_dict: if True, gather sharded tensors; if False, return this rank's shards as DTensors.
-        cpu_offload: if True, return tensors on the CPU. If they are gathered, only the first rank gets them, and the
-            others an empty dict. Both options are those of torch's `StateDictOptions`.
 
     Raises:
         ValueError: `torch_optimizer` has different parameters or state entries, or its class keeps values in its groups.
@@ -64,12 +57,9 @@ def optimizer_state_dict(
     """
     opt_state, name_of = _matched(model, state, torch_optimizer)
     cls = type(torch_optimizer)
-    keeps = _ranks.is_first() or not (cpu_offload and full_state_dict)
 
-    def exported(value: Tensor, like: Tensor, _: str) -> Tensor | None:
-        value = whole(value) if full_state_dict else value
-        device = "cpu" if cpu_offload else like.device
-        return value.detach().to(device, like.dtype, copy=True) if keeps else None
+    def exported(value: Tensor, like: Tensor, _: str) -> Tensor:
+        return value.detach().to(like.device, like.dtype, copy=True)
 
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
@@ -86,7 +76,7 @@ def optimizer_state_dict(
             entry = _converted(name, entry, kept.entries[name], "the state", cls.__name__, exported)
             if entry and name not in kept.late:  # a torch optimizer has no entry for a parameter without state
                 packed["state"][numbers[name]] = entry
-    return packed if keeps else {}
+    return packed
 
 
 def load_optimizer_state_dict(
@@ -123,7 +113,7 @@ def load_optimizer_state_dict(
     entries, cls = opt_state["state"], type(torch_optimizer).__name__
 
     def fitted(value: Tensor, like: Tensor, title: str) -> Tensor:
-        shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}"
+        shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {tuple(like.shape)}"
         check(value.shape == like.shape, f"{title} {shapes}")
         return copied_like(value, like)
 
@@ -133,13 +123,9 @@ def load_optimizer_state_dict(
         if (name := name_of[id(param)]) in entries and (kept := torch_optimizer.state.get(param))
     }
     check(
-        loaded or not any(entries.values()),
-        f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it",
-    )
-    check(
-        state.step or not loaded,
-        f"the state is at step 0, where an optimizer starts from nothing, and this {cls} has made steps: give "
-        "state.replace(step=..., epoch=..., batch=..., samples=...)",
+        bool(loaded) == bool(state.step) or not any(entries.values()),
+        f"the state is at step {state.step}, and this {cls} keeps something for {len(loaded)} parameters: fill it by steps "
+        "or load_state_dict, and give state.replace(step=..., epoch=..., batch=..., samples=...)",
     )
     new = {**opt_state, "state": {**entries, **loaded}}
     if "started" in new:
@@ -166,19 +152,17 @@ def _matched(
         "library that began the run, or load the weights alone",
     )
     name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
-    strange = [tuple(param.shape) for param in params if id(param) not in name_of]
-    check(
-        not strange,
-        f"{title} has parameters that are not this {type(model).__name__}'s own, of shapes {few(strange)}: make it "
-        "over model.parameters(), after all that gives the module new ones",
-    )
+    for param in params:
+        name_of.setdefault(
+            id(param), f"one of shape {tuple(param.shape)} that is not this {type(model).__name__}'s own"
+        )
     in_state = opt_state["state"].keys()
     missing = in_state - {name_of[id(param)] for param in params}
     unexpected = {name_of[id(param)] for param in params if param.requires_grad} - in_state
     check(
         not missing | unexpected,
         f"{title} and the state's optimizer train different parameters: missing {few(sorted(missing))}, unexpected "
-        f"{few(sorted(unexpected))}; make it over the others, or the state with the same trainable=",
+        f"{few(sorted(unexpected))}; make it over model.parameters(), or the state with the same trainable=",
     )
     return opt_state, name_of
 
@@ -209,9 +193,9 @@ def _converted(
     like: Mapping[str, Any],
     giver: str,
     taker: str,
-    copied: Callable[[Tensor, Tensor, str], Tensor | None],
+    copied: Callable[[Tensor, Tensor, str], Tensor],
 ) -> dict[str, Any]:
-    """Copy one parameter's entries, converting tensors with `copied(value, like, what)`."""
+    """Copy one parameter's entries, converting tensors with `copied(value, like, title)`."""
     check(
         entry.keys() == like.keys(),
         f"for {name}, {giver} keeps {sorted(entry) or 'nothing'}, and {taker} keeps {sorted(like) or 'nothing'}: "

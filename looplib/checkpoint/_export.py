@@ -12,19 +12,19 @@ from looplib._core import modules as _modules
 from looplib._core.checks import check
 from looplib._core.collective import together
 from looplib._core.trees import map_tensors
-from looplib.checkpoint.interop._state_dict import lend, safetensors_package, state_dict, state_names
+from looplib.checkpoint._state_dict import lend, state_dict, state_names
 from looplib.types import TrainState
 
 
 def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLike[str]) -> None:
-    """Save the weights of a state as a safetensors file, which `load_state_dict` can read.
+    """Save the weights of a state as a safetensors file.
 
-    >>> import looplib as ll, pathlib, tempfile, torch
+    >>> import looplib as ll, pathlib, safetensors.torch, tempfile, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> state = ll.init_state(model)
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
     >>> ll.checkpoint.save_safetensors(model, state, path)
-    >>> again = ll.checkpoint.load_state_dict(model, state, path)
+    >>> again = ll.checkpoint.load_state_dict(model, state, safetensors.torch.load_file(path))
 
     The names are those of `state_dict`. The format has no tied weights, so each is saved once, under its first name,
     and the file's metadata maps the other names to it, as with `safetensors.torch.save_model`. An existing file is
@@ -40,14 +40,15 @@ def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLik
 
     Raises:
         ImportError: safetensors is not installed.
-        OSError: the file cannot be written.
+        safetensors.SafetensorError: the file cannot be written.
         ValueError: the state belongs to a different module.
         DonatedStateError: the state was donated to a step.
     """
     weights, names = state_dict(model, state, cpu_offload=True), state_names(model)
 
     def write() -> None:
-        safetensors = safetensors_package()
+        from safetensors.torch import save_file
+
         tensors: dict[str, Tensor] = {}
         first_key: dict[str, str] = {}  # maps the names of tied weights
         metadata = {"format": "pt"}
@@ -58,10 +59,8 @@ def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLik
                 tensors[key] = map_tensors(Tensor.contiguous, value)
         part = Path(f"{os.fspath(path)}.part")
         try:
-            safetensors.torch.save_file(tensors, part, metadata)
+            save_file(tensors, part, metadata)
             part.replace(path)
-        except safetensors.SafetensorError as error:  # also raised for disk errors
-            raise OSError(f"{os.fspath(path)} could not be written: {error}") from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -83,7 +82,8 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     >>> model = transformers.AutoModel.from_pretrained(folder)
     >>> state = ll.init_state(model)
 
-    All ranks call this and the first one writes, as with `save_safetensors`.
+    All ranks call this and the first one writes whole tensors, as with `save_safetensors`: leave out arguments that have
+    all ranks write, such as `distributed_checkpoint=True`.
 
     Args:
         model: a `transformers` model, with or without torch's wrappers. As always when saving, its `config` records
@@ -93,30 +93,13 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
         arguments: further arguments of `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        TypeError: the model has no `save_pretrained`.
+        AttributeError: the model has no `save_pretrained`.
         NotADirectoryError: `directory` is a file.
-        ValueError: see `state_dict`; or several ranks would have to write, because of `distributed_checkpoint=True`
-            or because `transformers` sharded the model itself.
+        ValueError: see `state_dict`.
         DonatedStateError: the state was donated to a step.
     """
     inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]
-    check(
-        callable(getattr(inner, "save_pretrained", None)),
-        f"{type(inner).__name__} has no save_pretrained, which the models of transformers have; for other models "
-        "take ll.checkpoint.save_safetensors, or torch.save(ll.checkpoint.state_dict(model, state), path)",
-        TypeError,
-    )
-    ranks = together()
-    of_all_ranks = {
-        "config.distributed_config": getattr(getattr(inner, "config", None), "distributed_config", None) is not None,
-        "distributed_checkpoint=True": arguments.get("distributed_checkpoint"),
-    }
-    for setting in filter(of_all_ranks.get, of_all_ranks):
-        check(
-            not ranks.is_distributed,
-            f"{setting} has all ranks write, and here the first alone does, whole tensors: shard the model by "
-            "fully_shard, or, for checkpoints in parts, take ll.checkpoint_io",
-        )
+    save = inner.save_pretrained
     weights = state_dict(model, state, cpu_offload=True)
 
     def write() -> None:
@@ -127,6 +110,6 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
             NotADirectoryError,
         )
         # The module holds the values too, because transformers reads the dtype for config.json from it.
-        lend(model, state, lambda: inner.save_pretrained(directory, state_dict=weights, **arguments))
+        lend(model, state, lambda: save(directory, state_dict=weights, **arguments))
 
-    ranks.on_rank0(write)
+    together().on_rank0(write)
