@@ -55,7 +55,6 @@ OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05}, {"weight_decay": 0.0}),
     "half momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, {"momentum": 0.0}),
     "SGD": (torch.optim.SGD, {"lr": 0.05}, {"lr": 0.01}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.05}, {"momentum_decay": 0.01}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5}, {"centered": True, "momentum": 0.0}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {"weight_decay": 0.1}),
 }

@@ -98,18 +98,3 @@ def test_a_folder_of_adapter_and_tokenizer_is_the_model_of_the_state(tmp_path):
     assert not torch.equal(logits(loaded), logits(base_model()))
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")("loop")["input_ids"] == [1]
     assert (tmp_path / "adapter/adapter_model.safetensors").stat().st_size < 10_000
-
-
-def test_a_base_model_that_merging_has_rounded_is_named(tmp_path):
-    model = adapted("default")
-    ckpt = ll.checkpoint_io(tmp_path, select=trainable)
-    step, state = started(model)
-    state = trained(step, state, until=2)
-    ckpt.save(state)
-    model.merge_adapter()  # writes through .data, which torch does not count
-    model.unmerge_adapter()
-    state = trained(step, state, until=3)
-    ckpt.save(state)
-    with pytest.raises(ValueError, match=r"load the base model.*copy\.deepcopy"):
-        ckpt.restore(started(adapted("default"))[1])
-    assert ckpt.restore(started(adapted("default"))[1], 2).step == 2
