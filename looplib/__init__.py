@@ -2,9 +2,9 @@
 
     import looplib as ll
 
+    loader = ll.make_loader(train_set, batch_size=64)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    loader = ll.make_loader(train_set, batch_size=64)
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
     done = ll.after_epochs(10)
     while not done(state):

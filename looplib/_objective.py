@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 from looplib._core.engines import Passes, RunningSum
 from looplib._core.mappings import as_record, mapped, without
 from looplib._core.ranks import (
@@ -116,13 +116,12 @@ def value_of(loss: Any) -> Tensor:
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"loss_fn returned a {type(value).__name__}; return a scalar tensor, a Mean(total, weight), or "
-            "(loss, aux)" + ("; for a model's output, return output.loss" if hasattr(value, "loss") else "")
+            f"loss_fn returned {named(value)}; return a scalar tensor, a Mean(total, weight), or (loss, aux){_cause(value)}"
         )
     if value.numel() != 1:
         raise ValueError(
-            f"the loss has shape {tuple(value.shape)}; return a scalar: loss.mean(), or for an exact average "
-            "over what counts, Mean(loss.sum(), weight)"
+            f"the loss has shape {tuple(value.shape)}; return a scalar: loss.mean(), for an exact average over what counts "
+            "Mean(loss.sum(), weight), or if it is the model's output, a loss of it such as cross_entropy(output, labels)"
         )
     if not value.requires_grad:
         raise ValueError(
@@ -130,6 +129,16 @@ def value_of(loss: Any) -> Tensor:
             "under no_grad"
         )
     return value if type(value) is Tensor else _gathered(value)
+
+
+def _cause(value: Any) -> str:
+    """Likely cause of a loss that is no tensor."""
+    unlabeled = ", which is None here: without labels in the batch, a model computes no loss"
+    if value is None:
+        return ": is its last line `return loss`? (The loss of a transformers model is None without labels in the batch.)"
+    if hasattr(value, "loss"):
+        return "; for a model's output, return output.loss" + (unlabeled if value.loss is None else "")
+    return '; for values beside the loss, return loss, {"name": value}' if isinstance(value, Mapping) else ""
 
 
 def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:

@@ -54,19 +54,9 @@ def make_grad_fn(
     >>> sorted(gradients.grads), gradients.samples
     (['bias', 'weight'], 4)
 
-    During the call the module is in training mode, except for submodules that were in eval mode when `make_grad_fn`
-    was called. If one of those has dropout and trainable parameters, a warning names it: models from
-    `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper. If the module itself was in eval
-    mode, all of it is in training mode during the call, and a warning names its batch norm and dropout layers.
-
-    torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and restored afterwards, so
-    the same state and batch always give the same gradients. Threads share torch's stream of the CPU, so steps of several
-    threads take turns, and a loader that reads meanwhile draws from a stream of its own; a thread of yours that draws
-    by itself (`torch.rand`) during a step draws from the step's numbers. If the state is bound to the module, the module runs on
-    its own tensors, hooks included. Otherwise the state's tensors take their place for the duration of the call.
-
-    If the module is wrapped in DDP or sharded by FSDP2, the result is the gradient of the global batch over all
-    ranks, even if their batches have different sizes or token counts. See `ll.distributed`.
+    The same state and batch always give the same gradients, because dropout and other draws are seeded from the
+    state. If the module is wrapped in DDP or sharded by FSDP2, the result is the gradient of the global batch over
+    all ranks, even if their batches have different sizes or token counts.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
@@ -84,6 +74,18 @@ def make_grad_fn(
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
+
+    **Training mode.** During the call the module is in training mode, except for submodules that were in eval mode
+    when `make_grad_fn` was called. If one of those has dropout and trainable parameters, a warning names it: models
+    from `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper. If the module itself was in
+    eval mode, all of it is in training mode during the call, and a warning names its batch norm and dropout layers.
+
+    **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
+    restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A
+    thread of yours that draws by itself (`torch.rand`) during a step draws from the step's numbers.
+
+    **Whose tensors.** If the state is bound to the module, the module runs on its own tensors, hooks included.
+    Otherwise the state's tensors take their place during the call.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)

@@ -60,7 +60,7 @@ def init_state(
     Raises:
         TypeError: `model` is not a module, or `optimizer` is not an `ll.optimizer(...)`.
         ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, or a trained
-            parameter shares memory with another tensor of the module.
+            parameter is on the meta device or shares memory with another tensor of the module.
     """
     swapped = isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module)
     check(not swapped, "init_state takes the model first: write ll.init_state(model, optimizer)", TypeError)
@@ -78,11 +78,13 @@ def init_state(
     if optimizer is not None:
         check(
             hasattr(optimizer, "init"),
-            f"optimizer is {_describe(optimizer)}; init_state needs what ll.optimizer returns, such as "
+            f"optimizer is {named(optimizer)}; init_state needs what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)",
             TypeError,
         )
         names = _modules.trainable_names(model, trainable)
+        trained = pick(params, names)
+        _modules.check_materialized(trained)
         if (pair := overlapping({**params, **buffers}, set(names))) is not None:
             raise ValueError(
                 f"{pair[0]} and {pair[1]} are two tensors that share memory: training one in place would change the "
@@ -90,7 +92,7 @@ def init_state(
                 "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())"
             )
         with torch.inference_mode(False):  # steps take no tensors made there
-            opt_state = optimizer.init(pick(params, names), buffers=buffers)
+            opt_state = optimizer.init(trained, buffers=buffers)
         kept = {"opt_state" + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(opt_state)[0]}
         kept = {path: leaf for path, leaf in kept.items() if isinstance(leaf, Tensor)}
         if (pair := overlapping(kept, set(kept))) is not None:
@@ -126,10 +128,6 @@ def _whole(value: Any, name: str = "seed") -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {named(value)}; give a whole number") from None
-
-
-def _describe(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"an instance of {type(value).__name__}"
 
 
 def copy_state(state: TrainState) -> TrainState:

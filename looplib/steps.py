@@ -23,6 +23,7 @@ from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
+from looplib._core.errors import fold
 from looplib._core.kinds import check_function_of_model
 from looplib._core.lease import (
     Lease,
@@ -161,25 +162,15 @@ def make_train_step(
     ['loss']
 
     Keep the returned state. The old one stays at its own step, and without `donate` the module's weights do not
-    change either: use `ll.bind(model, state)` before saving the module. Three mistakes get one warning each: ten calls
-    in a row with the same state and different batches; saving or calling the module while it has the weights that it
-    had when its first pure step was called; and a loss that reaches the parameters of another network, which would keep
-    its first weights. (The second uses hooks on the module, which `ll.bind` removes. Saving or calling a part of the
-    module, or a copy of it, is not noticed.)
-
-    Wrap the result with `ll.compile_step` to compile the whole step into one graph, or with `ll.vmap_step` to train
-    many members at once.
+    change either: use `ll.bind(model, state)` before saving the module. Wrap the step with `ll.compile_step` to
+    compile it into one graph, or with `ll.vmap_step` to train many members at once.
 
     Args:
         grad_fn: from `make_grad_fn`, with or without wrappers.
         optimizer: from `ll.optimizer`, with or without wrappers. Use the one that created the state.
         donate: if True, write the new state over the old one, for the speed and memory of an in-place loop.
             Afterwards the old state, and every state that shares a tensor with it (trained parameters, all buffers, the
-            optimizer's state), raises DonatedStateError. If the update itself fails, there is no state after it. A
-            signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is handled some milliseconds
-            after it, when your variable holds the new state. A function of your own around the step may be interrupted
-            before it returns the new state, which is lost then, unless it is a first Ctrl-C in a loop over a looplib
-            loader, which waits for the next batch.
+            optimizer's state), raises DonatedStateError.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first.
@@ -187,6 +178,17 @@ def make_train_step(
     Raises:
         DonatedStateError: the state was already donated to a step.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
+
+    **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
+    handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
+    function of your own, it may be interrupted before it returns the new state, which is then lost. The exception is
+    a first Ctrl-C in a loop over a looplib loader, which waits for the next batch. If the update itself fails, there
+    is no state after it.
+
+    **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
+    saving or calling the module while it still has the weights from before its first pure step; and a loss that
+    reaches the parameters of another network, which would keep its first weights. The second uses hooks on the
+    module, which `ll.bind` removes; saving or calling a part of the module, or a copy of it, is not noticed.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
@@ -273,14 +275,18 @@ def _train_step(
             }
             new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
-                new_opt_state = _take_over(replaced, owned, new_opt_state, in_place=donate)
+                if donate:
+                    new_opt_state = _copy_into(owned, replaced, new_opt_state)
+                else:
+                    owned |= _as_parameters(replaced, owned)
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
             return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
-        except BaseException:
+        except BaseException as error:
             undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
+            fold(error)
             raise
         finally:
             torch_private.set_grad_enabled(grad_mode)
@@ -289,17 +295,22 @@ def _train_step(
     return train_step
 
 
-def _take_over(replaced: Params, owned: Params, opt_state: Any, in_place: bool) -> Any:
-    """Take the new tensors of a functional update as the parameters, and return the optimizer's state.
+def _as_parameters(replaced: Params, owned: Params) -> Params:
+    """The new tensors of a functional update, as parameters."""
+    values = _apart([*replaced.values()], owned.values())
+    return {
+        name: value.detach().requires_grad_(owned[name].requires_grad)
+        for name, value in zip(replaced, values, strict=True)
+    }
 
-    In place, their values go into the tensors that the step owns, since the module holds these. What shares memory with
-    them, values from another parameter or in the optimizer's state, is copied first.
+
+def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
+    """Copy the new tensors of a functional update into the step's own, which the module holds.
+
+    What shares memory with these, values from another parameter or in the optimizer's state, is copied first. Returns
+    that state.
     """
     values = _apart([*replaced.values()], owned.values())
-    if not in_place:
-        for name, tensor in zip(replaced, values, strict=True):
-            owned[name] = tensor.detach().requires_grad_(owned[name].requires_grad)
-        return opt_state
     given = [owned[name] for name in replaced]
     opt_state = _apart(opt_state, given)
     for tensor, value in zip(given, values, strict=True):
@@ -428,9 +439,10 @@ def make_predict_step(
 
     As with `make_eval_step`, the module runs in eval mode and without gradients, on copies of the state's buffers.
 
-    With `training=True` it runs as in a train step, dropout and batch norm included, and its statistics still do not
-    move: for a GAN's fake images, a teacher, or the values of a critic between two steps. The outputs of one state and one
-    batch are always the same. To draw others, such as a second rollout, use `ll.state.fold_in(state, 1)`.
+    With `training=True` it runs as in a train step, with dropout and batch norm, but the running statistics do not
+    change. Use that for a GAN's fake images, a teacher, or the values of a critic between two steps. The same state
+    and batch always give the same outputs. To draw again, such as for a second rollout, use
+    `ll.state.fold_in(state, 1)`.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.

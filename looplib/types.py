@@ -365,15 +365,15 @@ class Init(Protocol):
 class Update(Protocol):
     """Optimizer update: `update_(grads, opt_state, params, step, **info) -> (params, opt_state)`.
 
-    It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because the
-    caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are not
-    written. If it returns new parameters in a donated step, the step copies them into the old ones. If it puts new tensors
-    into `opt_state`, it returns a new dict, `{**opt_state, "count": count}`: the one that it is given is that of the state
-    before as well.
+    It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because
+    the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
+    not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
+    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`, because the dict that it is given
+    also belongs to the old state.
 
-    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier updates,
-    which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train step
-    returns. (A compiled step that skips the update returns those of the update that it has not made.)
+    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
+    updates, which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train
+    step returns. (If a compiled step skips the update, these are the values computed for the skipped update.)
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
@@ -388,14 +388,14 @@ class Decide(Protocol):
     """Optimizer decision: `decide(grads, opt_state, metrics) -> (flag, opt_state)`, before anything is written.
 
     `flag` says whether to update: a bool, or a 0-dim bool tensor, which the train step reads. `opt_state` goes to the
-    update, or is kept if there is none, with what counts batches and not updates: skips, windows of losses, loss scales.
-    It writes to nothing that it is given: changed entries go into a new dict, `{**opt_state, "skips": skips}`. What the
-    optimizer cannot update is refused here. No gradients are recorded.
+    update, or is kept if there is none. Put into it what is counted per batch rather than per update: skips, windows
+    of losses, loss scales. It writes to nothing that it is given: changed entries go into a new dict,
+    `{**opt_state, "skips": skips}`. What the optimizer cannot update is refused here. No gradients are recorded.
 
-    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure, donated,
-    compiled and vectorized steps, and nested, with one read by the host for all wrappers. On several ranks, decide by
-    what all of them share, such as the gradients: the metrics are those of the rank's own batch, and ranks that decide
-    differently end with different weights.
+    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure,
+    donated, compiled and vectorized steps. Such wrappers can be nested, and the host still reads only one flag per
+    step. On several ranks, decide by what all of them share, such as the gradients: the metrics are those of the
+    rank's own batch, and ranks that decide differently end with different weights.
 
     >>> import dataclasses, looplib as ll, torch
     >>> def skip_small_gradients(optimizer, least):

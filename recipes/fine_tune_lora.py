@@ -3,10 +3,10 @@
     pip install scikit-learn transformers datasets peft
     python recipes/fine_tune_lora.py
 
-The task: which package of Python's standard library does a docstring come from? The model first learns to fill in
-masked words of the rest of the library, and is saved; --base takes any other model's folder instead. It is loaded
-three times, to train only the head, LoRA with the head, and all weights. A quarter of the docstrings is held out; none
-shares more than half of its words with another. Ctrl-C stops, rerunning continues; delete the folder to start over.
+The task: from which package of Python's standard library is a docstring? The model first learns to fill in masked words
+of the rest of the library; --base takes any other model's folder instead. It trains only the head, LoRA with the head, and
+all weights, by the loop of peft's examples/sequence_classification/LoRA.ipynb with clipped gradients. A quarter is held
+out; none shares more than half of its words with another. Ctrl-C stops, rerunning continues (delete the folder to restart).
 
 Reached with seeds 0 to 2, on 384 held-out docstrings, in 70 seconds on one core: 77.9% to 79.2% with LoRA (93,417
 numbers trained), 80.7% to 83.9% with all weights (482,985), 41.7% to 50.0% with only the head (10,185).

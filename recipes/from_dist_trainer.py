@@ -57,7 +57,7 @@ def main(
         loader = make_loader(train_data, seed=seed, drop_last=drop_last)
         dev_batches = make_loader(dev_data, order=ll.data.in_order())
         steps = n_epochs * len(loader)
-        rate = ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
         optimizer = ll.optimizer(torch.optim.Adam, lr=rate)
         half_fn = ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1")
         grad_fn = ll.accumulate(ll.make_grad_fn(model, half_fn), update_every)
@@ -72,9 +72,7 @@ def main(
         monitor = "dev/" + metric_key.strip("+-")
         best = ll.predicates.BestSoFar(monitor, mode="min" if metric_key.startswith("-") else "max")
         settings = {"loader": loader}
-        ckpt = ll.checkpoint_io(
-            f"{save_path}/checkpoints", keep_last=1, monitor=monitor, mode=best.mode, describe=settings
-        )
+        ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best, describe=settings)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()

@@ -59,7 +59,7 @@ def main(
         half = torch.float16 if fp16 == "float16" else torch.bfloat16
         cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")
         steps = n_epochs * len(loader)
-        rate = ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
         optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
         grad_fn = ll.accumulate(ll.make_grad_fn(model, cast(loss_fn)), accumulation_steps)
         if fp16 == "float16":
@@ -71,10 +71,10 @@ def main(
         done = ended | ll.after_signal(signal.SIGINT, signal.SIGTERM)
         eval_now, save_now = ll.every_n_steps(evaluate_every) | ll.after_epochs(n_epochs), ll.at_epoch_end()
         log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
-        monitor = "eval/accuracy"
-        ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=monitor, mode="max")
-        extra = {"best": ll.predicates.BestSoFar(monitor, mode="max")}
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
+        best = ll.predicates.BestSoFar("eval/accuracy")
+        ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=best)
+        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
+        state = ckpt.restore(first)
         finished = f"already finished at step {state.step}; delete {folder} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")
 

@@ -73,9 +73,9 @@ def main(
         board = ll.log.tracker("tensorboard", f"{output_dir}/tensorboard")
         log = ll.tee(board, ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
         settings, folder = {"loader": loader}, f"{output_dir}/checkpoints"
-        ckpt = ll.checkpoint_io(folder, keep_last=save_total_limit, monitor="eval/loss", describe=settings)
-        extra = {"best": ll.predicates.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max": greater_is_better
-        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra)
+        best = ll.predicates.BestSoFar("eval/loss")  # metric_for_best_model; mode="max": greater_is_better
+        ckpt = ll.checkpoint_io(folder, keep_last=save_total_limit, monitor=best, describe=settings)
+        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()
         finished = f"already finished at step {state.step}; delete {output_dir} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")

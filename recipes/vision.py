@@ -74,7 +74,7 @@ def main(
     steps = epochs * len(loader)
     optimizer = ll.optimizer(
         torch.optim.AdamW,
-        lr=ll.warmup_cosine(lr, warmup=round(warmup * steps), total=steps),
+        lr=ll.warmup_cosine(lr, warmup=warmup, total=steps),
         weight_decay=weight_decay,
         groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
     )

@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import looplib as ll
 from looplib.types import TrainState
@@ -85,3 +86,13 @@ def file_size_limit(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class InDouble(TorchFunctionMode):
+    """Computes in float64 where transformers converts to float32: in norms, rotary embeddings and its loss."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return function(*args, **kwargs)

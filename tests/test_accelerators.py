@@ -98,15 +98,6 @@ def test_a_process_gets_the_accelerator_of_its_local_rank_and_torchs_default_bac
     assert asked.get("device_id") == accelerators.current == (None if shared else device)
 
 
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_a_single_process_gets_the_first_accelerator(host, monkeypatch, kind):
-    host(kind, 1)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    with ll.distributed.setup(required=False) as device:
-        assert device == torch.device(kind, 0)
-
-
 def test_more_processes_than_accelerators_are_refused(host):
     host("xpu", 2, local_rank=2)
     with pytest.raises(RuntimeError, match=r"LOCAL_RANK 2, and this host 2 GPUs.*--nproc-per-node 2"):

@@ -37,6 +37,12 @@ def test_an_optimizer_and_a_state_have_only_what_they_have():
     assert copy.copy(state).step == pickle.loads(pickle.dumps(state)).step == 0
 
 
+@pytest.mark.parametrize("cls", [ll.types.Optimizer, ll.TrainState, ll.checkpoint.CheckpointIO])
+def test_an_attribute_that_is_only_explained_is_offered_nowhere(cls):
+    explained = {"zero_grad", "state_dict", "loss", "global_step", "resume", "load"}
+    assert explained & {name for base in cls.__mro__ for name in vars(base)} == set()
+
+
 def test_what_a_newcomer_tries_first_is_answered(tmp_path):
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     state = ll.init_state(nn.Linear(2, 1), optimizer)

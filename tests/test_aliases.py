@@ -168,39 +168,7 @@ def test_decide_leaves_no_graph_in_the_state():
         assert not state.opt_state["mean"].requires_grad
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-def test_a_decision_that_runs_a_step_over_the_same_memory_is_noticed_before_anything_is_written(donate):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    other, state, after = ll.make_train_step(grad_fn, sgd, donate=True), ll.init_state(model, sgd), []
-
-    def decide(grads, opt_state, metrics, **info):
-        after.append(other(state, torch.ones(4, 3))[0])
-        return True, opt_state
-
-    step = ll.make_train_step(grad_fn, dataclasses.replace(sgd, decide=decide), donate=donate)
-    with pytest.raises(ll.DonatedStateError):
-        step(state, torch.ones(4, 3))
-    assert after[0].buffers["1.num_batches_tracked"] == 1 + donate  # the step's own pass has run before
-    assert after[0].params["0.weight"] is model[0].weight
-
-
 # Graphs
-
-
-def test_a_list_that_a_function_of_the_step_fills_is_refused_in_graphs():
-    seen = []
-
-    def loss_fn(model, x):
-        seen.append(1)
-        return sum_of_squares(model, x) * len(seen)
-
-    model, optimizer = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = made_step(ll.make_grad_fn(model, loss_fn), optimizer, "graph")
-    with pytest.raises(ll.transforms.UntraceableError, match="seen"):
-        step(ll.init_state(model, optimizer), torch.ones(2))
 
 
 @pytest.mark.parametrize("kind", ["pure", "graph"])

@@ -1,15 +1,23 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
+import os
+import random
 import re
 import sys
+import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import schedulefree
 import torch
 from public import ROOT
+from ranks import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import cross_entropy
+from torchao.optim import AdamW8bit
 
 import looplib as ll
 
@@ -27,6 +35,8 @@ CONTINUES = {  # the run that a block continues
 }
 TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
+BITS, ONE_PASS = "Keep the optimizer's state in 8 bits", "Update two networks from one forward pass"
+RATES = ["lr/generator", "lr/critic"]
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
 
 
@@ -59,7 +69,9 @@ def task(request):
         comet = mock.MagicMock()
         comet.start.return_value.get_key.return_value = "a-key"
         request.getfixturevalue("monkeypatch").setitem(sys.modules, "comet_ml", comet)
-    return request.param
+    # torchao would compile its update.
+    with torch.compiler.set_stance("force_eager") if BITS in request.param else nullcontext():
+        yield request.param
 
 
 def comet_calls():
@@ -158,6 +170,75 @@ def raw_rest(model):
     return torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=1e-2, fused=True)
 
 
+def raw_few_bits(model):
+    return AdamW8bit(model.parameters(), lr=1e-2)
+
+
+class EachClipped(torch.optim.AdamW):
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            torch.nn.utils.clip_grad_norm_(parameter, 0.1)
+        super().step()
+
+
+def raw_clipped(model):
+    return EachClipped(model.parameters(), lr=1e-2, fused=True)
+
+
+def raw_schedule_free(model):
+    raw = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
+    raw.train()
+    return raw
+
+
+class Averaging(torch.optim.AdamW):
+    """AdamW that trains with the average of diffusers' EMAModel beside it, from the first weights on."""
+
+    def step(self):
+        super().step()
+        self.count = getattr(self, "count", 0) + 1
+        for average, parameter in zip(self.averages, self.param_groups[0]["params"], strict=True):
+            average.lerp_(parameter.detach(), 1 - min(0.9999, 1 - (1 + self.count) ** -0.75))
+
+
+def averaged(names):
+    """True if the averages are those of a raw loop."""
+    made = []
+
+    def averaging(model):
+        made.append(Averaging(model.parameters(), lr=1e-2, fused=True))
+        made[0].averages = [parameter.detach().clone() for parameter in model.parameters()]
+        return made[0]
+
+    same = beside("Keep a moving average of the weights (EMA) 2", names, averaging)
+    found = ll.eval_state(names["optimizer"], names["state"]).params.values()
+    return same and close(dict(enumerate(found)), dict(enumerate(made[0].averages)))
+
+
+def at_their_old_weights(task):
+    """The networks after updates by two forward passes, each for one network."""
+    start = at_the_start(task, "optimizer = ")
+    networks, state = start["networks"], ll.init_state(start["networks"], epoch_length=8)
+    generator, critic = networks.values()
+    raw = torch.optim.Adam(networks.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=True)
+    for step, (real, _) in enumerate(start["loader"](state)):
+        torch.manual_seed(ll.debug.step_seed(state.replace(step=step)))
+        noise = torch.randn(len(real), 4)
+        raw.zero_grad()
+        (-critic(generator(noise)).mean()).backward(inputs=[*generator.parameters()])
+        (critic(generator(noise)).mean() - critic(real).mean()).backward(inputs=[*critic.parameters()])
+        raw.step()
+    return dict(networks.named_parameters())
+
+
+def walked_on(names):
+    """True if the checkpoint has the object and the stream as they were when it was saved."""
+    walk, (saved,) = names["walk"], names["ckpt"].steps()
+    ahead = walk.position, random.random()
+    ll.checkpoint.reinstate(names["ckpt"].restore(names["state"]).extra, walk=(again := type(walk)()))
+    return saved.step == 8 and ahead == (again.position, random.random())
+
+
 def converted(names):
     """True if the quantized model computes what the trained one did, from weights of few bits."""
     layers = names["model"][0], names["model"][2]
@@ -202,6 +283,17 @@ HOLDS = {
     "Set the learning rate by hand, or by the epoch 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == {"lr": 1e-2 * 0.5**3}
     ),
+    "Keep a moving average of the weights (EMA) 2": averaged,
+    "Train without a schedule (schedule-free) 1": lambda n: beside(
+        "Train without a schedule (schedule-free) 1", n, raw_schedule_free
+    ),
+    f"{BITS} 1": lambda n: beside(f"{BITS} 1", n, raw_few_bits),
+    "Clip gradients 2": lambda n: beside("Clip gradients 2", n, raw_clipped),
+    f"{ONE_PASS} 1": lambda n: close(n["state"].params, at_their_old_weights(f"{ONE_PASS} 1")),
+    "Give each network a schedule of its own 1": lambda n: (
+        ll.optim.hyperparameters(n["optimizer"], n["state"]) == pytest.approx(dict.fromkeys(RATES, 5e-4))
+    ),
+    "Resume draws and objects of your own 1": walked_on,
     "Use the model between steps 1": lambda n: len({tuple(each.tolist()) for each in n["rollouts"]}) == 4,
     "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),
     "Let a loss depend on the step 1": lambda n: n["with_smoothing"](n["state"], ())[1] == 0.2 - 16 / 100,
@@ -223,6 +315,7 @@ HOLDS = {
     "Log to any other tracker 2": lambda n: n["comet_ml"].mock_calls[-3:] == comet_calls(),
     "Log histograms of the gradients 1": lambda n: histograms() == {name: [4] for name in GRADIENTS},
     "Profile a step 1": lambda n: len(list(Path("runs/profile").glob("*.pt.trace.json"))) == 1,
+    "Find who is slow 1": lambda n: n["slow"] == {"slow_rank": 0, "slow_part": "data", "slow_seconds": 0.0},
     "Count parameters and operations 1": lambda n: n["counter"].get_total_flops() == operations(n["model"], 32),
     "Make predictions 1": lambda n: n["probabilities"].shape == (64, 3),
     "Debug a NaN 1": lambda n: n["worst"].index == 17,
@@ -259,6 +352,26 @@ def test_the_block_does_its_task(task, tmp_path, monkeypatch):
         assert HOLDS[task](names)
     if "state" in names and not task.startswith(("Overfit", "Find")):
         assert names["state"].step > 0
+
+
+def a_slow_rank(directory):
+    def late_loss(model, batch):
+        time.sleep(0.1)
+        return cross_entropy(model(batch[0]), batch[1])
+
+    os.chdir(directory)
+    names = {}
+    exec(SETUP, names)
+    if os.environ["RANK"] == "1":
+        names["loss_fn"] = late_loss
+    exec(TASKS["Find who is slow 1"], names)
+    assert (names["slow"]["slow_rank"], names["slow"]["slow_part"]) == (1, "forward")
+    assert names["slow"]["slow_seconds"] > 0.06
+    print("named")
+
+
+def test_who_is_slow_is_named_on_every_rank(tmp_path):
+    assert launch(2, a_slow_rank, str(tmp_path)).count("named") == 2
 
 
 def test_each_task_that_is_checked_is_on_the_page():

@@ -106,18 +106,6 @@ def test_a_module_that_keeps_its_first_weights_is_warned_of_once(use, tmp_path):
     assert "ll.checkpoint.state_dict" in str(caught[0].message) or use is call
 
 
-def test_save_pretrained_after_a_pure_run_is_warned_of(tmp_path):
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
-    model, optimizer = BertModel(config, add_pooling_layer=False).train(), ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, lambda model, ids: model(ids).last_hidden_state.sum(), allow_unused=True)
-    state, _ = ll.make_train_step(grad_fn, optimizer)(ll.init_state(model, optimizer), torch.ones(2, 3).long())
-    ll.checkpoint.save_pretrained(model, state, tmp_path / "right")
-    with pytest.warns(UserWarning, match=STALE):
-        model.save_pretrained(tmp_path / "wrong")
-
-
 def called_with_a_state(run, state, folder):
     eval_step = ll.make_eval_step(run.model, lambda model, x: {"loss": model(x).square().mean()})
     for each in (run.state, state):  # the first one has the module's own weights

@@ -1,65 +1,10 @@
-"""Clipping against torch's own."""
+"""Gradients of a loss: grad modes, modules in eval mode, hooks on parameters."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
-from looplib.types import RunningSum
-
-
-@given(seed=st.integers(0, 1000), scale=st.floats(1e-4, 1e4), max_norm=st.floats(1e-3, 1e3))
-@settings(max_examples=50, deadline=None)
-def test_clip_by_global_norm_has_the_bits_of_torchs(seed, scale, max_norm):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
-    x = torch.randn(4, 7) * scale
-
-    def loss_fn(model, x):
-        return model(x).square().mean()
-
-    clipped = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), max_norm)
-    out = clipped(ll.init_state(model), x)
-    loss_fn(model, x).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    assert all(torch.equal(out.grads[name], p.grad) for name, p in model.named_parameters())
-    assert ll.compute(out.metrics)["grad_norm"] == norm.item()
-
-
-def test_a_norm_that_is_not_positive_is_refused():
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"max_norm is .*above 0"):
-            ll.clip_by_global_norm(lambda state, batch, request: None, wrong)
-    clipped = ll.clip_by_global_norm(lambda state, batch, request: None, 1.0)
-    with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
-        clipped(ll.TrainState(), None, ll.types.GradRequest(sum=RunningSum()))
-
-
-def test_parts_add_up_to_the_whole():
-    # What accumulate will stand on: sums and weights of the parts, each added into the gradients so far.
-    torch.manual_seed(0)
-    model = nn.Linear(5, 3).double()
-    x, y = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
-
-    def loss_fn(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def token_loss(model, batch):
-        return ll.Mean(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
-
-    state = ll.copy_state(ll.init_state(model))
-    for fn in (loss_fn, token_loss):
-        grad_fn = ll.make_grad_fn(model, fn)
-        whole = grad_fn(state, (x, y))
-        total, weight = RunningSum(), 0
-        for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            out = grad_fn(state, batch, ll.types.GradRequest(index, sum=total))
-            total.grads, weight = out.grads, weight + out.weight
-        for name, grad in total.grads.items():
-            torch.testing.assert_close(grad * total.normalizer / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_loss_may_have_one_element_and_a_parameter_no_graph():

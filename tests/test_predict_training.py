@@ -61,17 +61,6 @@ def test_submodules_that_were_in_eval_mode_stay_so_and_eval_mode_is_the_default(
     assert torch.equal(ll.make_predict_step(model, forward)(state, X), net().eval()(X).detach())
 
 
-def test_each_member_of_a_stack_gets_a_stream_of_its_own():
-    model = net()
-    states = [ll.init_state(model, seed=seed) for seed in (3, 4)]
-    stack = ll.transforms.stack_states(states)
-    assert ll.state.fold_in(stack, 2).seed == tuple(ll.state.fold_in(state, 2).seed for state in states)
-    step = ll.make_predict_step(model, forward, training=True)
-    out = ll.vmap_step(step)(ll.state.fold_in(stack, 2), X)
-    for number, state in enumerate(states):
-        torch.testing.assert_close(out[number], step(ll.state.fold_in(state, 2), X))
-
-
 @pytest.mark.parametrize("microbatch", [0, 1])
 def test_the_seed_of_a_step_gives_a_raw_loop_the_masks_of_each_microbatch(microbatch):
     model = net().double()

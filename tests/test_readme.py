@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 from urllib.parse import unquote
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -62,30 +61,17 @@ def test_the_loop_learns_and_says_so(capsys):
 def test_the_first_diff_clips_and_follows_a_schedule():
     names = run(program(1))
     assert "grad_norm" in names["metrics"]
-    rates = [ll.optim.hyperparameters(names["optimizer"], names["state"].replace(step=k))["lr"] for k in (0, 20, 130)]
+    rates = [ll.optim.hyperparameters(names["optimizer"], names["state"].replace(step=k))["lr"] for k in (0, 13, 130)]
     assert rates == pytest.approx([0.0, 1e-2, 0.0], abs=1e-9)
 
 
 def test_the_second_diff_logs_the_mean_of_each_epoch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = run(program(2))
+    run(program(2))
     rows = ll.log.read_jsonl("runs/first/log.jsonl")
     assert [row["step"] for row in rows] == list(range(13, 131, 13))
     assert capsys.readouterr().out.count("eval/accuracy") == 10
     assert rows[-1]["eval/accuracy"] > 0.7
-
-    torch.manual_seed(0)
-    again = {}
-    exec(DATA, again)
-    state = ll.init_state(again["model"], names["optimizer"], epoch_length=13)
-    train_step = ll.make_train_step(
-        ll.clip_by_global_norm(ll.make_grad_fn(again["model"], again["loss_fn"]), 1.0), names["optimizer"]
-    )
-    total = 0.0
-    for batch in names["loader"](state):
-        state, metrics = train_step(state, batch)
-        total += ll.compute(metrics)["loss"] * len(batch[0])
-    assert rows[0]["train/loss"] == pytest.approx(total / 800, rel=1e-5)
 
 
 def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
@@ -224,8 +210,3 @@ def test_links_lead_somewhere(page):
 def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1, table
-
-
-def test_the_figure_is_a_picture_with_a_title():
-    tree = ElementTree.parse(ROOT / "notebooks/figures/loop.svg")
-    assert tree.find("{http://www.w3.org/2000/svg}title") is not None

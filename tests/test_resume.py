@@ -190,19 +190,6 @@ def test_with_workers_or_over_a_stream(tmp_path, options):
     assert log == expected_log
 
 
-def test_going_back_and_on_again_gives_the_same(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path)
-    logs = []
-    start = begin("adamw", first=True, donate=True, bound=True)
-    state = train(*start, 3, lambda *_: None)
-    ckpt.save(state)
-    for _ in range(2):
-        logs.append({})
-        state = train(state, *start[1:], 9, logs[-1].__setitem__)
-        state = ckpt.restore(state)
-    assert logs[0] == logs[1] == {k: v for k, v in uninterrupted("adamw", 17)[1].items() if 3 < k <= 9}
-
-
 # Processes
 
 
@@ -254,24 +241,6 @@ def test_each_kind_of_run_continues_in_another_process(tmp_path):
     subprocess.run(process("lives", str(tmp_path), 9, False), cwd=TESTS.parent, check=True)
     for family in FAMILIES:
         check(tmp_path / family, 9, family)
-
-
-@pytest.mark.slow
-def test_new_processes_with_workers_one_of_them_killed(tmp_path):
-    """The workers of a killed process live on for a while, and must not keep the next one out."""
-    options = {"workers": 3, "donate": True, "bound": True, "asynchronous": True}
-    first = subprocess.Popen(process("life", str(tmp_path), 10**9, **options), cwd=TESTS.parent)
-    end = time.monotonic() + 60
-    while lines_in(tmp_path) < 9:
-        assert first.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    first.kill()
-    first.wait()
-    state = ll.checkpoint_io(tmp_path).latest()
-    until = state.epoch * LENGTH + state.batch + 4
-    subprocess.run(process("life", str(tmp_path), until, workers=3), cwd=TESTS.parent, check=True)
-    check(tmp_path, until)
 
 
 def kill_again_and_again(folder, kills, seed):

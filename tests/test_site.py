@@ -3,6 +3,9 @@
 import json
 import posixpath
 import re
+import shutil
+import subprocess
+from collections import Counter
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
@@ -83,6 +86,36 @@ def test_every_room_and_public_name_has_an_entry_with_its_source(site):
     assert "def</span>" in text
 
 
+def test_a_page_of_the_reference_opens_with_a_table_of_its_names(site):
+    folder, _ = site
+    for room, module in ROOMS.items():
+        text = (folder / f"looplib/{room}.html").read_text()
+        table = text[text.index('<table class="names">') : text.index("</table>")]
+        rows = re.findall(r'<tr>\s*<td><code><a href="#(\w+)">\1</a></code></td>\s*<td>(.*?)</td>', table, re.S)
+        assert {name for name, _ in rows} >= {name for name in module.__all__ if getattr(module, name).__doc__}, room
+        assert [name for name, line in rows if not line.strip()] == []
+        sections = re.findall(r'<section id="(\w+)">', text)
+        assert sections == [name for name, _ in rows]
+        if room in ("data", "checkpoint", "schedules"):
+            first = {"data": "make_loader", "checkpoint": "checkpoint_io", "schedules": "warmup_cosine"}
+            assert sections[0] == first[room]
+
+
+def test_the_reference_shows_no_attribute_that_only_raises_and_no_private_class(site):
+    folder, pages = site
+    explained = {"CheckpointIO.resume", "CheckpointIO.load", "Optimizer.zero_grad", "TrainState.loss"}
+    for room in ROOMS:
+        assert explained.isdisjoint(pages[f"looplib/{room}.html"].anchors)
+        text = (folder / f"looplib/{room}.html").read_text()
+        signatures = re.findall(r'<span class="signature[^"]*">(.*?)</span>\s*</div>', text)
+        plain = [re.sub("<[^>]*>", "", signature) for signature in signatures]
+        assert [signature for signature in plain if re.search(r"looplib\.|&lt;f|\b_[a-z]|\bself\b", signature)] == []
+    signatures = re.findall(
+        r'>make_loader</span><span class="signature[^>]*>(.*)', (folder / "looplib/data.html").read_text()
+    )
+    assert re.sub("<[^>]*>", "", signatures[0]).startswith("(\tdataset: Any,\t*,\tbatch_size: int")
+
+
 def test_notebooks_recipes_and_documents_are_pages(site):
     folder, pages = site
     sources = [
@@ -104,17 +137,65 @@ def test_the_outputs_of_a_notebook_are_tables_and_figures_and_no_names_of_object
     assert 'alt="figure on white"' in text
 
 
+def constant(folder, name):
+    """Value of a constant in the script of the search."""
+    return json.loads(re.search(rf"const {name} = (.*);$", (folder / "search.js").read_text(), re.M)[1])
+
+
 def test_every_entry_can_be_searched_for(site):
     folder, pages = site
-    start, end = "const docs = ", ";\n\n    // mirrored"
-    text = (folder / "search.js").read_text()
-    found = json.loads(text[text.index(start) + len(start) : text.index(end)])
+    found = constant(folder, "docs")
     known = {entry["fullname"] for entry in found}
     assert {f"looplib.{name}" for name in public_names()} - known == set()
     assert "Cookbook: Freeze layers" in known
     for entry in found:
         address = f"{entry['modulename'].replace('.', '/')}.html"
         assert entry.get("qualname", "") in ("", *pages[address].anchors), entry["fullname"]
+
+
+def test_each_word_of_another_library_leads_to_places_that_can_be_found(site):
+    folder, _ = site
+    known = {f"{entry['modulename']}#{entry.get('qualname', '')}" for entry in constant(folder, "docs")}
+    words = constant(folder, "words")
+    assert len(words) > 250
+    assert [word for word, count in Counter(word for word, _ in words).items() if count > 1] == []
+    assert [(word, places) for word, places in words if not places or not known.issuperset(places)] == []
+
+
+# The search as it runs in the browser: one JSON list of the places found first, per term.
+SEARCH = """
+const window = {};
+require("vm").runInNewContext(require("fs").readFileSync("search.js", "utf8"), { window, console });
+const place = ({ doc }) => `${doc.modulename}#${doc.qualname ?? ""}`;
+const terms = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(terms.map((term) => window.pdocSearch(term).slice(0, 10).map(place))));
+"""
+
+
+def searched(folder, terms):
+    command = [shutil.which("node"), "-e", SEARCH]
+    done = subprocess.run(command, cwd=folder, input=json.dumps(terms), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(terms, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the search runs in node")
+def test_a_word_of_another_library_finds_its_place_first(site):
+    folder, _ = site
+    words = dict(map(tuple, constant(folder, "words")))
+    found = searched(folder, list(words))
+    assert {word: places[0] for word, places in found.items()} == {word: places[0] for word, places in words.items()}
+    assert [word for word, places in found.items() if len(set(places)) < len(places)] == []
+    asked = {
+        "how to clip gradients": "looplib.grads#clip_by_global_norm",
+        "Clip grad norm": "looplib.grads#clip_by_global_norm",
+        "onecyc": "looplib.schedules#one_cycle",
+        "multi gpu training": "recipes.COOKBOOK#use-several-gpus",
+        "make_loader": "looplib.data#make_loader",
+        "ll.optim.ema": "looplib.optim#ema",
+        "worst_samples": "looplib.debug#worst_samples",
+    }
+    assert {term: places[0] for term, places in searched(folder, list(asked)).items()} == asked
 
 
 def test_names_in_texts_and_code_lead_to_their_entries(site):

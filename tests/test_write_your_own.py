@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from public import ROOT
-from ranks import launch
 from torch import nn
 
 import looplib as ll
@@ -121,27 +120,6 @@ def test_each_member_of_a_stack_is_the_loop_by_hand():
         torch.testing.assert_close(scores, expected, **CLOSE)
 
 
-def on_two_ranks():
-    with ll.distributed.setup():
-        model, rank = net(), ll.distributed.rank()
-        step, optimizer = OWN["make_step"](model, loss_fn, donate=True)
-        state = ll.init_state(model, optimizer)
-        for x, y in batches():
-            half = slice(0, 4) if rank == 0 else slice(4, 8)
-            state, metrics = step(state, (x[half], y[half]))
-        largest = ll.compute(ll.distributed.reduce(metrics))["largest"]
-        [(params, mean, updates, expected)] = by_hand(net())
-        assert state.step == updates
-        torch.testing.assert_close(dict(state.params), params, **CLOSE)
-        torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), mean, **CLOSE)
-        torch.testing.assert_close(float(largest), expected[-1], **CLOSE)
-        print("equal on", rank)
-
-
-def test_on_two_ranks_it_is_the_loop_by_hand():
-    assert launch(2, on_two_ranks).count("equal on") == 2
-
-
 def test_the_predicate_and_the_sink(tmp_path):
     at_powers_of_two = OWN["at_powers_of_two"]
     fired = [step for step in range(1, 40) if (at_powers_of_two & ~ll.at_step(8))(ll.TrainState(step=step))]
@@ -149,30 +127,6 @@ def test_the_predicate_and_the_sink(tmp_path):
     log = ll.tee(OWN["as_markdown"](tmp_path / "log.md"))
     log(ll.TrainState(step=3), {"loss": 0.5})
     assert (tmp_path / "log.md").read_text() == "| 3 | 0.500000 |\n"
-
-
-def test_a_wrapper_with_state_keeps_it_in_checkpoints_and_hands_on_what_others_report(tmp_path):
-    def reporting(optimizer):
-        def update_(grads, opt_state, params, step, **info):
-            new, opt_state = optimizer.update_(grads, opt_state, params, step, **info)
-            return new, opt_state, {"updated": ll.Mean(len(grads), 1)}
-
-        return dataclasses.replace(optimizer, update_=update_)
-
-    def made(power):
-        return OWN["average_later"](reporting(ll.optimizer(torch.optim.SGD, lr=0.1)), power)
-
-    model, optimizer = net(), made(3.0)
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    state, metrics = step(ll.init_state(model, optimizer), batches()[0])
-    assert ll.compute(metrics)["updated"] == 4
-    ll.checkpoint_io(tmp_path).save(state)
-    fresh = ll.init_state(net(), optimizer)
-    restored = ll.checkpoint_io(tmp_path).restore(fresh)
-    assert restored.opt_state["updates"] == 1
-    assert all(torch.equal(restored.opt_state["mean"][name], p) for name, p in state.opt_state["mean"].items())
-    with pytest.warns(UserWarning, match=r"average_later power was 3\.0, is 1\.0"):
-        ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), made(1.0)))
 
 
 def test_a_transform_goes_around_a_compiled_step():

@@ -101,26 +101,18 @@ OF_LOOPLIB = {
 }
 
 
-class _Absent:
-    """An attribute that a class does not have, whose error says what to write instead.
+def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None:
+    """Make the errors for these missing attributes of a class say what to write instead.
 
-    A `__getattr__` could say the same, and would make every read of any attribute several times as slow.
+    The class has none of them, so that neither editors nor `help` offer them. Python calls `__getattr__` for a missing
+    attribute alone; with it, reading one that is there takes 0.01 us longer.
     """
 
-    __slots__ = ("message", "name")
+    def __getattr__(record: Any, name: str) -> NoReturn:
+        instead = f": {advice[name]}" if name in advice else ""
+        raise AttributeError(f"{owner} has no attribute {name!r}{instead}", name=name, obj=record)
 
-    def __init__(self, name: str, message: str) -> None:
-        self.name, self.message = name, message
-
-    def __get__(self, record: Any, cls: type) -> NoReturn:
-        raise AttributeError(self.message, name=self.name, obj=record)
-
-
-def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None:
-    """Make the errors for these missing attributes of a class say what to write instead."""
-    for name, text in advice.items():
-        setattr(cls, name, _Absent(name, f"{owner} has no attribute {name!r}: {text}"))
-    cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in advice]  # type: ignore[assignment, method-assign, misc]
+    cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
 
 
 def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> None:

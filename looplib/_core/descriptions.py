@@ -68,6 +68,8 @@ def settings_of(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return vars(value)
     if dataclasses.is_dataclass(value):
+        if type(value).__module__.startswith("looplib.") and not value.__dataclass_params__.repr:  # type: ignore[union-attr]
+            return None  # its repr is the code that makes it, as a predicate's
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
     return None

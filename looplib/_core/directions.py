@@ -35,7 +35,7 @@ def mode_of(monitor: str, mode: str | None) -> Mode:
     Warns if the name is known for the opposite direction. Raises ValueError if nothing says the direction.
     """
     known = _direction(monitor)
-    advice = f'{monitor!r} may be better lower or higher: give mode="min" or mode="max"'
+    advice = f'this metric may be better lower or higher: write BestSoFar({monitor!r}, mode="min"), or mode="max"'
     check_argument(mode is not None or known is not None, "mode", mode, advice)
     check_argument(mode in ("min", "max", None), "mode", mode, 'give "min" if lower is better, or "max"')
     if mode and known and mode != known:

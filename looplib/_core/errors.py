@@ -1,13 +1,16 @@
-"""Errors of the user's functions and of torch: notes about the batch, and memory that runs out."""
+"""Errors of the user's functions and of torch: short tracebacks, notes about the batch, and memory that runs out."""
 
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from looplib._core.checks import named, warn
 
@@ -37,18 +40,46 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def note_batch(error: Exception, batch: Any) -> None:
-    """Add a description of the batch to an error from the user's function or torch."""
-    if not _raised_here(error) and not out_of_memory(error):
-        note = f"The batch was {described_batch(batch)}."
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+_FOLDED = (
+    str(Path(__file__).parents[1]),
+    nn.modules.module.__file__,
+)  # looplib, and how torch calls a module's forward
 
 
-def _raised_here(error: Exception) -> bool:
-    """True if looplib itself raised the error."""
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    return "".join(modules[-1:]).startswith("looplib.")
+def fold(error: BaseException) -> None:
+    """Take the frames between the user's code and where an error was raised out of its traceback.
+
+    They stay if LOOPLIB_FULL_TRACEBACKS is set in the environment.
+    """
+    if "LOOPLIB_FULL_TRACEBACKS" in os.environ:
+        return
+    entries, entry, folded = [], error.__traceback__, None
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    for entry in reversed(entries):
+        if folded is None or not entry.tb_frame.f_code.co_filename.startswith(_FOLDED):
+            entry.tb_next, folded = folded, entry
+    error.__traceback__ = folded
+
+
+def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Add a description of the batch to an error from the user's function or torch, and of the layer that raised it."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    raised_here = str(frames[-1].f_globals.get("__name__")).startswith("looplib.")
+    if raised_here or out_of_memory(error):
+        return
+    note = f"The batch was {described_batch(batch)}."
+    names = {id(layer): name for name, layer in layers}
+    running = [frame.f_locals["self"] for frame in frames if id(frame.f_locals.get("self")) in names]
+    if running:
+        layer = running[-1]
+        name = names[id(layer)] or "the model itself"
+        note += f" The layer was {name}: {type(layer).__name__}({layer.extra_repr()})."
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    if "unexpected keyword argument" in str(error):
+        error.add_note("To pass only the columns that forward takes: model(**ll.losses.model_inputs(model, batch)).")
 
 
 def described_batch(batch: Any) -> str:

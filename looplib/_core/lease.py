@@ -224,6 +224,8 @@ def _covers(lease: Lease, tree: Any, before: Any) -> bool:
 
     Returns False if one of them shares memory with others, so that the next step must take a new lease.
     """
+    if tree is before:  # as after most updates in place
+        return True
     for tensor in _new_tensors(tree, before):
         storage = _storage(tensor)
         if storage is not None:

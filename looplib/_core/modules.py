@@ -23,9 +23,9 @@ from looplib._core import random as draws
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.buffers import Unwritten
-from looplib._core.checks import check, check_type, warn
+from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
-from looplib._core.errors import note_batch
+from looplib._core.errors import fold, note_batch
 from looplib._core.mappings import pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
@@ -106,6 +106,17 @@ def check_names(what: str, of_state: Mapping[str, Tensor], slots: dict[str, list
     for name, tensor in of_state.items():
         shape, of_tensor = tuple(of_model[name].shape), tuple(tensor.shape)
         check(shape == of_tensor, f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}")
+
+
+def check_materialized(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for parameters on the meta device, which has no memory."""
+    empty = [name for name, tensor in params.items() if tensor.is_meta]
+    check(
+        not empty,
+        f"{few(empty)} on the meta device, without values: device_map= of from_pretrained leaves parameters there that do "
+        "not fit on the devices, and torch.device('meta') all of them. Load the model without device_map, and call "
+        "model.to(device), or give it values first, model.to_empty(device=...)",
+    )
 
 
 def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
@@ -291,6 +302,7 @@ class FunctionalModule:
         """Raise the cause of a torch error, if the state or the batch is at fault."""
         check_names("parameters", params, self.slots.params, self.model)
         check_names("buffers", buffers, self.slots.buffers, self.model)
+        check_materialized(params)
         devices = {tensor.device for tensor in params.values()}
         leaves = pytree.tree_flatten_with_path(batch)[0]
         strays = [
@@ -308,6 +320,7 @@ class FunctionalModule:
         self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Exception:
         """The error, or a better one if it is torch's and the state or the batch explains it."""
+        fold(error)
         if isinstance(error, RuntimeError):
             if "backward through the graph a second time" in str(error):
                 return RuntimeError(
@@ -320,7 +333,7 @@ class FunctionalModule:
                 self.explain(params, buffers, batch)
             except ValueError as better:
                 return better
-        note_batch(error, batch)
+        note_batch(error, batch, named_modules(self.model))
         return error
 
 

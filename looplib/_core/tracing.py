@@ -202,7 +202,8 @@ def on_host(function: Callable[..., R], *values: Any) -> R:
         values: numbers of the state (`state.step`), or tensors of its `opt_state` as passed to the step.
 
     Raises:
-        UntraceableError: within `vmap_step`, if a value is `state.seed`: there is one for each member, and one answer.
+        UntraceableError: within `vmap_step`, if a value is `state.seed`: each member has its own, but the function
+        gives one answer.
     """
     if (trace := current()) is None:
         return function(*values)

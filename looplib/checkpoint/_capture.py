@@ -27,10 +27,11 @@ def capture(**objects: Any) -> dict[str, Any]:
     >>> first == (random.random(), torch.rand(()).item())
     True
 
-    looplib's own steps and loaders need none of this: their draws follow from the state. Use it if your loop itself draws
-    (`random`, `numpy.random`, `torch.rand`), or has environments, samplers or buffers with a state of their own. Capture
-    before each save, `ckpt.save(state.replace(extra=ll.checkpoint.capture(...)))`, and reinstate after a restore, whose
-    template needs an `extra` of the same structure: a capture at the start.
+    looplib's own steps and loaders need none of this: their draws follow from the state. Use it if your loop itself
+    draws (`random`, `numpy.random`, `torch.rand`), or has environments, samplers or buffers with a state of their
+    own. Capture before each save, `ckpt.save(state.replace(extra=ll.checkpoint.capture(...)))`, and reinstate after a
+    restore. The state that you pass to `restore` needs an `extra` of the same structure, so capture once at the start
+    as well.
 
     Args:
         objects: by name, objects with `state_dict()` and `load_state_dict(state)`.
@@ -61,7 +62,7 @@ def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
         objects: the same names as there.
 
     Raises:
-        ValueError: the names are different ones, or there are other devices than there were.
+        ValueError: the names are not those that were captured, or this machine has different devices.
     """
     states, streams, generators = captured["objects"], captured["streams"], _all_generators()
     check(

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 from looplib._core.checks import check, check_optional_count, warn
-from looplib._core.directions import mode_of
 from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
 
@@ -57,7 +56,7 @@ class Checkpoints(list[Checkpoint]):
 class Policy:
     """Retention policy: keep each checkpoint that any setting asks for, besides the latest and the best.
 
-    The arguments are those of `checkpoint_io`. Raises ValueError for inconsistent values.
+    The arguments are those of `checkpoint_io`, and the `mode` of its `monitor`. Raises ValueError for inconsistent values.
     """
 
     keep_last: int | None = None
@@ -73,8 +72,6 @@ class Policy:
             self.monitor is not None or not self.keep_best,
             f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by",
         )
-        if self.monitor is not None:
-            object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Checkpoints that have the monitored metric, best first. Among equal ones, the earlier comes first."""

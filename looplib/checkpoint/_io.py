@@ -31,7 +31,7 @@ from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._write import Parts
-from looplib.predicates._best import warn_of_records
+from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
 
 
@@ -40,8 +40,7 @@ def checkpoint_io(
     *,
     keep_last: int | None = None,
     keep_best: int = 0,
-    monitor: str | None = None,
-    mode: Literal["min", "max"] | None = None,
+    monitor: str | BestSoFar | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
     describe: Mapping[str, Any] | None = None,
@@ -61,66 +60,57 @@ def checkpoint_io(
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
-    renamed. A checkpoint is kept as long as at least one policy asks for it; the latest and the best are always kept, and
-    damaged ones until you delete them. Nothing in a file is executed: checksums find accidents, and do not protect from
-    somebody who writes a false checkpoint.
-
-    One run at a time writes to a directory. Two would delete each other's checkpoints and unfinished saves, which then
-    fail; the run that is behind is refused, because the directory holds later steps.
-
-    **Several processes.** Under torchrun, all ranks call `save` and `restore`. The first rank applies the policies,
-    chooses checkpoints, and writes states that all ranks hold completely, as with DDP (with its own buffers and metrics, if
-    they differ). If a state has DTensors, as made by FSDP2's `fully_shard` and tensor-parallel plans, each rank
-    writes its shards, and the checkpoint exists once all of them are on disk. All ranks must see the same directory.
-    An error on one rank is raised on all, with the rank in the message, and `save` and `wait` return when the
-    checkpoint is complete. Counts and plain values must be the same on all ranks.
-
-    A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or in one process,
-    and the reverse. Each rank reads the files that it needs a part of, completely, and compares their checksums. Of the
-    other files it checks only size and header.
-
-    **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
-    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. Tensors of dtypes that safetensors does
-    not have are bytes there; `manifest.json` has the dtype and shape of each. A tensor that a state holds twice is
-    stored once: the manifest's `ties` map its other names to the first, and a restore ties them again. Tensors that
-    overlap without being the same are refused. A state with DTensors is in files `tensors-RANK.safetensors`, whose metadata
-    say which part of a tensor each has.
-
-    A restored tensor has the memory layout of the one that it replaces, such as `channels_last`. An expanded tensor is
-    stored with all its elements.
+    renamed. It is kept as long as at least one policy asks for it; the latest and the best are always kept, and damaged
+    ones until you delete them. Under torchrun, all ranks call `save` and `restore`.
 
     Args:
-        directory: folder for the checkpoints, created at the first save.
+        directory: folder for the checkpoints, created at the first save. All ranks must see the same one.
         keep_last: number of most recent checkpoints to keep; None keeps all.
         keep_best: number of best checkpoints by `monitor` to keep.
-        monitor: name of the metric that defines the best.
-        mode: "min" if lower is better, "max" if higher is. Names that everyone knows choose their own (loss "min",
-            accuracy "max", as for `BestSoFar`); any other name needs it.
+        monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
+            those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
         keep: function of a `Checkpoint`; keep those for which it returns True, such as
             `lambda checkpoint: checkpoint.step % 1000 == 0`.
         asynchronous: if True, `save` returns once the state is copied into host memory, and the copy is written in the
             background, one at a time, so there is at most one copy. Errors are raised by the next `save`, `restore`,
-            `delete` or `wait`. If there is none, the error is printed when the process exits, after the last save has
-            finished.
+            `delete` or `wait`, or printed when the process exits if there is none.
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
-            `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
-            `CheckpointIO`). If the loader is included, `restore` compares it at once. Leave out what may change from
-            run to run, such as the number of epochs. A value whose name says that it is a token, key or password is stored
-            as `***`.
+            `{"loader": loader, **vars(args)}`. `restore` warns if they have changed, so leave out what may change, such
+            as the number of epochs. Optimizer, loader and seed are known without it (see `CheckpointIO`). A value whose
+            name says that it is a token, key or password is stored as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
-            of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
-            others are left out, and checksums of their bits are stored, for which each save reads them: `restore` takes
-            them from the state it is given, and refuses one whose base model is different. The first save is refused if
-            FSDP2 shards a parameter that is left out, such as those of the base model: save all of them then, or use
-            DDP.
+            of which only adapters are trained. See below.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
-        TypeError: `describe` is not a mapping, `directory` is not a path, or `select` is not a function.
+        TypeError: `describe` is not a mapping, `directory` is not a path, or `monitor` is neither a name nor a record.
         NotADirectoryError: `directory` is a file.
 
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
     format that this looplib does not read.
+
+    **Several processes.** The first rank applies the policies, chooses checkpoints, and writes states that all ranks
+    hold completely, as with DDP (with its own buffers and metrics, if they differ). Of a state with DTensors, as made
+    by FSDP2's `fully_shard` and tensor-parallel plans, each rank writes its shards. Counts and plain values must be
+    the same on all ranks. An error on one rank is raised on all, with the rank in the message. A checkpoint can be
+    restored with any number of ranks: sharded over a different mesh, with DDP, or in one process, and the reverse. A
+    rank reads the files that it needs a part of and compares their checksums; of the others it checks only size and
+    header.
+
+    **One run at a time** writes to a directory. Two would delete each other's checkpoints and unfinished saves, which then
+    fail. The run that is behind is refused, because the directory holds later steps.
+
+    **Only adapters.** With `select`, the other parameters are left out, and checksums of their bits are stored
+    instead. `restore` takes them from the state it is given, and refuses one whose base model is different. Optimizer
+    state, buffers, counts and `extra` are saved as always. Parameters that FSDP2 shards cannot be left out.
+
+    **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
+    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. `manifest.json` has the dtype and
+    shape of each tensor; dtypes that safetensors does not have are stored as bytes. A tensor that a state holds twice
+    is stored once and tied again by a restore. Tensors that overlap without being the same are refused. A state with
+    DTensors is in files `tensors-RANK.safetensors`, whose metadata say which part of a tensor each has. A restored tensor
+    has the memory layout of the one that it replaces, such as `channels_last`. Nothing in a file is executed. Checksums
+    find accidents; they do not protect from somebody who writes a false checkpoint.
     """
     check(
         not Path(directory).is_file(),
@@ -128,7 +118,11 @@ def checkpoint_io(
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    policy = Policy(keep_last, keep_best, monitor, mode, keep)
+    name, mode = None, None
+    if monitor is not None:
+        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor)
+        name, mode = record.monitor, record.mode
+    policy = Policy(keep_last, keep_best, name, mode, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
 
 
@@ -159,13 +153,13 @@ class CheckpointIO:
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
-        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number, is
-        there before the old one is deleted. If it has no metrics, and all its tensors are those of the old one, it keeps
-        the metrics of the old one.
+        If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
+        is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
+        old one are kept.
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
-        was forgotten, or if it has another `mode` for the monitored metric.
+        was forgotten.
 
         To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
         cannot be continued from them.
@@ -215,20 +209,18 @@ class CheckpointIO:
     ) -> TrainState:
         """Restore a checkpoint into the structure of a state and onto its devices.
 
-        The first rank prints what was restored and from where, such as "Restored step 130 (epoch 10, batch 0) from
-        runs/checkpoints/step-00000130".
+        >>> import looplib as ll, tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> ckpt, state = ll.checkpoint_io(folder.name), ll.init_state(model)
+        >>> path = ckpt.save(state.replace(step=7))
+        >>> ckpt.restore(state, quiet=True).step
+        7
+        >>> folder.cleanup()
 
-        If `state` is bound to a module, so is the result: the values are written into the module's tensors, and
-        `state` itself can no longer be used. If leaves that share a tensor in `state` were saved with different
-        values, they are separated: the module's leaves keep their tensors, and the others get new ones.
-
-        Between two epochs, a run may continue with a different `epoch_length`, namely that of `state`, for a
-        different batch size or more data. Within an epoch this is refused: `Loader.resume` converts the position,
-        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
-
-        A warning names the settings that differ from those of the saved run, as far as both are known; the run
-        continues with the new ones. A different seed is named as well, but the state keeps the checkpoint's seed. A
-        loader that is not described is compared when it yields the first batches for the restored state.
+        If there is no checkpoint yet, it returns the given state, so the same line starts a run and resumes it. The
+        first rank prints what was restored and from where. If `state` is bound to a module, so is the result: the
+        values are written into the module's tensors, and `state` itself can no longer be used.
 
         Args:
             state: a state of the same structure, created with `init_state`.
@@ -244,8 +236,19 @@ class CheckpointIO:
                 without the parameters of a base model that is not the state's (`select`); it is within
                 an epoch of a different length; or there is no best, or no checkpoint of that step.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
-                damaged, a warning names it and the one before it is used. Nothing deletes it but you.
+                damaged, a warning names it and the one before it is used. It stays until you delete it.
             DonatedStateError: the state was donated to a step.
+
+        **Changed settings.** A warning names the settings that differ from those of the saved run, as far as both are
+        known; the run continues with the new ones, except for the seed, of which the state keeps the checkpoint's. A
+        loader that is not described is compared when it yields the first batches for the restored state.
+
+        **A different batch size, or more data.** Between two epochs, a run may continue with a different
+        `epoch_length`, which is taken from `state`. Within an epoch, `Loader.resume` converts the position:
+        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`. Without that it is refused.
+
+        **Tied weights.** If leaves that share a tensor in `state` were saved with different values, they are
+        separated: the module's leaves keep their tensors, and the others get new ones.
         """
         check_state(state, "ckpt.restore(state)")
         ranks = self._barrier()
@@ -316,7 +319,7 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
-            warn_of_records(state.extra, scores, self._policy.monitor, self._policy.mode)
+            warn_of_records(state.extra, scores)
         trees, left_out = trees_to_save(state, self._select)
         parts = Parts(trees, first)
         check(

@@ -16,7 +16,7 @@ from looplib._core.checks import check, check_type, few
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
 from looplib.checkpoint._state_dict import check_state
-from looplib.optim._update import kept_by_class
+from looplib.optim._update import state_of_class
 from looplib.types import TrainState
 
 
@@ -70,7 +70,7 @@ def optimizer_state_dict(
         trained = [name for name in numbers if name in opt_state["state"]]
         if not trained:
             continue
-        kept = kept_by_class(cls, group, state.params, trained, opt_state, state.step)
+        kept = state_of_class(cls, group, state.params, trained, opt_state, state.step)
         for name in trained if not kept.empty else ():
             entry = opt_state["state"][name]
             entry = _converted(name, entry, kept.entries[name], "the state", cls.__name__, exported)

@@ -76,8 +76,13 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
     misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
     common = subset(wanted, saved).items()
     misfits += filter(None, [_difference(leaf_path, leaf, reader) for leaf_path, leaf in common])
-    advice = "\nRestore into a state of the model and optimizer that it was saved from, or use another directory"
-    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  ") + advice)
+    advice = "Restore into a state of the model and optimizer that it was saved from, or use another directory"
+    if all(misfit.startswith("/extra") for misfit in misfits):
+        advice = (
+            "Restore into a state with the extra that was saved, and change it afterwards: "
+            "state = state.replace(extra={**state.extra, key: value}). Later checkpoints then hold it"
+        )
+    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  ") + f"\n{advice}")
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:

@@ -105,8 +105,8 @@ def add_noise(
 
     It does not protect against adversaries: torch's generators are not cryptographically secure, and floating-point
     noise leaks information in ways that exact noise would not. Anyone who knows the seed can subtract the noise, and
-    for anyone who sees two runs with the same seed on different data it cancels out. Keep the seed secret and use a
-    different one for each run.
+    between two runs with the same seed on different data it cancels out. Keep the seed secret and use a different one
+    for each run.
 
     It supports a single process: it does not sum over ranks, and all ranks would draw the same noise.
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, cast
 
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, check, check_optional_count, is_column, is_count, named
+from looplib._core.checks import are_columns, check, check_optional_count, few, is_column, is_count, named
 from looplib.data._orders import Order, check_undivided, in_order, shuffled
 
 
@@ -137,24 +137,34 @@ def _tensor_dataset(columns: int) -> str:
     return f"torch.utils.data.TensorDataset({', '.join('xyz'[:columns] or '...')})"
 
 
-def check_samples(dataset: Any, collated: bool = False) -> None:
-    """Raise TypeError if the columns of a dataset or its name are passed instead of the dataset.
+def check_samples(dataset: Any, order: Order | None, collated: bool = False) -> None:
+    """Raise TypeError if the columns of a dataset, several datasets or a name are passed instead of one dataset.
 
     A list of tensors may also be a list of samples, unless `default_collate` could not stack them. `collated` is True
-    if a different function collates them. A dict may also be read by its indices.
+    if a different function collates them. A dict may also be read by its indices, or by the keys that a sampler draws.
     """
     check(
         not isinstance(dataset, (str, bytes)),
         f"dataset is {named(dataset)}, whose samples would be characters; give the dataset itself",
         TypeError,
     )
-    columns, instead = dataset, _tensor_dataset(len(dataset)) if isinstance(dataset, (tuple, list)) else ""
+    check(
+        not (isinstance(dataset, (list, tuple)) and isinstance(next(iter(dataset), None), DataLoader)),
+        f"dataset is {named(dataset)} of DataLoaders: make a loader of each, or one of "
+        "torch.utils.data.ConcatDataset([loader.dataset for loader in loaders])",
+        TypeError,
+    )
+    instead = _tensor_dataset(len(dataset)) if isinstance(dataset, (tuple, list)) else ""
     if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
         return
-    if isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:
-        columns, instead = [*dataset.values()], "torch.utils.data.StackDataset(**columns)"
-    if instead and all(map(is_column, columns)) and len({*map(len, columns)}) == 1:
+    if instead and all(map(is_column, dataset)) and len({*map(len, dataset)}) == 1:
         raise TypeError(
-            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(columns[0])} samples "
+            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(dataset[0])} samples "
             f"each, so its items would be whole columns; write make_loader({instead}, batch_size=...)"
+        )
+    by_index = order is None or order.source is None
+    if by_index and isinstance(dataset, Mapping) and not dataset.keys() >= {*range(len(dataset))}:
+        raise TypeError(
+            f"dataset is {named(dataset)} with the keys {few(dataset)}, and samples are read by their index: give one of "
+            "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=..."
         )

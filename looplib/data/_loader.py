@@ -47,9 +47,10 @@ class Loader:
 
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. `len(loader)` is the number
     of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
-    `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It warns
-    if the state was restored from a checkpoint made with a different loader, or has moved by several batches for each
-    batch of the last iteration, as two train steps on a batch move it if none has `same_batch=True`.
+    `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
+    warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
+    ran on each batch of the last iteration and none of them had `same_batch=True`, because the state has then moved
+    too far.
 
     Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
     of ranks are read at each call.
@@ -132,11 +133,10 @@ class Loader:
         the epoch has as many batches as before. Use the same seed as before: a state does not store it, so it cannot
         be checked.
 
-        The position in a state is a number of batches. To change their size at any sample, the batches up to there
-        therefore keep their size, with `order=ll.data.growing({0: old, n: new})`. Sample n of the run is
-        `state.samples`, unless `drop_last` has dropped some; if it is another number, the error says which. Epochs
-        of such a loader have different lengths, so continue with `loader.resume(state).replace(epoch_length=None)`,
-        and with another loader after `ll.end_epoch`.
+        To change the batch size at any other sample, keep the old size up to there:
+        `order=ll.data.growing({0: old, n: new})`, where n is `state.samples`, or if `drop_last` has dropped samples,
+        the number that the error gives. Epochs of such a loader have different lengths, so continue with
+        `loader.resume(state).replace(epoch_length=None)`, and with another loader after `ll.end_epoch`.
 
         Args:
             state: a state whose run used a different loader.
@@ -262,45 +262,9 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
     True
     >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.in_order(), num_workers=0)
 
-    **Order and randomness.** The order is a function of (seed, epoch) with any number of workers, and a run that
-    starts at batch k does not read the batches before it. Random numbers that `__getitem__` draws from the global
-    streams of torch (CPU), numpy and `random` are a function of (seed, epoch, index): the same with any number of
-    workers and any batch size. (If a sampler repeats an index within an epoch, each repetition gets different draws.)
-    Draws in `collate_fn` are a function of (seed, epoch, batch, rank). The global streams themselves are left
-    unchanged. Generators that belong to the dataset are not seeded. A dataset with its own `__getitems__` receives
-    the whole list of a batch, under the seed of its first index, so its draws also depend on the batch size and the
-    number of ranks.
-
-    **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
-    which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the
-    first ranks get one more (as with `torch.tensor_split`). The global batches are the same for any number of ranks,
-    so you can resume with more or fewer. No samples are repeated or dropped, and there is no `set_epoch` to call. If a
-    batch has fewer samples than there are ranks, such as the last one of an epoch, the other ranks get a batch of no
-    samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For evaluation, see
-    `Loader.parts`.
-
-    A batch size for each rank is `batch_size=8 * ll.distributed.world_size()`, within `ll.distributed.setup()`. The
-    batches then change with the number of ranks, so a run that continues on another number needs `Loader.resume`, and
-    within an epoch, a batch that begins at the next sample. With the same `batch_size` on any number of ranks, a run
-    always continues at the same sample.
-
-    **Memory.** The order of an epoch is a tensor of 8 bytes per sample on each rank, 8 GB for a billion samples,
-    except with `ll.data.with_replacement`.
-
-    **Items that are batches.** With `batch_size=None`, each item of the dataset is already a batch. Each rank reads
-    the whole item and takes its samples from every tensor, array and list in it.
-
-    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
-    every call, and the batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept the
-    position of a dataset with a `state_dict` in the state. Its random draws are a function of (seed, epoch), and with
-    workers, of the worker's index. Its `set_epoch(epoch)` is called if it exists. An epoch is one pass: call `state =
-    ll.end_epoch(state)` after the for loop. If the state has an `epoch_length`, an epoch is that many batches
-    instead. Each rank reads the whole stream and collates only its own samples, and draws of `collate_fn` do not
-    affect those of the stream.
-
-    A stream that already gives each rank different samples (such as `split_dataset_by_node` of Hugging Face datasets)
-    cannot be detected. For such a stream pass `divide=False`, the `batch_size` of one rank, a state with an
-    `epoch_length` that all ranks can reach, and, if the stream draws random numbers, a different seed on each rank.
+    The order is a function of (seed, epoch), so a resumed run gets the batches that were left, with any number of
+    workers. Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
+    its own part.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
@@ -313,9 +277,9 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         shuffle: True for `order=shuffled()`, False for `order=in_order()`.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
-        limit: number of batches after which each epoch ends. `len(loader)` is then `limit`, or less if the epoch has
-            fewer batches. A shuffled order has different batches in each epoch; to repeat the same samples, also pass
-            `order=ll.data.in_order()`, or use a Subset. For streams, set the state's `epoch_length` instead.
+        limit: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
+            repeat the same ones, also pass `order=ll.data.in_order()`, or use a Subset. For streams, set the state's
+            `epoch_length` instead.
         collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
         device: device to move the tensors of each batch to (and anything else in it that has a `to`). The copy to an
             accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
@@ -333,6 +297,33 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
             samples than there are ranks and is of a type that cannot be made without samples.
         RuntimeError: the dataset or `collate_fn` raises StopIteration, which a loop would mistake for the end of the
             data.
+
+    **Random draws.** Augmentation may draw from the global streams of torch (CPU), numpy and `random`. What
+    `__getitem__` draws is a function of (seed, epoch, index), and what `collate_fn` draws of (seed, epoch, batch,
+    rank). The streams themselves are left unchanged. An index that a sampler repeats within an epoch gets different
+    draws each time. Generators that belong to the dataset are not seeded. A dataset with its own `__getitems__`
+    receives a whole batch under the seed of its first index, so its draws also depend on the batch size and the
+    number of ranks.
+
+    **Several processes.** Each rank reads consecutive samples of the global batch; if it does not divide evenly, the
+    first ranks get one more, as with `torch.tensor_split`. No samples are repeated or dropped. In a batch with fewer
+    samples than ranks, some ranks get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients`
+    contributes nothing. A run can be resumed on any number of ranks. That does not hold for a batch size for each
+    rank, `batch_size=8 * ll.distributed.world_size()`, which needs `Loader.resume`. For evaluation, see
+    `Loader.parts`.
+
+    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
+    every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
+    position. An epoch is one pass, after which you call `state = ll.end_epoch(state)`; or `epoch_length` batches, if
+    the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
+    workers, of the worker's index. Each rank reads the whole stream and collates its own samples. A stream that gives
+    each rank different samples needs `divide=False`; see "Train on a stream" in the cookbook.
+
+    **Items that are batches.** With `batch_size=None`, each item of the dataset is a batch. Each rank reads the whole
+    item and takes its samples from every tensor, array and list in it.
+
+    **Memory.** The order of an epoch takes 8 bytes per sample on each rank (8 GB for a billion samples), except with
+    `ll.data.with_replacement`.
     """
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
@@ -349,7 +340,7 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
-        _arguments.check_samples(dataset, collated=collate_fn is not None)
+        _arguments.check_samples(dataset, order, collated=collate_fn is not None)
         order = order or shuffled()
         if divide:
             check_undivided(repr(order), order.source)

@@ -28,9 +28,9 @@ def mixture(weights: Sequence[float] | Tensor | Callable[[int], Any], num_sample
     >>> sum("book" in text for text in texts), len(set(texts))
     (2, 8)
 
-    An epoch has `num_samples` samples in random order: of each dataset its share, rounded up or down so that the mean
-    over epochs is the share. Each dataset is read in passes: the next epoch continues where the last one stopped, and
-    no sample occurs again before all others of its dataset have occurred.
+    An epoch has `num_samples` samples in random order. Each dataset contributes its share of them, rounded up or down
+    so that the mean over epochs is right. Each dataset is read in passes: the next epoch continues where the last one
+    stopped, and no sample occurs again before all others of its dataset have occurred.
 
     To change the proportions, give a function of the epoch. By samples: sample k of the run is in epoch
     `k // num_samples`, so `lambda epoch: [1, 0] if epoch * num_samples < 50_000 else [1, 1]` adds the second dataset

@@ -152,13 +152,13 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
 
         ckpt.save(ll.data.with_position(loader, state))
 
-    The position is a line of JSON in `state.extra["stream"]`, with the epoch and batch that it belongs to. At any other
-    batch it is ignored. On several ranks that read streams of their own (`divide=False`, such as
-    `split_dataset_by_node`), all ranks call this together, and as many ranks continue.
+    The position is a line of JSON in `state.extra["stream"]`, with the epoch and batch that it belongs to. At any
+    other batch it is ignored. On several ranks that read streams of their own (`divide=False`, such as
+    `split_dataset_by_node`), all ranks call this together, and the resumed run needs the same number of ranks.
 
-    What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples, so
-    the resumed run never sees those that were in the buffer in this epoch, and a warning says so. Draws from the global random streams
-    (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
+    Only what is in the dataset's `state_dict` is kept. Hugging Face `datasets` fill a shuffle buffer with new
+    samples, so in this epoch the resumed run does not see those that were in the buffer, and a warning says so. Draws
+    from the global random streams (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
 
     Args:
         loader: a loader over a stream, with `num_workers=0`.

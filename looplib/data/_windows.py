@@ -45,8 +45,8 @@ def windows(tokens: Tensor | Any, length: int, stride: int | None = None) -> Win
     itself, as those of transformers do, takes the inputs as labels, too. Tokens after the last complete window are
     left out.
 
-    The windows are views of the tokens, which may be a memory map of uint16 numbers (`numpy.memmap`): a batch is read
-    at once, and becomes int64 when it is read. A corpus can have too many windows to shuffle, in particular with
+    The windows are views of the tokens, which may be a memory map of uint16 numbers (`numpy.memmap`): the tokens of a
+    batch are read together and converted to int64. A corpus can have too many windows to shuffle, in particular with
     `stride=1`; `order=ll.data.with_replacement(num_samples)` keeps no list of them.
 
     Args:

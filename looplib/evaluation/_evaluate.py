@@ -49,19 +49,8 @@ def evaluate(
     {'eval/easy/mean': 3.0, 'eval/hard/mean': 1.0}
 
     Metrics that average over samples do not depend on the batch size, because totals and weights are added up and
-    divided once at the end. Memory is that of one batch and a few records per metric. torch's random streams are
-    restored afterwards, whatever the iterable draws.
-
-    On several ranks, all ranks call this, each sample counts once, and all get the same values. A looplib loader
-    divides each batch among the ranks; with any other iterable, the ranks take turns. A rank that runs out repeats a
-    batch, which does not count, since a forward pass may need all ranks. Records are merged as by
-    `ll.distributed.reduce`. With `divide=False`, a rank evaluates all batches by itself, so a validation on the first
-    rank alone is
-
-        if ll.distributed.is_rank_zero():
-            scores = ll.evaluate(eval_step, state, batches, divide=False)
-
-    To get the records themselves, such as a confusion matrix to draw, use `measure`.
+    divided once at the end. On several ranks, all ranks call this, each sample counts once, and all get the same
+    values. To get the records themselves, such as a confusion matrix to draw, use `measure`.
 
     Args:
         eval_step: from `make_eval_step`, or a dict of them, one for each of several sets by name.
@@ -74,16 +63,26 @@ def evaluate(
         rates: if True, add `samples_per_second`, `steps_per_second` and `seconds`. They depend on the machine, so a
             log that contains them is not reproduced by a resumed run.
         divide: if True, several ranks divide the given batches, which must be the same on each. If False, this rank
-            evaluates all batches it is given and waits for no other: the result is its own. For ranks that have
-            different batches, merge their records:
-            `ll.compute(ll.distributed.reduce(ll.evaluation.measure(eval_step, state, batches, divide=False)))`. Only a
-            model sharded by FSDP2 needs all ranks in each pass, so all of them must then make the call; the result is
-            still this rank's own.
+            evaluates all batches it is given and waits for no other: the result is its own.
 
     Raises:
         ValueError: there are no batches; batches have different metric names; a set has no `eval_step`; or a single
             batch (a dict of tensors) is passed instead of batches.
         TypeError: a state is passed in place of the step.
+
+    **Several processes.** A looplib loader divides each batch among the ranks; with any other iterable, the ranks
+    take turns. A rank that runs out repeats a batch, which does not count, since a forward pass may need all ranks.
+    To evaluate on the first rank alone:
+
+        if ll.distributed.is_rank_zero():
+            scores = ll.evaluate(eval_step, state, batches, divide=False)
+
+    A model sharded by FSDP2 needs all ranks in each pass, so all of them must make this call; the result is still
+    this rank's own. If each rank has batches of its own, merge their records:
+    `ll.compute(ll.distributed.reduce(ll.evaluation.measure(eval_step, state, batches, divide=False)))`.
+
+    **Memory and draws.** Memory is that of one batch and a few records per metric. torch's random streams are
+    restored afterwards, whatever the iterable draws.
     """
     check_order("evaluate", eval_step, state)
     if isinstance(batches, Mapping):

@@ -216,7 +216,7 @@ class MLflow:
             self._client.log_artifact(self._id, str(path), name)
 
     def close(self) -> None:
-        failed = getattr(sys, "last_value", None) is not None  # the process ends with an error
+        failed = hasattr(sys, "last_value")  # the process ends with an error
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 

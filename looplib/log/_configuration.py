@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import platform
 import subprocess
@@ -21,6 +20,8 @@ from looplib.types import TrainState, check_state
 
 # Packages whose version matters to a run that has imported them.
 _PACKAGES = (
+    "looplib",
+    "torch",
     "accelerate",
     "datasets",
     "numpy",
@@ -31,7 +32,6 @@ _PACKAGES = (
     "torchvision",
     "transformers",
 )
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 
 def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
     files have changed; without git or a repository there is none.
 
-    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and for
-    the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Another secret is stored: give
-    secrets in environment variables, which are not.
+    In the command and in `more`, `***` stands for values whose names say that they are a token, key or password, and
+    for the passwords of URLs and tokens that begin as well-known ones do (`hf_`, `sk-`). Any other secret is stored,
+    so pass secrets in environment variables, which are not.
 
     Args:
         state: a state of the run.
@@ -109,18 +109,11 @@ def _device() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"looplib": _version("looplib"), "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    versions |= {name: _version(_DISTRIBUTIONS.get(name, name)) for name in _PACKAGES if name in sys.modules}
+    versions |= {name: str(sys.modules[name].__version__) for name in _PACKAGES if name in sys.modules}
     return dict(sorted(versions.items()))
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # used from a folder, without being installed
 
 
 def git_commit() -> str | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from looplib._core.checks import check
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
-from looplib.log._plots import Row, curves_of, draw, figure_class, matches, save
+from looplib.log._plots import curves_of, draw, figure_class, matches, save
 from looplib.log._sinks import COUNTS, CodedSink, plain_values, read_jsonl
 from looplib.types import Sink, TrainState
 
@@ -54,9 +56,8 @@ def live_plot(
     figure_class()  # so that a missing package is named now
     names = [names] if isinstance(names, str) else names
     shell = _shell() if path is None else None
-    canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
-    if history is not None and Path(history).exists() and is_first():
-        canvas.rows += read_jsonl(history)
+    earlier = read_jsonl(history) if history is not None and Path(history).exists() and is_first() else []
+    canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute(), earlier)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         canvas.add({**plain_values(values), **fields_of(state, COUNTS)})
@@ -72,17 +73,21 @@ def live_plot(
     return sink
 
 
+@dataclass
 class _Canvas:
     """The rows so far, and when and where to draw them."""
 
-    def __init__(self, names: Sequence[str] | None, x: str, smooth: float, every: float, path: Path | None) -> None:
-        self.names, self.x, self.smooth, self.every, self.path = names, x, smooth, every, path
-        self.rows: list[Row] = []
-        self.stale = False
-        self.due = -math.inf
-        self.handle: Any = None  # of the display in the cell
+    names: Sequence[str] | None
+    x: str
+    smooth: float
+    every: float
+    path: Path | None
+    rows: list[Any]
+    stale: bool = False
+    due: float = -math.inf
+    handle: Any = None  # of the display in the cell
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         self.rows.append(row)
         self.stale = True
         if time.monotonic() >= self.due:
@@ -116,12 +121,8 @@ class _Canvas:
 
 
 def _shell() -> Any:
-    try:
-        from IPython.core.getipython import get_ipython
-    except ImportError:
-        shell = None
-    else:
-        shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
+    shell = ipython and ipython.get_ipython()
     check(
         shell is not None,
         "live_plot found no notebook to draw in: give it a file, ll.log.live_plot(path='loss.png'), or draw the log of a "

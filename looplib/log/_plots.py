@@ -146,7 +146,7 @@ def draw(runs: Mapping[str, Curves], names: Sequence[str] | None, x: str, smooth
     sources = list(dict.fromkeys(_source(name) for panel in panels for name in panel))
     columns = min(len(panels), 2)
     down = -(-len(panels) // columns)
-    figure = figure_of(figsize=(4.8 * columns, 3.2 * down), layout="constrained")
+    figure: Figure = figure_class()(figsize=(4.8 * columns, 3.2 * down), layout="constrained")
     grid = figure.subplots(down, columns, squeeze=False).ravel()
     for axes in grid[len(panels) :]:
         axes.remove()
@@ -210,11 +210,6 @@ def smoothed(values: Iterable[float], keep: float) -> list[float]:
             weight = keep * weight + (1 - keep)
         averages.append(math.nan if math.isnan(value) else total / weight)
     return averages
-
-
-def figure_of(**options: Any) -> Figure:
-    made: Figure = figure_class()(**options)
-    return made
 
 
 def figure_class() -> Any:

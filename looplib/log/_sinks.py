@@ -17,7 +17,6 @@ from typing import Any, TextIO
 import orjson
 from tqdm import tqdm
 
-from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
@@ -134,24 +133,20 @@ def console(*, file: TextIO | None = None) -> Sink:
     step    400  epoch   4.00  train/loss 0.01235     train/lr 1e-05
 
     The epoch is the number of epochs completed, plus the fraction of the current one (whole epochs for a stream).
-    Floats have 4 significant digits. Names appear in the order in which they were first logged.
+    Floats have 4 significant digits.
 
     Args:
         file: text stream to print to. Defaults to standard output at the time of the call.
 
     The sink raises TypeError for a value that is not a number, bool or str, naming it.
     """
-    order: dict[str, int] = {}
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        plain = plain_values(values)
-        for name in plain:
-            order.setdefault(name, len(order))
         if state.epoch_length:
             epoch = f"{state.epoch + state.batch / state.epoch_length:.2f}"
         else:
             epoch = str(state.epoch)
-        pairs = (f"  {name} {_shown(plain[name]):<10}" for name in sorted(plain, key=order.__getitem__))
+        pairs = (f"  {name} {_shown(value):<10}" for name, value in plain_values(values).items())
         # print would break the progress bar of the surrounding loop
         tqdm.write(f"step {state.step:>6}  epoch {epoch:>6}{''.join(pairs)}".rstrip(), file=file)
 
@@ -176,16 +171,10 @@ def tee(*sinks: Sink) -> Sink:
         sinks: any number of sinks.
 
     Raises:
-        TypeError: an argument is not callable.
+        TypeError: an argument is not a sink.
     """
-    for number, sink in enumerate(sinks, 1):
-        check(
-            callable(sink),
-            f"tee takes sinks, each a function of (state, values); argument {number} is a {type(sink).__name__}; for a "
-            "list of sinks write ll.tee(*sinks)",
-            TypeError,
-        )
-        check_kind(sink, "tee", "sink")
+    for sink in sinks:
+        check_kind(sink, "tee", "sink", advice="; for a list of sinks write ll.tee(*sinks)")
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         first: Exception | None = None
@@ -206,11 +195,8 @@ def tee(*sinks: Sink) -> Sink:
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Row of a log: the counts, then the values."""
-    try:
-        row: dict[str, bool | int | float | str] = fields_of(state, COUNTS)
-    except AttributeError:
-        check_state(state, "log(state, values)")
-        raise
+    check_state(state, "log(state, values)")
+    row: dict[str, bool | int | float | str] = fields_of(state, COUNTS)
     plain = plain_values(values)
     for name in row.keys() & plain.keys():
         raise ValueError(

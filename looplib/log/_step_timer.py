@@ -1,29 +1,36 @@
-"""Step timer: throughput, and the time of each part of a step.
+"""Step timer: throughput, the time of each part of a step, and the rank that the others wait for.
 
 A meter wraps the parts of a loop and leaves their results unchanged, so one line adds it and one line removes it. An
 accelerator's times are read only when you ask for them; nothing waits for it in between.
+
+Ranks wait for each other while they exchange gradients, within the part called gradients. So that part is as long on a
+fast rank as on a slow one, and says nothing about who is slow; the others do.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
 
-from looplib._core.checks import check_batches
+from looplib._core import ranks as _ranks
+from looplib._core.checks import check, check_batches
+from looplib._core.collective import together_with_data
 from looplib._core.kinds import check_kind
 from looplib._core.records import Made, made, mark
 from looplib._wrapping import check_grad_fn
-from looplib.types import GradFn, Optimizer, TrainState
+from looplib.types import GradFn, LossFn, Optimizer, TrainState
 
 T = TypeVar("T")
 
 
-_PARTS = ("data", "gradients", "update")
+_PARTS = ("data", "forward", "gradients", "update")
+_ALONE = ("data", "forward", "update", "rest")  # in which ranks do not wait for each other
 
 
 _END = object()
@@ -120,6 +127,27 @@ class meter:
         record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
         return mark(metered, record._replace(microbatches=None))  # accumulate calls it for each
 
+    def loss_fn(self, loss_fn: LossFn) -> LossFn:
+        """Time a loss function, the forward pass. `gradients_seconds` is then without it.
+
+        >>> import looplib as ll, torch
+        >>> meter, model = ll.log.meter(), torch.nn.Linear(2, 1)
+        >>> grad_fn = ll.make_grad_fn(model, meter.loss_fn(lambda model, x: model(x).square().mean()))
+        >>> gradients = meter.grad_fn(grad_fn)(ll.init_state(model), torch.ones(4, 2))
+        >>> list(meter.read())[:4]
+        ['step_seconds', 'data_seconds', 'forward_seconds', 'gradients_seconds']
+
+        Put it around everything that computes the loss (`autocast`, `recompute`), inside `make_grad_fn`. Raises TypeError
+        if `loss_fn` is not a function of a model and a batch.
+        """
+        check_kind(loss_fn, "meter.loss_fn", "loss_fn")
+
+        @functools.wraps(loss_fn)
+        def metered(model: Any, batch: Any) -> Any:
+            return self._time("forward", loss_fn, model, batch)
+
+        return metered
+
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Time an optimizer's update. The structure of its state does not change.
 
@@ -136,9 +164,10 @@ class meter:
 
         Returns:
             `step_seconds`, the time of a step, and its parts `data_seconds`, `gradients_seconds`, `update_seconds`
-                and `rest_seconds`; `samples_per_second` with `meter.grad_fn`, and `tokens_per_second` if tokens are
-                counted, both for this process alone. A step is an update; without `meter.optimizer`, it is a call for
-                gradients, or otherwise a batch. The dict is empty if there were no steps.
+                and `rest_seconds`; `forward_seconds` with `meter.loss_fn`; `samples_per_second` with `meter.grad_fn`,
+                and `tokens_per_second` if tokens are counted, both for this process alone. A step is an update;
+                without `meter.optimizer`, it is a call for gradients, or otherwise a batch. The dict is empty if
+                there were no steps.
 
         Evaluation between two readings counts as rest. To leave it out, call `read` before it for the log and after
         it to reset.
@@ -152,9 +181,13 @@ class meter:
         costs: dict[str, float] = {}
         if steps and self._began is not None:
             elapsed = now - self._began
+            if self._calls["gradients"]:  # a forward pass is within
+                self._seconds["gradients"] -= self._seconds["forward"]
             # An accelerator's clock differs from the CPU's and may be ahead by a rounding error.
             rest = max(0.0, elapsed - sum(self._seconds.values()))
             seconds = {"step": elapsed, **self._seconds, "rest": rest}
+            if not self._calls["forward"]:
+                del seconds["forward"]
             costs = {f"{prefix}{part}_seconds": total / steps for part, total in seconds.items()}
             if self._calls["gradients"]:
                 costs[f"{prefix}samples_per_second"] = self._samples / elapsed
@@ -185,3 +218,47 @@ class meter:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
+
+
+def slowest_rank(costs: Mapping[str, float]) -> dict[str, Any]:
+    """Straggler: the rank that the others wait for, and the part of a step in which it is slow.
+
+    >>> import looplib as ll
+    >>> costs = {"data_seconds": 0.02, "forward_seconds": 0.1, "update_seconds": 0.01, "rest_seconds": 0.0}
+    >>> ll.log.slowest_rank(costs)  # with one process, nobody waits
+    {'slow_rank': 0, 'slow_part': 'data', 'slow_seconds': 0.0}
+
+    All ranks call it with what their meters have read. It compares what each rank does alone: loading, the forward pass
+    (with `meter.loss_fn`), the update and the rest. The rank whose sum of these is largest is the one that the others
+    wait for, while they exchange gradients.
+
+    It cannot tell who is slow where ranks meet within such a part: in a forward pass that gathers weights or sends
+    activations (FSDP2, tensor parallelism, SyncBatchNorm, DDP that sends the buffers of BatchNorm), in an update like that of
+    Muon on shards, or in the rest (evaluation, `ll.distributed.reduce`; read the meter before them, and after them to
+    reset). A rank that is slow in its backward pass alone is not named. Times are means, so ranks that are slow in turn
+    do not show.
+
+    Args:
+        costs: dict of seconds as returned by `meter.read()`, without a prefix.
+
+    Returns:
+        `slow_rank`; `slow_part`, the part in which it is furthest above the mean of the other ranks ("data", "forward",
+            "update" or "rest"); and `slow_seconds`, by which it is above them in all of these parts together. The same
+            on all ranks, as plain values for a log.
+
+    Raises:
+        ValueError: the costs have no such parts, or different ones on different ranks.
+    """
+    own = {part: costs[f"{part}_seconds"] for part in _ALONE if f"{part}_seconds" in costs}
+    together_with_data().barrier()
+    ranks = _ranks.gather(own)
+    check(
+        own and len({*map(tuple, ranks)}) == 1,
+        "slowest_rank compares costs of meter.read(), without a prefix and with the same names on all ranks, and found "
+        f"the parts {', '.join(map(str, map(list, ranks)))}",
+    )
+    slowest = max(ranks, key=lambda parts: sum(parts.values()))
+    rank = ranks.index(slowest)
+    others = [parts for parts in ranks if parts is not slowest] or [slowest]
+    above = {part: seconds - fmean(parts[part] for parts in others) for part, seconds in slowest.items()}
+    return {"slow_rank": rank, "slow_part": max(above, key=above.__getitem__), "slow_seconds": sum(above.values())}

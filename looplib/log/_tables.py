@@ -1,4 +1,4 @@
-"""Tables: a CSV log, rows and columns in memory, and reading a log as columns.
+"""Tables: a CSV log, rows in memory, and reading a log as columns.
 
 Files are written in whole rows and never held open, so the process may be killed at any moment.
 """
@@ -9,7 +9,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,39 +111,30 @@ def replace_file(path: Path, data: bytes) -> None:
         raise
 
 
-def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
-    """In-memory log: collect logged values in a list of rows or a dict of columns, for notebooks.
+def record(rows: list[dict[str, Any]]) -> Sink:
+    """In-memory log: collect logged values in a list of rows, for notebooks.
 
     >>> import looplib as ll
-    >>> rows, columns = [], {}
-    >>> log = ll.tee(ll.log.record(rows), ll.log.record(columns))
+    >>> rows = []
+    >>> log = ll.log.record(rows)
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
     >>> log(ll.TrainState(step=9), {"eval/auc": 0.75})
     >>> rows[0]
     {'step': 5, 'epoch': 0, 'batch': 0, 'samples': 0, 'train/loss': 0.5}
-    >>> columns["step"], columns["train/loss"], columns["eval/auc"]
-    ([5, 9], [0.5, None], [None, 0.75])
+
+    `ll.plot(rows)` draws them, and `pandas.DataFrame(rows)` makes a table.
 
     Args:
-        into: a list, to which each call appends one dict; or a dict of lists of equal length, with None if a call had
-            no such name.
+        rows: a list, to which each call appends one dict.
 
     The sink raises TypeError for a value that is not a number, bool or str, and ValueError for one with the name of a
     count.
     """
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        row = row_of(state, values)
-        if isinstance(into, list):
-            into.append(row)
-            return
-        length = len(into.get("step", ()))
-        for name in row:
-            into.setdefault(name, [None] * length)
-        for name, column in into.items():
-            column.append(row.get(name))
+        rows.append(row_of(state, values))
 
-    return CodedSink(write, f"record(<{type(into).__name__}>)")
+    return CodedSink(write, "record(<list>)")
 
 
 def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
@@ -160,9 +151,9 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     >>> columns["step"], columns["train/loss"], columns["eval/auc"]
     ([1, 2], [1.0, 0.25], [None, 0.75])
 
-    Values logged at the same step (in several calls, or by a run and its resumed run) are one entry, in which the
-    later value of a name counts. If a run went back to a checkpoint, the steps from the first repeated one on are
-    taken from the later pass only. Steps without an update are told apart by their samples.
+    Values logged at the same step (in several calls, or by a run and its resumed run) are one entry. If a name was
+    logged twice, its later value counts. If a run went back to a checkpoint, the steps from the first repeated one on
+    are taken from the later pass only. Steps without an update are told apart by their samples.
 
     Args:
         path: the file. Its first byte shows which format it has.

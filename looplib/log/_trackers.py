@@ -33,24 +33,9 @@ def tracker(
     >>> log(ll.TrainState(step=3), {"train/loss": 0.5, "note": "warm"})
     >>> log.close()
 
-    The first call starts the run, on the first rank only, and stores its configuration: that of `ll.log.configuration`
-    (optimizer, loaders, model, seed, versions, git commit) and `config`.
-
-    Numbers, bools and strs are logged at `state.step`, a tensor or array with one dimension as the histogram of its
-    finite elements, and one with three, (channels, height, width) with 1, 3 or 4 channels, as an image: floats from 0 to
-    1 or uint8 from 0 to 255. MLflow takes no histograms.
-
-    A run that is resumed with the same directory continues the tracker's run. The directory keeps the id of the run
-    and the last step of each name in the file `NAME.json`. What an earlier process logged stays as it is: values of the
-    same name up to the same step are left out. The new configuration is stored, except in MLflow, which keeps the first
-    parameters. Values under W&B are drawn over the metric `step`, so that none is dropped as too late.
-
-    Only values that a client had not yet written when its process was killed are lost; `ll.jsonl` loses none. To start
-    a new run, use another directory or delete this one.
-
-    `log.artifact(path)` stores a file or folder such as a checkpoint, `log.run` is the client's own object for all
-    else, and `log.close()` ends the run, which the end of the process does as well. For a tracker that is not listed,
-    see `ll.log.TrackerClient`.
+    The first call starts the run, on the first rank only, and stores its configuration: that of
+    `ll.log.configuration` (optimizer, loaders, model, seed, versions, git commit) and `config`. A run that is resumed
+    with the same directory continues the tracker's run; for a new run, use another directory.
 
     Args:
         client: "tensorboard", "wandb", "mlflow", "trackio", or an object with the methods of `ll.log.TrackerClient`.
@@ -67,7 +52,22 @@ def tracker(
         TypeError: `client` lacks a method, options are given to a client of your own, or `config` is not a mapping.
         ImportError: its package is not installed. The message says what to install.
 
-    The sink raises TypeError for a value of a kind that the tracker does not take, naming it, and the client's errors.
+    The sink raises TypeError for a value of a kind that the tracker does not take, naming it, and the client's
+    errors.
+
+    **Values.** If the state has an `epoch_length`, each step also has an `epoch`, with its fraction, as in the Trainers'
+    charts. Numbers, bools and strs are logged at `state.step`. A tensor or array with one dimension becomes the
+    histogram of its finite elements (MLflow takes none). One with three dimensions, (channels, height, width) with 1,
+    3 or 4 channels, becomes an image: floats from 0 to 1 or uint8 from 0 to 255.
+
+    **Resumed runs.** The directory keeps the id of the run and the last step of each name in the file `NAME.json`.
+    What an earlier process logged stays as it is: values of the same name up to the same step are left out. The new
+    configuration is stored, except in MLflow, which keeps the first parameters. W&B draws values over the metric
+    `step`, so that none is dropped as too late. If a process is killed, the values that the client had not yet
+    written are lost; `ll.jsonl` loses none.
+
+    **Methods.** `log.artifact(path)` stores a file or folder such as a checkpoint, `log.run` is the client's own
+    object for all else, and `log.close()` ends the run, which the end of the process does as well.
     """
     check_type("config is", config, (Mapping, type(None)), "give a mapping, such as vars(args)")
     arguments = {"config": config, **options} if config is not None else options
@@ -133,6 +133,8 @@ class Tracker(CodedSink):
     def _log(self, state: TrainState, values: Mapping[str, Any]) -> None:
         if not self._started:
             self._start(state)
+        if state.epoch_length and state.step > self._steps.get("epoch", -1):
+            values = {"epoch": state.epoch + state.batch / state.epoch_length, **values}
         new = {name: value for name, value in values.items() if state.step > self._before.get(name, -1)}
         if tracked := tracked_values(new):
             self._client.log(state.step, tracked)

@@ -18,8 +18,9 @@ from torch import Tensor
 from looplib._core import lease
 from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
+from looplib._core.mappings import fields_of
 from looplib.distributed import reduce
-from looplib.log._sinks import CodedSink
+from looplib.log._sinks import COUNTS, CodedSink
 from looplib.metrics import Window, compute
 from looplib.predicates import Predicate
 from looplib.types import Sink, TrainState
@@ -203,10 +204,10 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0
     0.5
 
     Calls reach the inner sink in order, with a copy of the values (tensors are copied to the CPU) and a state that
-    has only counts. It has no parameters, so none are kept from being freed or donated.
+    has only counts, so that waiting calls keep no parameters in memory.
 
     Errors do not stop training: the first one is a warning at the next call, later calls are tried again, and
-    `flush()` and `close()` warn about how many were lost. Calls made while `max_pending` are waiting are lost too.
+    `flush()` and `close()` warn about how many were lost. Calls made while `max_pending` calls wait are lost too.
 
     `flush()` waits for all calls so far. `close()` also ends the thread, which the next call starts again. You need
     not close it, because the end of the process does. A forked process, such as a DataLoader worker, does not inherit
@@ -215,8 +216,8 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0
     Args:
         sink: the sink to call, in one thread. Use `tee` for several.
         max_pending: number of calls that may wait.
-        patience: seconds that `flush` and `close` wait at most. A warning says how many calls wait then; they are
-            written if the process lives on.
+        patience: seconds that `flush` and `close` wait at most. A warning says how many calls still wait; they are
+            written later if the process keeps running.
 
     Raises:
         ValueError: `max_pending` is not positive.
@@ -307,14 +308,7 @@ class Background:
 
 def _counts(state: TrainState) -> TrainState:
     """The counts of a state, and what it was made with."""
-    counts = TrainState(
-        step=state.step,
-        epoch=state.epoch,
-        batch=state.batch,
-        epoch_length=state.epoch_length,
-        samples=state.samples,
-        seed=state.seed,
-    )
+    counts = TrainState(**fields_of(state, (*COUNTS, "epoch_length", "seed")))
     lease.note_provenance(counts, lease.provenance(state))
     return counts
 

@@ -23,9 +23,9 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     >>> ll.losses.model_inputs(Net(), {"pixels": torch.ones(2), "mask": None})
     {'pixels': tensor([1., 1.]), 'mask': None}
 
-    It looks through DDP, peft and torch.compile. If it leaves a column out, it warns about it by name, once for each set
-    of columns. `**kwargs` of a `forward` with other arguments take no columns, as in transformers' Trainer; a `forward`
-    of `**kwargs` alone takes all.
+    It looks through DDP, peft and torch.compile. If it leaves a column out, it warns about it by name, once for each
+    set of columns. If `forward` has `**kwargs` beside other arguments, these get no columns, as in transformers'
+    Trainer. If it has `**kwargs` alone, they get all.
 
     Args:
         model: the model that will be called with the result: `model(**ll.losses.model_inputs(model, batch))`.

@@ -34,11 +34,11 @@ def offload(
     >>> all(torch.equal(grad, grads[name]) for name, grad in lean(state, x).grads.items())
     True
 
-    What a chosen module saves for its backward pass is copied to pinned memory of the host, and back when its gradient
-    is needed. The values are the same, so gradients are too, with dropout and BatchNorm. (A view with gaps, such as one
-    head of an attention layer, comes back without gaps; a kernel that adds up in another order for it may round
-    differently.) No module runs twice, so unlike `recompute` it costs no computation, but the time of the copies: they
-    are queued behind the computation and the host does not wait for them. Pinned memory cannot be swapped out.
+    What a chosen module saves for its backward pass is copied to pinned memory of the host, and back when its
+    gradient is needed. The values are the same, so gradients are too, with dropout and BatchNorm. (A view with gaps,
+    such as one head of an attention layer, comes back without gaps; a kernel that adds up in another order for it may
+    round differently.) Unlike `recompute`, it computes nothing twice. It costs the time of the copies, which are
+    queued behind the computation without making the host wait. Pinned memory cannot be swapped out.
 
     Parameters, buffers and tensors that are on the host already stay where they are, and so do tensor subclasses, such
     as the DTensors of a tensor parallel plan. It has no effect without gradients, as in evaluation, in the graphs of

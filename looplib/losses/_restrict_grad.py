@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
     compute, and each has a backward pass of its own, inside the loss function. Give each network its own optimizer by
     `ll.optim.partition`. To update them one after the other, as DCGAN does, make two steps instead.
 
-    It composes with accumulation, loss scaling, clipping and DistributedDataParallel, whose hooks see the sum. A loss
-    `Mean(total, weight)` takes it around its total.
+    It composes with accumulation, loss scaling, clipping and DistributedDataParallel, whose hooks see the sum. For a
+    loss `Mean(total, weight)`, put it around the total.
 
     Args:
         loss: a scalar.
@@ -52,33 +52,42 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
         "restrict_grad takes gradients of its own, which torch.func (per-sample gradients) does not see: give each "
         "network a gradient function of its own, by trainable=",
     )
-    reached: list[tuple[Tensor, Tensor]] = []
-    if loss.requires_grad and params:
-        again = bool(entered) and differentiated()
-        grads = torch.autograd.grad(loss, params, retain_graph=True, create_graph=again, allow_unused=True)
-        reached = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-    check(
-        reached or not torch.is_grad_enabled(),
-        "restrict_grad got a loss that depends on none of these parameters: give parameters of the model that the loss "
-        "function is given, model.part.parameters()",
-    )
-    if not reached:
-        return loss.detach()
-    restricted: Tensor = _Restricted.apply(loss.detach(), len(reached), *(part for pair in reached for part in pair))  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled():
+        return loss
+    check(loss.requires_grad and params, _UNREACHED)
+    restricted: Tensor = _Restricted.apply(loss.detach(), _Graph(loss), *params)  # type: ignore[no-untyped-call]
     return restricted
 
 
+_UNREACHED = (
+    "restrict_grad got a loss that depends on none of these parameters: give parameters of the model that the loss "
+    "function is given, model.part.parameters()"
+)
+
+
+class _Graph(NamedTuple):
+    """A loss with its graph, which autograd is not to see as an input."""
+
+    loss: Tensor
+
+
 class _Restricted(torch.autograd.Function):
-    """The value of a loss, with gradients that are known already."""
+    """The value of a loss, with a backward pass of its own to some parameters.
+
+    It runs within the backward pass of the sum, and so from a loss that is scaled already: in float16, small gradients
+    would be zero without that.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(*pairs[1::2])
+    def forward(ctx: Any, value: Tensor, graph: _Graph, *params: Tensor) -> Tensor:
+        ctx.graph, ctx.params = graph, params
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
-        grads: list[Tensor | None] = [None, None]
-        for grad in ctx.saved_tensors:
-            grads += [grad * seed.to(grad.dtype), None]
-        return tuple(grads)
+        again = bool(entered) and differentiated()
+        grads = torch.autograd.grad(
+            ctx.graph.loss, ctx.params, seed, retain_graph=True, create_graph=again, allow_unused=True
+        )
+        check(any(grad is not None for grad in grads), _UNREACHED)
+        return None, None, *grads

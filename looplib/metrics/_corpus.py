@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,7 +36,8 @@ class Corpus(NamedTuple):
 
     Attributes:
         function: `(*columns) -> number`, called once with a list per column. It must be a function of a module, not a
-            lambda that captures values of one rank.
+            lambda that captures values of one rank. For a function that returns a dict, such as those of evaluate, make one
+            record of each number.
         parts: columns of each batch.
     """
 
@@ -54,7 +55,13 @@ class Corpus(NamedTuple):
 
         Raises:
             ValueError: there are no columns, or they have different lengths.
+            TypeError: a column is a dict.
         """
+        check(
+            not any(isinstance(column, Mapping) for column in columns),
+            "Corpus.of got a dict, of which it would keep the keys; give its columns, Corpus.of(function, *columns.values())",
+            TypeError,
+        )
         lengths = [len(column) for column in columns]
         message = f"Corpus.of got columns of lengths {lengths}; give at least one, all of the same length"
         check(len(set(lengths)) == 1, message)

@@ -121,6 +121,7 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
 
     Raises:
         ValueError: the dicts have different names.
+        TypeError: a value is not a metric (the message names it).
     """
     for other in rest:
         if other.keys() != first.keys():
@@ -128,7 +129,11 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
                 f"metrics to merge must have the same names: found {sorted(first)} and {sorted(other)}; "
                 "let the metric or loss function return each name for every batch"
             )
-    return {name: _merged([metrics[name] for metrics in (first, *rest)]) for name in first}
+    try:
+        return {name: _merged([metrics[name] for metrics in (first, *rest)]) for name in first}
+    except AttributeError:
+        _check_metrics(first)
+        raise
 
 
 def _merged(records: list[Any]) -> Metric:
@@ -136,6 +141,17 @@ def _merged(records: list[Any]) -> Metric:
         return Mean.merge(*records)  # all at once, in few operations
     merged: Metric = reduce(lambda one, other: one.merge(other), records)
     return merged
+
+
+def _check_metrics(metrics: Metrics) -> None:
+    """Raise TypeError for a value that is not a metric."""
+    for name, metric in metrics.items():
+        check(
+            isinstance(metric, Metric),
+            f"{name!r} is a {type(metric).__name__}, not a metric; give a record with merge and compute, such as "
+            f"ll.Mean(total, weight). A number goes beside them: ll.compute(metrics) | {{{name!r}: value}}",
+            TypeError,
+        )
 
 
 def _instead_of(metrics: Any) -> str:
@@ -168,17 +184,22 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         prefix: string put before each name, such as "train/".
 
     Raises:
-        TypeError: a value is not a metric (the message names it), or `metrics` is not a dict.
+        TypeError: a value is not a metric or does not compute a number (the message names it), or `metrics` is not a dict.
         ValueError: the metrics are those of a stack; use `compute_members`.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {_instead_of(metrics)}"
         )
-    for name, metric in metrics.items():
-        advice = "give a record with merge and compute, such as ll.Mean(total, weight)"
-        check(isinstance(metric, Metric), f"{name!r} is a {type(metric).__name__}, not a metric; {advice}", TypeError)
+    _check_metrics(metrics)
     values = {name: metric.compute() for name, metric in metrics.items() if not isinstance(metric, Cat)}
+    for name, value in values.items():
+        check(
+            hasattr(value, "__float__"),
+            f"{name!r} computes {value!r}, and not one number: make a record of each number, such as "
+            "Corpus.of(lambda *columns: function(*columns)['rouge1'], *columns)",
+            TypeError,
+        )
     # One transfer for all values of a device instead of one for each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():

@@ -39,20 +39,9 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     >>> grads = {name: torch.ones_like(tensor) for name, tensor in params.items()}
     >>> new_params, opt_state, applied = adamw.update(grads, opt_state, params, 0)
 
-    An update is bitwise that of the class's own `step()` in a raw loop with the same arguments and the same kernel,
-    because it runs that step, or the fused kernel that the step would call. A parameter whose first gradient comes
-    late starts at its own first update, as in torch. If a class creates state only then, `opt_state["started"]`
-    records which parameters have had an update. Random numbers that a class draws from torch are derived from the
-    state's seed and step.
-
-    `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. If a class changes values
-    in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a
-    parameter, such as GaLore's `projector`, the object's attributes are stored as a dict.
-
-    A class whose `step` has a `closure` without a default (LBFGS) evaluates the loss several times per update, with a
-    function that the train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
-    BatchNorm's statistics are those of the first evaluation. LBFGS's history is allocated in full, `history_size`
-    times twice the size of the parameters.
+    An update has the bits of the class's own `step()` in a raw loop with the same arguments and the same kernel,
+    because it runs that step, or the fused kernel that the step would call. Learning rate, betas and every other
+    hyperparameter can be a schedule.
 
     Args:
         cls: the class, not an instance.
@@ -66,22 +55,32 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
             and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
             `repr(optimizer)` says which.
-            SGD with momentum and `foreach=True` in half precision may differ from torch by a rounding in an update in
-            which a further parameter gets its first gradient.
-            So may SGD with momentum, but without dampening, for sparse gradients that contain an index twice: its
-            momentum is dense.
 
     Raises:
         TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
             third-party class, almost spelled like a known one. From `init`: the class keeps state outside `state` and
             `param_groups`, in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps
-            more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. To
-            detect this, three steps on the smallest parameters are compared with a raw loop, so a class is not refused
-            for what has no effect in these.
+            more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. This is
+            found by three steps on the smallest parameters, which are compared with a raw loop.
         ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
             depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
             did not see.
+
+    **What the state holds.** `opt_state["state"][name]` is what torch keeps for a parameter, under torch's names.
+    Values that a class changes in its groups, as schedule-free optimizers do, are in `opt_state["groups"]`. The
+    attributes of an object that it keeps for a parameter, such as GaLore's `projector`, are stored as a dict. A
+    parameter whose first gradient comes late starts at its own first update, as in torch; if a class creates state
+    only then, `opt_state["started"]` records which parameters have had an update. Random numbers that a class draws
+    from torch are derived from the state's seed and step.
+
+    **LBFGS.** A class whose `step` has a `closure` without a default evaluates the loss several times per update. For
+    models without randomness, the result has the bits of a raw loop; BatchNorm's statistics are those of the first
+    evaluation. LBFGS's history is allocated in full, `history_size` times twice the size of the parameters.
+
+    **Not the same bits.** SGD with momentum may differ from torch by a rounding in two cases: with `foreach=True` in
+    half precision, in an update in which a further parameter gets its first gradient; and without dampening, for
+    sparse gradients that contain an index twice, because its momentum is dense.
     """
     check_class(cls)
     check_lr(lr)
@@ -101,11 +100,13 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             check_against_raw_loop(recipe, params, begin, made.update)
         return opt_state
 
-    def decide(grads: Grads, opt_state: Any, metrics: Metrics, params: Params, **info: Any) -> tuple[bool, Any]:
+    def decide(
+        grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
+    ) -> tuple[bool, Any]:
         if lbfgs:
             check_lbfgs(opt_state)
         else:
-            check_update(plans, recipe, grads, opt_state, params)
+            check_update(plans, recipe, grads, opt_state, params, step)
         return True, opt_state
 
     def update_(

@@ -67,6 +67,13 @@ class Recipe:
         """For each group, the hyperparameters that are schedules or injected."""
         return [{key: value for key, value in values.items() if moves(value)} for values in self.values]
 
+    @cached_property
+    def end(self) -> int | None:
+        """The step from which the learning rate is 0, if it is a schedule that has an end."""
+        lr = self.defaults["lr"]
+        total = getattr(lr, "total", None)
+        return total if isinstance(total, int) and lr(total) == 0 else None
+
     def group_values(self, key: str, default: Any = None) -> list[Any]:
         """A hyperparameter's value in each group, as passed by the user."""
         return [values.get(key, default) for values in self.values]

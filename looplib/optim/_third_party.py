@@ -139,25 +139,43 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
     plain, makers = dict(state), {}
     for key, value in state.items():
         kind: Any = type(value)
-        check(
-            not is_sharded(value) or not torch_private.wraps_tensors(value.to_local()),
-            f"{recipe.cls.__name__} keeps for {name}, under {key!r}, shards of a class of its own, of which no rank can "
-            "save the whole: use it with DistributedDataParallel, or shard the model and write "
-            "ll.optimizer(torch.optim.AdamW, lr=...), of whose state each rank then holds a part",
-            TypeError,
-        )
-        if torch_private.wraps_tensors(value) and not is_sharded(value):
-            parts, context = value.__tensor_flatten__()
-            plain[key] = {part: getattr(value, part) for part in parts}
-            makers[key] = partial(_subclass, kind, context, value.size(), value.stride())
+        (local,) = shards([value])
+        if torch_private.wraps_tensors(local):
+            place = _placement(recipe, name, key, value)
+            parts, context = local.__tensor_flatten__()
+            plain[key] = {part: place(getattr(local, part)) for part in parts}
+            makers[key] = partial(_subclass, type(local), context, local.size(), local.stride(), place)
         elif kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
             plain[key], makers[key] = dict(vars(value)), partial(_object, kind)
         _check_plain(recipe, f"for {name}, under {key!r},", plain[key])
     return plain, makers
 
 
-def _subclass(kind: Any, context: Any, size: Any, stride: Any, parts: dict[str, Tensor]) -> Any:
-    return kind.__tensor_unflatten__(parts, context, size, stride)
+def _placement(recipe: Recipe, name: str, key: str, value: Any) -> Callable[[Tensor], Tensor]:
+    """Function that places this rank's part of a tensor as the value is: as it is, or as a shard of a DTensor.
+
+    What a class keeps beside the numbers (scales, tables) then lies one after another over the ranks, so such a state
+    continues on as many ranks.
+    """
+    if not is_sharded(value):
+        return lambda part: part
+    mesh, placements = value.device_mesh, value.placements
+    check(
+        len(placements) == 1 and placements[0].is_shard(0) and value.shape[0] % mesh.size() == 0,
+        f"{recipe.cls.__name__} keeps for {name}, under {key!r}, shards of a class of its own, which looplib can save if "
+        f"the ranks of one mesh dimension divide the first dimension evenly, and not of shape {tuple(value.shape)} placed "
+        f"as {placements} on {mesh.size()} ranks: use it with DistributedDataParallel, or write "
+        "ll.optimizer(torch.optim.AdamW, lr=...), of whose state each rank holds a part as well",
+        TypeError,
+    )
+    return partial(type(value).from_local, device_mesh=mesh, placements=placements, run_check=False)
+
+
+def _subclass(
+    kind: Any, context: Any, size: Any, stride: Any, place: Callable[[Tensor], Tensor], parts: dict[str, Tensor]
+) -> Any:
+    own = dict(zip(parts, shards(parts.values()), strict=True))
+    return place(kind.__tensor_unflatten__(own, context, size, stride))
 
 
 def _object(kind: Any, attributes: dict[str, Any]) -> Any:

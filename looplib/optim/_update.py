@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import warn
 from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
@@ -129,8 +130,11 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     return {**kept, "hyperparameters": numbers} if any(numbers) else kept
 
 
-def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any, params: Params) -> None:
-    """Raise for a state of another optimizer, and for gradients that the class cannot take, before anything is written."""
+def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> None:
+    """Raise for a state of another optimizer, and for gradients that the class cannot take, before anything is written.
+
+    Warn at the end of a learning rate that is 0 from there on.
+    """
     cls = recipe.cls.__name__
     if not isinstance(opt_state, dict) or "state" not in opt_state:
         raise wrong_state(opt_state, cls, ["state, without a wrapper"])
@@ -142,6 +146,11 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
         )
     if entered and tracing():
         return
+    if step == recipe.end:
+        warn(
+            f"the learning rate, {recipe.defaults['lr']!r}, is 0 from step {step} on, so this update and later ones change "
+            "nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
+        )
     plan = plan_for(plans, recipe, params, states)
     for name, kept in plan.keys.items():
         if states[name].keys() != kept and not _continues(recipe, states[name].keys(), kept):
@@ -243,7 +252,7 @@ def _by_class(
 # Conversion to and from plain torch
 
 
-class Kept(NamedTuple):
+class ClassState(NamedTuple):
     """State that a class keeps for parameters.
 
     Attributes:
@@ -257,16 +266,16 @@ class Kept(NamedTuple):
     empty: bool
 
 
-def kept_by_class(
+def state_of_class(
     cls: type,
     group: Mapping[str, Any],
     params: Mapping[str, Tensor],
     names: Iterable[str],
     opt_state: Mapping[str, Any],
     step: int,
-) -> Kept:
+) -> ClassState:
     """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
     recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
     tiny = mapped(_tiny, pick(params, names))
     entries: States = first_state(Plan(recipe, tiny), tiny)["state"]
-    return Kept(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)
+    return ClassState(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from looplib._core.checks import is_count, named, warn
+from looplib._core.checks import check_type, few, is_count, named, warn
 from looplib._core.directions import mode_of
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
@@ -33,10 +33,17 @@ class BestSoFar:
     >>> best.best, best.best_step, best.waited
     (0.45, 300, 2)
 
-    Put it into `state.extra`, where `update_best` updates it and `early_stopping` reads it. It is a pytree of the
-    last four attributes. The others are settings, so a restored run continues with the settings of the record
-    that it is restored into. Restoring into a record of a different metric or mode is refused, because their leaves
-    have different names.
+    It is the one place that says which metric counts and in which direction. Put it into `state.extra`, where `update_best`
+    updates it and `early_stopping` reads it, and give it to `checkpoint_io` for the best checkpoint:
+
+        best = ll.predicates.BestSoFar("eval/score", mode="max")
+        ckpt = ll.checkpoint_io("runs/checkpoints", keep_best=1, monitor=best)
+        state = ckpt.restore(ll.init_state(model, optimizer, extra={"best": best}))
+        done = ll.after_epochs(10) | ll.early_stopping(patience=3)
+
+    It is a pytree of the last four attributes. The others are settings, so a restored run continues with the settings of
+    the record that it is restored into. Restoring into a record of a different metric or mode is refused, because their
+    leaves have different names.
 
     Attributes:
         monitor: name of the metric.
@@ -54,6 +61,7 @@ class BestSoFar:
     Raises:
         ValueError: `mode` is neither "min" nor "max", or is missing for a name that does not say it; or `min_delta` is
             negative or not finite.
+        TypeError: `monitor` is not a name.
     """
 
     monitor: str
@@ -66,6 +74,7 @@ class BestSoFar:
     waited: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_type("monitor is", self.monitor, str, "give the name of a metric, such as 'eval/loss'")
         object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
         if not 0 <= self.min_delta < math.inf:
             raise ValueError(
@@ -153,27 +162,19 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     """
     record = _record(state, key)
     if record.monitor not in scores:
-        names = ", ".join(map(repr, scores)) or "nothing"
-        raise ValueError(
-            f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores, which have {names}"
-        )
+        names = few([*map(repr, scores)])
+        raise ValueError(f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {names}")
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
 
 
-def warn_of_records(extra: Any, scores: Mapping[str, float], monitor: str | None, mode: str | None) -> None:
-    """Warn of a record in a state that is saved, if it has not seen its score or has another mode than the checkpoints."""
+def warn_of_records(extra: Any, scores: Mapping[str, float]) -> None:
+    """Warn of a record in a state that is saved, if it has not seen its score."""
     for key, record in extra.items() if isinstance(extra, Mapping) else ():
-        if not isinstance(record, BestSoFar):
-            continue
-        if record.best is None and not record.waited and record.monitor in scores:
+        unseen = isinstance(record, BestSoFar) and record.best is None and not record.waited
+        if unseen and record.monitor in scores:
             warn(
                 f"the state is saved with {record.monitor!r}, but state.extra[{key!r}], which watches it, has seen no value: "
                 "early_stopping would never stop the run. Write state = ll.update_best(state, scores) before you save"
-            )
-        if record.monitor == monitor and record.mode != mode:
-            warn(
-                f"checkpoint_io has mode={mode!r} for {monitor!r}, and state.extra[{key!r}] has mode={record.mode!r}: one of "
-                "them keeps the worst. Give both the same mode="
             )
 
 
@@ -189,8 +190,8 @@ class early_stopping(Predicate):
     >>> done(state), done(ll.update_best(state, {"eval/loss": 0.4}))
     (False, True)
 
-    Make the first state by `ll.init_state(..., extra={"best": ll.predicates.BestSoFar("eval/loss")})`, and call
-    `state = ll.update_best(state, scores)` after each evaluation.
+    Make the first state by `ll.init_state(..., extra={"best": ll.predicates.BestSoFar("eval/loss")})`, which also says which
+    metric it is, and call `state = ll.update_best(state, scores)` after each evaluation.
 
     Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a larger
     patience lets a stopped run continue. To leave the epoch immediately, ask it after `update_best` and break. To
@@ -274,7 +275,7 @@ def _record(state: TrainState, key: str) -> BestSoFar:
     if record is not None:
         description = f"it is {named(record)}"
     elif isinstance(extra, Mapping):
-        description = f"state.extra has {', '.join(map(repr, extra)) or 'nothing'}"
+        description = f"state.extra has {few([*map(repr, extra)])}"
     else:
         description = f"state.extra is {named(extra)}"
     raise ValueError(

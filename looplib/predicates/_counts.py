@@ -286,7 +286,7 @@ class after_epochs(_After):
     [3, 4]
 
     `after_epochs(0)` is always true. Epochs are counted by the step if the state has an `epoch_length`, and otherwise
-    only by `ll.end_epoch`: over a plain DataLoader and with neither, the state stays in epoch 0 and this stays False.
+    only by `ll.end_epoch`: with neither, as over a plain DataLoader, the state stays in epoch 0 and this stays False.
 
     Args:
         n: number of epochs, at least 0. A fraction becomes true within an epoch, at the batch that reaches or crosses

@@ -54,7 +54,7 @@ class cosine_restarts(_Schedule):
             position -= length
             length *= self.growth
         weight = 0.5 * (1.0 + math.cos(math.pi * (position / length)))
-        return weight * self.start + (1.0 - weight) * self.final
+        return _mix(self.start, self.final, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class cyclic(_Schedule):
         cycle, position = divmod(step, self.rise + self.fall)
         height = min(position / self.rise, (self.rise + self.fall - position) / self.fall)
         weight = height * self.cycle_factor**cycle * self.step_factor**step
-        return weight * self.peak + (1.0 - weight) * self.start
+        return _mix(self.peak, self.start, weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from looplib.schedules._schedule import _Schedule, count, increasing_counts, number
+from looplib.schedules._schedule import _mix, _Schedule, count, increasing_counts, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class linear(_Schedule):
 
     def __call__(self, step: int) -> float:
         weight = max(0, self.total - step) / self.total
-        return weight * self.start + (1.0 - weight) * self.final
+        return _mix(self.start, self.final, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class cosine(_Schedule):
     def __call__(self, step: int) -> float:
         angle = 2.0 * math.pi * self.cycles * (min(step, self.total) / self.total)
         weight = 0.5 * (1.0 + math.cos(angle))
-        return weight * self.start + (1.0 - weight) * self.final
+        return _mix(self.start, self.final, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class polynomial(_Schedule):
 
     def __call__(self, step: int) -> float:
         weight: float = (max(0, self.total - step) / self.total) ** self.power
-        return weight * self.start + (1.0 - weight) * self.final
+        return _mix(self.start, self.final, weight)
 
 
 @dataclass(frozen=True, slots=True)

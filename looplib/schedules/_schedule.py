@@ -32,11 +32,17 @@ class _Schedule:
     """Base of schedules: a record whose fields are checked on creation."""
 
     __slots__ = ()
+    total: int
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
         """Check each of these fields, and store the result of its check: numbers as floats, sequences as tuples."""
         for field, check in checks.items():
             object.__setattr__(self, field, check(f"{type(self).__name__}: {field}", getattr(self, field)))
+
+    def _steps(self, name: str, value: Any) -> int:
+        """Check for a number of steps, or a float for a share of `total`, which is checked first."""
+        is_share = type(value) is float and 0 <= value < 1
+        return round(value * self.total) if is_share else count_or_zero(name, value)
 
 
 def number(name: str, value: Any) -> float:

@@ -57,21 +57,21 @@ class warmup_linear(_Schedule):
 
     Args:
         peak, final: highest value, and value from step `total` on.
-        warmup: number of warmup steps.
-        total: number of steps, including the warmup.
+        warmup: number of warmup steps, or a float for a share of `total`.
+        total: number of steps, including the warmup: `epochs * len(loader)`.
 
     Raises:
-        ValueError: a number is not finite, a count is not an int, or `warmup` is above `total`.
+        ValueError: a number is not finite, a count is neither an int nor a share, or `warmup` is above `total`.
     """
 
     peak: float
     _: KW_ONLY
-    warmup: int
+    warmup: float
     total: int
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check(peak=number, warmup=count_or_zero, total=count, final=number)
+        self._check(peak=number, total=count, warmup=self._steps, final=number)
         if self.warmup > self.total:
             raise ValueError(
                 f"{type(self).__name__}: warmup={self.warmup} is above total={self.total}; total counts the "
@@ -84,7 +84,7 @@ class warmup_linear(_Schedule):
         if step >= self.total:
             return self.final
         weight = self._weight(step)
-        return weight * self.peak + (1.0 - weight) * self.final
+        return _mix(self.peak, self.final, weight)
 
     def _weight(self, step: int) -> float:
         """Share of `peak` in the decay: 1 at the end of the warmup, 0 at `total`."""
@@ -99,18 +99,18 @@ class warmup_cosine(warmup_linear):
     >>> lr = ll.warmup_cosine(3e-4, warmup=100, total=2000)
     >>> [lr(step) for step in (0, 50, 100, 1050, 2000)]
     [0.0, 0.00015, 0.0003, 0.00015, 0.0]
-    >>> lr
+    >>> ll.warmup_cosine(3e-4, warmup=0.05, total=2000)  # a share of the steps
     warmup_cosine(peak=0.0003, warmup=100, total=2000, final=0.0)
 
     After step `total` the value is `final`.
 
     Args:
         peak, final: highest value, and value from step `total` on.
-        warmup: number of warmup steps.
-        total: number of steps, including the warmup.
+        warmup: number of warmup steps, or a float for a share of `total`.
+        total: number of steps, including the warmup: `epochs * len(loader)`.
 
     Raises:
-        ValueError: a number is not finite, a count is not an int, or `warmup` is above `total`.
+        ValueError: a number is not finite, a count is neither an int nor a share, or `warmup` is above `total`.
     """
 
     def _weight(self, step: int) -> float:
@@ -129,7 +129,8 @@ class warmup_stable_decay(_Schedule):
 
     Args:
         peak: highest value.
-        warmup, decay, total: number of steps of the warmup, of the decay, and in total.
+        warmup, decay: number of steps of the warmup and of the decay, or floats for shares of `total`.
+        total: number of steps in all.
         start, final: values at step 0 and from step `total` on.
         warmup_shape, decay_shape: "linear", "cosine" or "1-sqrt".
 
@@ -142,8 +143,8 @@ class warmup_stable_decay(_Schedule):
 
     peak: float
     _: KW_ONLY
-    warmup: int
-    decay: int
+    warmup: float
+    decay: float
     total: int
     start: float = 0.0
     final: float = 0.0
@@ -153,9 +154,9 @@ class warmup_stable_decay(_Schedule):
     def __post_init__(self) -> None:
         self._check(
             peak=number,
-            warmup=count_or_zero,
-            decay=count_or_zero,
             total=count,
+            warmup=self._steps,
+            decay=self._steps,
             start=number,
             final=number,
             warmup_shape=shape,

@@ -41,41 +41,42 @@ def compile_step(
     1
 
     The graph of a train step contains forward pass, backward pass, clipping, loss scaling, schedule and update; that
-    of an eval or predict step contains the forward pass. To compile the step of a stack, write
-    `compile_step(vmap_step(train_step))`. The step keeps its `donate=True`. On a terminal or in a notebook, a line
-    before and one after show that it compiles with Inductor and how long that took.
-
-    The graph is what the step's Python did when it was traced:
-
-    - Tensor values cannot be read (`if loss > 1`, `.item()`). The error names the line.
-    - Python that only observes (hooks, prints) runs once, during tracing.
-    - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
-      Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one
-      changes, the step is recompiled with a warning. Numbers and strings in a batch belong to its shape.
-    - `mode="reduce-overhead"` records the step as a CUDA graph, so that its kernels are launched at once. With
-      `donate=True` only the batch is copied into it; a pure step copies the state in and out.
-    - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
-      step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
-
-    On a CPU, an update of 64 parameters or more calls the optimizer's fused kernel, if there is one (SGD, Adam, AdamW,
-    Adagrad), and has its bits. Fewer are updated by generated code, which is faster but takes long to compile for many;
-    so is any number of them if you give `foreach=` to the optimizer. With `backend="eager"`, the kernel updates any number.
-
-    `backend="eager"` generates no machine code: it runs the graph's operations one after the other, without autograd and
-    `torch.func`. Tracing takes about a second, so it suits tests, and small models whose steps these slow down, such as
-    those with per-sample gradients.
+    of an eval or predict step contains the forward pass. The step keeps its `donate=True`. To compile the step of a
+    stack, write `compile_step(vmap_step(train_step))`.
 
     Args:
         step: a step from `make_train_step`, `make_eval_step`, `make_predict_step` or `vmap_step`.
         mode: of `torch.compile`: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+            "reduce-overhead" records the step as a CUDA graph, so that its kernels are launched at once.
         options: Inductor's options, by name.
-        backend: name of a `torch.compile` backend.
+        backend: name of a `torch.compile` backend. "eager" generates no machine code: see below.
 
     Raises:
         TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
             an option.
         UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
             ranks (use `compile_blocks` for the model there).
+
+    **The limits of graphs.** The graph is what the step's Python did when it was traced:
+
+    - Tensor values cannot be read (`if loss > 1`, `.item()`). The error names the line.
+    - Python that only observes (hooks, prints) runs once, during tracing.
+    - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
+      Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one
+      changes, the step is recompiled with a warning. Numbers and strings in a batch belong to its shape.
+    - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
+      step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
+
+    **Kernels.** On a CPU, an update of 64 parameters or more calls the optimizer's fused kernel, if there is one
+    (SGD, Adam, AdamW, Adagrad), and has its bits. Fewer parameters are updated by generated code, which is faster but
+    takes long to compile for many. `foreach=` of the optimizer asks for generated code with any number. In a CUDA
+    graph, a donated step copies only the batch into the graph; a pure step copies the state in and out.
+
+    **Time to compile.** On a terminal or in a notebook, a line before and one after show that the step compiles with
+    Inductor and how long that took. `backend="eager"` takes about a second: it runs the graph's operations one after
+    the other, without autograd and `torch.func`, and calls the optimizer's fused kernel for any number of parameters.
+    It suits tests, and small models whose steps autograd and `torch.func` slow down, such as those with per-sample
+    gradients.
     """
     parts = spec_of(step, "compile_step")
     chosen = {"mode": mode, "options": options, "backend": backend}

@@ -67,13 +67,22 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     >>> torch.func.grad(after_three_steps)(weight)  # 2 (w - 1) (1 - 2 lr) ** 6
     tensor([[-0.5243]])
 
-    The gradient reaches the state's tensors before the step (an initialization), the batch (weights of its samples,
-    parameters of a loss), and hyperparameters in the state (`ll.optim.injected`) or computed from a tensor by a
-    schedule. It is the gradient of the full update, including momenta, bias corrections, clipping, accumulation and
-    averages. Metrics carry gradients too; buffers do not. Values that the loss function detaches, or computes under
-    `no_grad`, stay cut off. An `autograd.Function` is differentiated as the operations it consists of.
+    The gradient is that of the full update, including momenta, bias corrections, clipping, accumulation and averages.
+    It reaches the state's tensors before the step (an initialization), the batch (weights of its samples, parameters
+    of a loss), and hyperparameters in the state (`ll.optim.injected`) or computed from a tensor by a schedule.
 
-    An outer loop is an ordinary training loop whose loss function trains on each task, starting from the outer
+    Args:
+        train_step: a step from `make_train_step`.
+
+    Raises:
+        TypeError: `train_step` is a different function, or is compiled already.
+        UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
+            surrounding `torch.func` transform; for an update that may be skipped, such as with `apply_if_finite`,
+            under torch.vmap or in a compiled outer step; or if torch.vmap maps over a number in `opt_state` that
+            decides what the update does, such as the counter of `lookahead`.
+        RuntimeError: from torch, for an operation without a second derivative.
+
+    **An outer loop** is an ordinary training loop whose loss function trains on each task, starting from the outer
     weights:
 
     >>> def meta_loss(model, tasks):
@@ -87,24 +96,15 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     >>> tasks = torch.randn(3, 5, 1), torch.randn(3, 5, 1)  # 3 tasks of 5 points each, to train on and to test on
     >>> state, metrics = outer_step(ll.init_state(model, outer), tasks)
 
-    With `ll.compile_step` around the outer step, the inner steps become part of its graph. Under `torch.vmap`, a step
-    that draws random numbers needs `randomness="different"`. Inner draws depend on the seed and step of the inner
-    state, so they are the same in each outer step, unless the outer step is compiled.
+    With `ll.compile_step` around the outer step, the inner steps become part of its graph. Inner draws depend on the
+    seed and step of the inner state, so they are the same in each outer step, unless the outer step is compiled.
+    Under `torch.vmap`, a step that draws random numbers needs `randomness="different"`.
 
-    The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
-    `ll.compile_step` apply. Attention uses its plain form, because fused kernels have no second derivative. Nothing
-    is written in place, even with `donate`.
-
-    Args:
-        train_step: a step from `make_train_step`.
-
-    Raises:
-        TypeError: `train_step` is a different function, or is compiled already.
-        UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
-            surrounding `torch.func` transform; for an update that may be skipped, such as with `apply_if_finite`,
-            under torch.vmap or in a compiled outer step; or if torch.vmap maps over a number in `opt_state` that
-            decides what the update does, such as the counter of `lookahead`.
-        RuntimeError: from torch, for an operation without a second derivative.
+    **Limits.** The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
+    `ll.compile_step` apply. Metrics carry gradients too; buffers do not. Values that the loss function detaches, or
+    computes under `no_grad`, stay cut off. An `autograd.Function` is differentiated as the operations it consists of.
+    Attention uses its plain form, because fused kernels have no second derivative. Nothing is written in place, even
+    with `donate`.
 
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.

@@ -75,29 +75,14 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     >>> len(ll.transforms.compute_members(metrics)), torch.equal(stack.params["weight"][0], model.weight)
     (3, True)
 
-    Each member does what the step would do with it alone: it has its own random numbers (a function of its seed),
-    clipping, averages, loss scale and learning rate. The result equals that of separate runs except for the last
-    bits, because batched kernels round differently; dropout on a GPU is a further exception, since torch uses a
-    different kernel there. Members never affect each other, with any optimizer or wrapper, because the graph has no
-    operation across members: if one diverges, the others do not notice. A member whose update is skipped
-    (`apply_if_finite`) keeps its values while `step` counts on, unless all are skipped. It never makes the step
-    raise.
-
-    The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
-    `ll.compile_step` apply. The step keeps its `donate=True`, so the stack is overwritten in place, and
-    `compile_step(vmap_step(train_step))` generates machine code. A small stack of large models gains nothing, and
-    attention is computed with matrix products, since fused kernels do not support members.
-
-    To evaluate, use `compute_members(measure(vmap_step(eval_step), stack, batches))`. Outputs of
-    `vmap_step(predict_step)` have members in the first dimension. For `ll.predict`, which expects samples there, take
-    the mean over members, `lambda stack, batch: predict_step(stack, batch).mean(0)`, or transpose.
+    Each member is trained as it would be alone, with its own random numbers (a function of its seed), clipping,
+    averages, loss scale and learning rate. Members never affect each other: if one diverges, the others do not
+    change. The metrics have one value for each member; read them with `ll.transforms.compute_members`.
 
     Args:
         step: a step from `make_train_step`, `make_eval_step` or `make_predict_step`.
         own_batches: if True, each tensor of a batch has a first dimension of members. By default, all members get the
             same batch.
-
-    The metrics have one value for each member; read them with `ll.transforms.compute_members`.
 
     Raises:
         TypeError: `step` is a different function, or is compiled already (compile the step of the stack).
@@ -105,6 +90,20 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
             average only some of them); or the number of `per_member` values is not the number of members.
         UntraceableError: sparse gradients; random numbers whose distribution depends on tensors in a way that cannot
             be mapped; and the cases listed in `ll.compile_step`.
+
+    **Accuracy.** The result equals that of separate runs except for the last bits, because batched kernels round
+    differently. Dropout on a GPU is a further exception, since torch uses a different kernel there. A member whose
+    update is skipped (`apply_if_finite`) keeps its values. `step` counts an update if any member made it. Members
+    that are skipped many times in a row raise no error, unlike in a plain step.
+
+    **Speed.** The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
+    `ll.compile_step` apply. `compile_step(vmap_step(train_step))` generates machine code. If the step donates, the
+    stack is overwritten in place. A small stack of large models gains nothing, and attention is computed with matrix
+    products, since fused kernels do not support members.
+
+    **Evaluation.** Use `compute_members(measure(vmap_step(eval_step), stack, batches))`. Outputs of
+    `vmap_step(predict_step)` have members in the first dimension. For `ll.predict`, which expects samples there, take
+    the mean over members, `lambda stack, batch: predict_step(stack, batch).mean(0)`, or transpose.
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import looplib as ll
-from looplib import testing
 
 
 class Pair(NamedTuple):
@@ -156,34 +155,6 @@ def test_outputs_of_microbatches_are_joined_in_their_containers(kind, size, data
     assert torch.equal(fields(outputs)[1][0] if kind == "list" else fields(outputs)[1], y)
 
 
-def test_replay_worst_samples_and_fingerprints(data, batch):
-    model, x, y = data
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    state = ll.init_state(model, optimizer, epoch_length=1)
-    found = ll.debug.replay(ll.make_train_step(grad_fn, optimizer), state, lambda state: [batch], 2, grad_fn=grad_fn)
-    worst = ll.debug.worst_samples(grad_fn, found.state, batch)
-    with torch.no_grad():
-        losses = (x @ found.state.params["weight"].T + found.state.params["bias"] - y).square().flatten()
-    scored = torch.tensor([score.loss for score in sorted(worst, key=lambda score: score.row)]).double()
-    torch.testing.assert_close(scored, losses, rtol=1e-5, atol=1e-6)
-    assert not ll.debug.differences(batch, batch)
-    prints = ll.debug.fingerprint(batch)
-    x[3, 1] += 1
-    assert len([name for name, value in ll.debug.fingerprint(batch).items() if value != prints[name]]) == 1
-
-
-def test_checks_of_testing(data, batch):
-    model = data[0]
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    state, step = ll.init_state(model, optimizer), ll.make_train_step(grad_fn, optimizer)
-    testing.assert_pure(step, state, batch)
-    testing.assert_microbatches_equal_batch(grad_fn, state, batch)
-    predict_step = ll.make_predict_step(model, lambda model, batch: model(fields(batch)[0]))
-    testing.assert_samples_independent(predict_step, state, batch)
-
-
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_compiled_steps(microbatches, data, batch):
     model = data[0]
@@ -193,25 +164,3 @@ def test_compiled_steps(microbatches, data, batch):
     expected = {name: state.params[name] - 0.1 * grad for name, grad in expected_grads(data).items()}
     after, _ = ll.compile_step(step, backend="eager")(state, batch)
     torch.testing.assert_close(dict(after.params), expected)
-
-
-def test_a_loader_moves_and_divides_them(monkeypatch, data, batch):
-    class Whole:
-        """A dataset whose one item is a batch already."""
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return batch
-
-    loader = ll.make_loader(
-        Whole(), batch_size=None, order=ll.data.in_order(), device="meta", collate_fn=lambda item: item
-    )
-    (moved,) = loader(ll.TrainState())
-    assert [tensor.device.type for tensor in fields(moved)] == ["meta", "meta"]
-    monkeypatch.setattr("looplib._core.ranks.world_size", lambda: 2)
-    monkeypatch.setattr("looplib._core.ranks.rank", lambda: 1)
-    loader = ll.make_loader(Whole(), batch_size=None, order=ll.data.in_order(), collate_fn=lambda item: item)
-    (part,) = loader(ll.TrainState())
-    assert torch.equal(fields(part)[0], data[1][4:])

@@ -5,9 +5,7 @@ import gc
 import inspect
 import itertools
 import os
-import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +13,6 @@ import weakref
 
 import pytest
 import torch
-from ranks import launch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -172,56 +169,6 @@ def ctrl_c():
 # Real signals at random moments, in a process of their own
 
 
-SENDER = """
-import os, signal, sys, time
-for line in sys.stdin:
-    time.sleep(float(line))
-    os.kill(os.getppid(), signal.SIGINT)
-    print(flush=True)
-"""
-
-
-def bombarded(donate, over, count):
-    """Runs that are hit by SIGINTs of another process, until `count` of them were interrupted and run again."""
-    armed = []
-
-    def strike(signum, frame):
-        if armed:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, strike)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    sender = subprocess.Popen([sys.executable, "-S", "-c", SENDER], **pipes, start_new_session=True)
-    parts, draw = Parts(donate), random.Random(0)
-    start, expected = ll.copy_state(parts.state), trajectory(parts, EPOCHS, over)
-    duration, interrupted = 0.01, 0
-    while interrupted < count:
-        state = ll.bind(parts.model, ll.copy_state(start))
-        while state.epoch < EPOCHS:
-            begin = time.perf_counter()
-            print(draw.uniform(0, duration), file=sender.stdin, flush=True)
-            try:
-                armed.append(True)
-                while state.epoch < EPOCHS:
-                    for batch in parts.loader(state) if over == "loader" else parts.batches[state.batch :]:
-                        state, _ = parts.step(state, batch)
-                duration = time.perf_counter() - begin
-            except KeyboardInterrupt:
-                interrupted += 1
-            armed.clear()
-            sender.stdout.readline()
-            settle()
-            assert record(state) == expected[state.step]
-    sender.communicate("")
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(3000, marks=pytest.mark.large)])
-@over
-@both
-def test_interrupted_at_random_moments_and_run_again_it_ends_in_the_same_bits(donate, over, count):
-    launch(0, bombarded, donate, over, count)
-
-
 # Every moment in turn: where the interpreter looks for signals, at a function's start and after a C function, the
 # profiler looks in too; and at each function's return, such as that of a step whose result has no name yet.
 
@@ -319,35 +266,6 @@ class Run:
                 break
 
 
-@pytest.mark.parametrize("raises", [True, False])
-@over
-def test_a_second_ctrl_c_may_come_at_every_moment_while_the_first_is_handled(over, raises, capfd):
-    expected, noted = trajectory(Parts(), over=over), []
-    if not raises:
-        signal.signal(signal.SIGINT, lambda *_: noted.append(True))
-    for moment in itertools.count(1):
-        parts, handling = Parts(), []
-        noted.clear()
-
-        def after(state, handling=handling):
-            if state.step == 1:
-                handling.append(True)
-                try:
-                    press()
-                finally:
-                    handling.clear()
-
-        batches = parts.loader(parts.state) if over == "loader" else parts.batches
-        profile = at_moment(moment, press, while_=lambda handling=handling: handling)
-        with profiled(profile):
-            state = train(parts.state, parts.step, batches, after, KeyboardInterrupt if raises else ())
-        assert record(state) == expected[1 if raises else BATCHES]
-        assert bool(noted) is not raises
-        if profile.seen < moment:
-            break
-    assert moment > 10
-
-
 def surroundings(model):
     """Everything that a step must leave unchanged, although it changes some of it temporarily."""
     modules, parameters = list(model.modules()), list(model.parameters())
@@ -419,24 +337,6 @@ def test_signals_that_come_together_within_an_update_all_get_to_their_handlers()
     assert record(state) == trajectory(Parts(cls=Halfway))[1]
 
 
-def test_the_garbage_of_a_loop_takes_no_guard_from_an_update():
-    parts, expected = Parts(cls=Halfway), trajectory(Parts(cls=Halfway))
-
-    def make_garbage():
-        cycle = [parts.loader(parts.state)]
-        next(cycle[0])
-        cycle.append(cycle)
-
-    gc.disable()
-    try:
-        make_garbage()
-        ACTIONS["update"] = lambda: [gc.collect(), press()]
-        state = train(parts.state, parts.step, parts.batches, lambda state: time.sleep(500), KeyboardInterrupt)
-    finally:
-        gc.enable()
-    assert record(state) == expected[1]
-
-
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("cause", ["Ctrl-C", KeyboardInterrupt, ValueError])
 @both
@@ -468,8 +368,6 @@ def through_generator(batches):
 AROUND = {
     "nothing": lambda batches: batches,
     "enumerate": lambda batches: (batch for _, batch in enumerate(batches)),
-    "map": lambda batches: map(tuple, batches),
-    "zip": lambda batches: (batch for batch, _ in zip(batches, Parts().loader(Parts().state), strict=True)),
     "generators": lambda batches: through_generator(through_generator(batches)),
     "progress": lambda batches: ll.progress(lambda state: batches)(Parts().state),
 }
@@ -492,20 +390,6 @@ def test_a_first_ctrl_c_waits_for_the_next_batch_and_says_so(around, where, capf
     assert (state.step, done) == (2, [1, 2])
     assert NOTICE in capfd.readouterr().err
     assert not guarded()
-
-
-def test_batches_taken_from_a_second_loader_in_the_body_do_not_end_it(capfd):
-    parts, done = Parts(), []
-    state, others = parts.state, Parts().loader(Parts().state)
-    with contextlib.suppress(KeyboardInterrupt):
-        for batch in parts.loader(state):
-            if state.step == 2:
-                press()
-            next(others)
-            state, _ = parts.step(state, batch)
-            done.append(state.step)
-    assert done == [1, 2, 3]
-    others.close()
 
 
 def test_a_second_ctrl_c_is_taken_at_once_and_the_next_run_begins_again(capfd):
@@ -660,41 +544,6 @@ def test_signals_that_are_ignored_or_deadly_stay_so():
     assert seen == [(signal.SIG_IGN, signal.SIG_DFL)] * BATCHES
 
 
-class Delayed:
-    """The usual recipe to put off a Ctrl-C, which saves the handler and puts it back."""
-
-    def __enter__(self):
-        self.received = None
-        self.before = signal.signal(signal.SIGINT, self.handler)
-
-    def handler(self, *arguments):
-        self.received = arguments
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
-        if self.received:
-            self.before(*self.received)
-
-
-@pytest.mark.parametrize("place", ["in the update", "after the step"])
-def test_code_that_saves_handlers_and_puts_them_back_works_in_the_body(place, capfd):
-    parts, done = Parts(cls=Halfway), []
-
-    def step(state, batch):
-        with Delayed():
-            if state.step == 1 and place == "in the update":
-                ACTIONS["update"] = press
-            state, metrics = parts.step(state, batch)  # which puts a guard before the handler of this moment
-            settle()
-            if state.step == 2 and place == "after the step":
-                press()
-        return state, metrics
-
-    train(parts.state, step, parts.loader(parts.state), lambda state: done.append(state.step), KeyboardInterrupt)
-    assert done == [1, 2]
-    assert signal.getsignal(signal.SIGINT) is interrupt
-
-
 def test_a_batch_lives_no_longer_than_the_loop_needs_it():
     parts, alive = Parts(), []
     gc.disable()
@@ -707,24 +556,6 @@ def test_a_batch_lives_no_longer_than_the_loop_needs_it():
     finally:
         gc.enable()
     assert len(alive) == BATCHES
-
-
-def test_import_touches_no_handler_and_starts_no_thread():
-    code = """if True:
-        import signal, threading
-        numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-        before = {number: signal.getsignal(number) for number in numbers}
-        import torch
-        threads = threading.active_count()
-        import looplib as ll
-        model = torch.nn.Linear(2, 1)
-        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-        step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), optimizer, donate=True)
-        ll.init_state(model, optimizer)
-        assert {number: signal.getsignal(number) for number in numbers} == before
-        assert threading.active_count() == threads
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Threads
@@ -743,17 +574,3 @@ def test_an_update_in_another_thread_holds_no_signal_up():
         press()
     leave.set()
     thread.join()
-
-
-def test_a_loop_in_another_thread_trains_and_does_not_take_the_ctrl_c_that_waits(capfd):
-    parts, other, expected, results = Parts(), Parts(), trajectory(Parts()), []
-
-    def after(state):
-        press()
-        run = lambda: results.append(train(other.state, other.step, other.loader(other.state)))  # noqa: E731
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-
-    assert train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt).step == 1
-    assert record(results[0]) == expected[BATCHES]

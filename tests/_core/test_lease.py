@@ -1,8 +1,6 @@
 """Leases: a state can be read until one of its tensors is written by a step, and not afterwards."""
 
 import copy
-import pickle
-import threading
 from functools import partial
 
 import pytest
@@ -84,19 +82,6 @@ def test_records_that_share_a_written_tensor_are_spent(transform, started):
     assert bits(kept) == values
 
 
-@pytest.mark.parametrize("way", [ll.copy_state, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
-def test_a_copy_of_a_donated_state_is_a_state_of_its_own(way):
-    run = Run()
-    kept = way(run.train(2))
-    values = bits(kept)
-    run.train(2)
-    assert bits(kept) == values
-    again, _ = run.step(kept, ROWS)
-    again, _ = run.step(again, ROWS)
-    assert bits(again.params) == bits(run.state.params)
-    assert spent(kept)
-
-
 def test_two_runs_over_one_module_hand_the_parameters_to_each_other():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     raw = copy.deepcopy(model)
@@ -134,24 +119,6 @@ def test_another_run_within_the_loss_is_no_write_of_this_one(skipped):
     else:
         assert spent(before)
     assert (run.train().step, other.state.step) == (3 - skipped, 3)
-
-
-def test_runs_in_threads_leave_each_other_alone():
-    expected, found = bits(Run().train(60)), []
-
-    def train(run):
-        for _ in range(60):
-            before = run.state
-            run.train()
-            found.append(spent(before) and len(run.state.params))
-        found.append(bits(run.state) == expected)
-
-    threads = [threading.Thread(target=train, args=[Run()]) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == sorted([4] * 120 + [True] * 2)
 
 
 def test_parameters_replaced_between_steps_are_written_from_then_on():
@@ -197,17 +164,6 @@ def test_what_a_pure_step_shares_is_spent_once_a_donated_step_writes_it(started)
     assert frozen.params["w"] is run.model.frozen.weight
 
 
-def test_experts_that_are_reached_late_are_given_up_too():
-    run = Run(model=Experts())
-    state = run.train(2)
-    late = TrainState(params={"w": state.params["experts.1.weight"]})
-    run.train()
-    assert late.params["w"] is state._params["experts.1.weight"]
-    run.model.chosen = 1
-    run.train()
-    assert spent(late)
-
-
 def test_a_donated_step_gives_up_all_buffers_also_those_that_a_forward_pass_has_assigned():
     class Assigns(nn.Module):
         def __init__(self):
@@ -228,26 +184,6 @@ def test_a_donated_step_gives_up_all_buffers_also_those_that_a_forward_pass_has_
     for state in states:
         assert spent(state, "buffers")
     assert run.state.buffers["seen"].tolist() == [4, 4]
-
-
-def test_moments_that_are_made_late_are_given_up_from_then_on():
-    def update_(grads, opt_state, params, step):
-        with torch.no_grad():
-            for name, grad in grads.items():
-                params[name].sub_(grad, alpha=0.1)
-            if step < 2:
-                opt_state = {"seen": opt_state["seen"] + 1}
-            else:
-                opt_state["seen"] += 1
-        return params, opt_state
-
-    run, states = Run(Optimizer(lambda params: {"seen": torch.zeros(2)}, update_)), []
-    for _ in range(4):
-        states.append(run.state)
-        run.train()
-    assert run.state.opt_state["seen"].tolist() == [4, 4]
-    for state in states[2:]:
-        assert spent(state, "opt_state")
 
 
 def test_binding_again_and_again_spends_the_state_that_was_bound():
@@ -336,43 +272,6 @@ def test_an_update_that_returns_another_shape_fails_by_name_and_spends_the_state
     assert spent(run.state, message="when it failed")
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("assigned", [False, True])
-def test_a_functional_update_is_copied_into_the_tensors_of_the_module(assigned):
-    def update_(grads, opt_state, params, step):
-        new = {name: (params[name] - 0.1 * grad).detach().requires_grad_() for name, grad in grads.items()}
-        if assigned:
-            params.update(new)
-            return params, opt_state
-        return {**params, **new}, opt_state
-
-    run, reference = Run(Optimizer(lambda params: {}, update_)), Run(ll.optimizer(torch.optim.SGD, lr=0.1))
-    before = run.state
-    run.train(3)
-    testing.assert_close(run.state.params, reference.train(3).params)
-    assert all(run.state.params[name] is parameter for name, parameter in run.model.named_parameters())
-    assert spent(before)
-
-
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows, self.linear = nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.linear(self.rows(torch.arange(8)) * x)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
-def test_gradients_that_a_group_cannot_take_are_refused_before_anything_is_written(cls):
-    groups = [(lambda name, _: name.startswith("linear"), {"lr": 0.01})]
-    run = Run(ll.optimizer(cls, lr=0.1, groups=groups), Sparse())
-    values = bits(ll.copy_state(run.state))
-    with pytest.raises((ValueError, RuntimeError), match="sparse"):
-        run.train()
-    assert bits(run.state) == values
-
-
 def refuse(*arguments, **info):
     raise ValueError("refused")
 
@@ -437,65 +336,6 @@ def test_extra_may_share_what_no_step_writes():
 # Functions of the user's own
 
 
-def counting(inner, update_):
-    """An optimizer that keeps a count beside the inner one's state."""
-
-    def init(params, **extra):
-        return {"inner_state": inner.init(params, **extra), "count": torch.zeros(())}
-
-    def decide(grads, opt_state, metrics, **info):
-        flag, state = inner.decide(grads, opt_state["inner_state"], metrics, **info)
-        return flag, {**opt_state, "inner_state": state}
-
-    return Optimizer(init, update_, decide)
-
-
-def test_a_spent_state_stays_spent_if_an_update_puts_new_tensors_into_its_dict():
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-
-    def update_(grads, opt_state, params, step, **info):
-        params, opt_state["inner_state"] = sgd.update_(grads, opt_state["inner_state"], params, step, **info)
-        opt_state["count"] = opt_state["count"] + 1
-        return params, opt_state
-
-    run = Run(counting(sgd, update_))
-    first, second = run.state, run.train()
-    run.train()
-    assert spent(first, "opt_state")
-    assert spent(second, "opt_state")
-    assert run.state.opt_state["count"] == 2
-
-
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_tensor_that_a_decision_makes_is_given_up_once_an_update_writes_it(skips):
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-    inner = counting(sgd, None)
-
-    def decide(grads, opt_state, metrics, step, **info):
-        flag, state = inner.decide(grads, opt_state, metrics, step=step, **info)
-        batch = int(opt_state["batch"]) + 1
-        new = {"count": torch.zeros(())} if batch == 3 else {}  # now and then, as a window that is cleared
-        return flag and not (skips and batch == 3), {**state, "batch": batch, **new}
-
-    def update_(grads, opt_state, params, step, **info):
-        params, opt_state["inner_state"] = sgd.update_(grads, opt_state["inner_state"], params, step, **info)
-        opt_state["count"] += 1
-        return params, opt_state
-
-    def init(params, **extra):
-        return {**inner.init(params, **extra), "batch": 0}
-
-    run = Run(Optimizer(init, update_, decide))
-    for batch in range(1, 7):
-        sharing = TrainState(extra={"count": run.state.opt_state["count"]})
-        value = sharing.extra["count"].item()
-        run.train()
-        if skips and batch == 3:
-            assert sharing.extra["count"].item() == value
-        else:
-            assert spent(sharing, "extra")
-
-
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_functional_update_may_keep_the_parameters_of_before(donate):
     def update_(grads, opt_state, params, step, **info):
@@ -524,33 +364,6 @@ def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_over
     ):
         run.train()
     assert state.params["0.weight"].shape == (2, 3)
-
-
-@pytest.mark.parametrize("fails", [True, False])
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwhile(fails, skips):
-    run = Run()
-    taken = []
-    refusing = Optimizer(
-        run.optimizer.init, run.optimizer.update_, lambda grads, opt_state, metrics: (False, opt_state)
-    )
-
-    def greedy(model, x):
-        if not taken:
-            taken.append(run.train())
-        if fails:
-            raise KeyError("the loss function's own")
-        return squares(model, x)
-
-    grad_fn = ll.make_grad_fn(run.model, greedy)
-    step = ll.make_train_step(grad_fn, refusing if skips else run.optimizer, donate=True)
-    start = run.state
-    with pytest.raises(KeyError if fails else ll.DonatedStateError):
-        step(start, ROWS)
-    alone = Run().train()
-    assert all(torch.equal(run.state.params[name], tensor) for name, tensor in alone.params.items())
-    if fails:
-        assert run.state.buffers["1.num_batches_tracked"] == 1
 
 
 def test_a_new_tensor_for_a_parameter_without_a_gradient_is_refused_in_every_kind_of_step():

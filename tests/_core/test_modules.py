@@ -202,18 +202,6 @@ def test_modes_that_a_function_of_the_users_flips_are_put_back(to):
     assert [module.training for module in model.modules()] == modes
 
 
-def test_each_microbatch_runs_in_the_same_modes():
-    model, seen = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), []
-
-    def loss_fn(model, x):
-        seen.append([module.training for module in model.modules()])
-        model.eval()
-        return model(x).mean()
-
-    ll.accumulate(ll.make_grad_fn(model, loss_fn), 3)(ll.init_state(model), torch.ones(6, 3))
-    assert seen == [[True] * 3] * 3
-
-
 def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatch):
     own = torch.Generator()
     monkeypatch.setattr(torch.xpu, "default_generators", (torch.Generator(), own))
@@ -248,15 +236,6 @@ def test_a_layer_replaced_afterwards_is_refused(make):
     changed = state.replace(params={name: tensor.detach() + 1 for name, tensor in state.params.items()})
     with pytest.raises(ValueError, match=r"the layer with 2\.weight was replaced after"):
         function(changed, torch.ones(5, 3))
-
-
-def test_a_layer_replaced_between_evaluations_is_refused():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    predict_step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)
-    predict_step(state, torch.ones(5, 3))
-    model[1] = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match=r"the layer with 1\.weight was replaced after"):
-        predict_step(state, torch.ones(5, 3))
 
 
 def test_replaced_layers_without_tensors_and_wrappers_around_layers_are_followed():

@@ -1,7 +1,7 @@
 """Trees: every kind of batch is counted, split, chosen from, mapped and compared by one rule."""
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
-from transformers import BatchEncoding
 
 from looplib._core import trees
 from looplib.types import TrainState
@@ -226,21 +225,6 @@ def test_samples_are_counted(batch, count):
     assert trees.batch_size(batch) == count
 
 
-def test_arrays_in_a_list_as_long_as_the_batch_are_its_fields():
-    x, y = np.zeros((2, 3)), np.ones((2, 1))
-    first, second = trees.split([x, y], 2, 1)
-    assert [part.shape for part in first] == [(1, 3), (1, 1)]
-    equal([first, second], [[x[:1], y[:1]], [x[1:], y[1:]]])
-
-
-def test_three_fields_of_three_samples_are_fields_though_one_of_them_is_ragged():
-    images, boxes = torch.arange(3.0), [torch.zeros(n) for n in (2, 5, 4)]
-    batch = (images, {"boxes": boxes}, None)
-    parts = trees.split(batch, 3, 1)
-    assert [part[0].tolist() for part in parts] == [[0.0], [1.0], [2.0]]
-    assert [[len(box) for box in part[1]["boxes"]] for part in parts] == [[2], [5], [4]]
-
-
 class Boxes:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -277,37 +261,3 @@ def test_equal_leaves():
         assert trees.same(one, other)
     for one, other in [(1, 1.0), (torch.ones(2), torch.ones(2).double()), (np.ones(2), np.ones((2, 1))), ("a", "b")]:
         assert not trees.same(one, other)
-
-
-Fields = namedtuple("Fields", "x names")
-
-
-@dataclasses.dataclass
-class ScaledRecord:
-    x: torch.Tensor
-    scale: float
-
-
-def test_batches_of_every_form_are_cut():
-    x, names = torch.arange(5), list("abcde")
-    assert [p.tolist() for p in trees.split(x, 5, 2)] == [[0, 1], [2, 3], [4]]
-    forms = [
-        ({"x": x, "names": names, "one": torch.tensor(7)}, lambda p: (p["x"], p["names"])),
-        (Fields(x, names), lambda p: (p.x, p.names)),
-        ([x, tuple(names)], lambda p: (p[0], list(p[1]))),
-        (BatchEncoding({"x": x, "names": names}), lambda p: (p["x"], p["names"])),
-        (OrderedDict(x=x, names=np.array(names)), lambda p: (p["x"], p["names"].tolist())),
-    ]
-    for batch, read in forms:
-        pieces = trees.split(batch, 5, 2)
-        assert [type(piece) for piece in pieces] == [type(batch)] * 3
-        assert [read(piece)[0].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
-        assert [read(piece)[1] for piece in pieces] == [["a", "b"], ["c", "d"], ["e"]]
-    pieces = trees.split(ScaledRecord(x, 0.5), 5, 3, lambda record: len(record.x))
-    assert [piece.x.tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
-    assert pieces[1].scale == 0.5
-    targets = [{"boxes": torch.zeros(n, 4)} for n in range(1, 6)]  # one for each example
-    assert [len(piece[1]) for piece in trees.split((x, targets), 5, 2)] == [2, 2, 1]
-    pair = trees.split((torch.zeros(2, 3), torch.ones(2)), 2, 1)  # two fields, not two examples
-    assert [piece[0].shape for piece in pair] == [(1, 3), (1, 3)]
-    assert trees.split((x, None, 3, "text"), 5, 3)[1][1:] == (None, 3, "text")

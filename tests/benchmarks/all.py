@@ -1,6 +1,6 @@
-"""All benchmarks one after another, in under 40 minutes on two cores, and the pages with their tables.
+"""All benchmarks one after another, in under 35 minutes on two cores, and the pages with their tables.
 
-    python tests/benchmarks/all.py                              (an idle machine; about 38 minutes)
+    python tests/benchmarks/all.py                              (an idle machine; about 33 minutes)
     python tests/benchmarks/all.py --only growth scale          (some of them, in their shares of the time)
     python tests/benchmarks/all.py --dry-run --out /tmp/dry     (tiny sizes; changes no page)
 
@@ -39,10 +39,7 @@ FIGURES = ROOT / "notebooks" / "figures"
 SHARES = {
     "scale": 40.0,
     "imports": 70.0,
-    "resume": 100.0,
-    "evaluation": 100.0,
     "compiled": 385.0,
-    "ensemble": 95.0,
     "accumulate": 140.0,
     "checkpoint": 140.0,
     "peers": 280.0,
@@ -176,7 +173,7 @@ def main(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=2310.0, help="for all scripts together (2310)")
+    parser.add_argument("--seconds", type=float, default=2010.0, help="for all scripts together (2010)")
     parser.add_argument("--only", nargs="+", choices=SHARES, default=list(SHARES), help="scripts; all unless given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON files")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes; the pages stay as they are")

@@ -30,10 +30,12 @@ from typing import Any
 
 import torch
 from harness import Report, Seconds, Step, compile_without_cache, in_turns, options_of, own_process, parser
-from loops import looplib_step
+from loops import looplib_step, stepping
 from models import mlp, transformer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import looplib as ll
 
 Make = Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]]
 MODELS: dict[str, Make] = {"MLP, batch 16": mlp, "transformer, batch 32 x 128": transformer}
@@ -108,9 +110,14 @@ def products_alone(make: Make) -> Step:
 
 
 def members() -> Step:
-    from ensemble import stacked
-
-    return stacked(32, True, True)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    states = []
+    for seed in range(32):
+        torch.manual_seed(seed)
+        model, loss_fn, batch = mlp()
+        states.append(ll.init_state(model, optimizer, seed=seed))
+    train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
+    return stepping(ll.compile_step(train_step), ll.transforms.stack_states(states), batch)
 
 
 def maml() -> Step:

@@ -1,39 +1,15 @@
-"""Memory and rate of evaluating 20,000 samples with 5,000 classes, beside the transformers Trainer.
-
-    python tests/benchmarks/evaluation.py
-    python tests/benchmarks/evaluation.py --rows 100000 --only looplib     (memory does not grow)
-
-A linear model of 64 features, in batches of 100, gives 400 MB of logits in all; loss and accuracy are wanted. Each
-contender is a process of its own, one after another, in turns; memory is its peak above what it held before the
-evaluation (Linux), the rate that of the fastest of its evaluations. The Trainer is measured as it is used most, with
-`compute_metrics` over all logits, and with `preprocess_logits_for_metrics` that keeps the argmax alone.
-"""
+"""Models, data and evaluations of looplib and of the transformers Trainer, which peers.py measures."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import statistics
-import sys
 import tempfile
-import timeit
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import (
-    Count,
-    Mebibytes,
-    Report,
-    growth_of,
-    options_of,
-    own_process,
-    parser,
-    quiet_arguments,
-    with_system_malloc,
-)
+from harness import quiet_arguments
 from torch import Tensor, nn
 
 import looplib as ll
@@ -89,61 +65,3 @@ def trainer(rows: int, preprocessed: bool) -> Callable[[], object]:
     )
     evaluate: Callable[[], object] = made.evaluate
     return evaluate
-
-
-CONTENDERS: dict[str, Callable[[int], Callable[[], object]]] = {
-    "looplib": looplib,
-    "Trainer, `compute_metrics` over all logits": lambda rows: trainer(rows, False),
-    "Trainer, keeping the argmax alone": lambda rows: trainer(rows, True),
-}
-
-
-def one(name: str, rows: int, times: int) -> None:
-    """Run by a process of its own: prints MiB and samples a second."""
-    CONTENDERS[name](2 * BATCH)()  # what is imported and allocated once
-    evaluate = CONTENDERS[name](rows)
-
-    def fastest() -> float:
-        return min(timeit.repeat(evaluate, number=1, repeat=times))
-
-    memory, seconds = growth_of(fastest)
-    print(json.dumps([memory, rows / seconds]))
-
-
-def measured(name: str, rows: int, times: int) -> list[float]:
-    """MiB and samples a second, of a process."""
-    arguments = ["--one", name, "--rows", rows, "--times", times, "--system-malloc"]
-    found: list[float] = own_process(__file__, *arguments, environment=with_system_malloc())
-    return found
-
-
-def main(options: argparse.Namespace) -> int:
-    rows, times = (200, 1) if options.dry_run else (options.rows, options.times)
-    report = Report("evaluation", options, f"{rows:,} x {CLASSES:,} logits")
-    names = [name for name in CONTENDERS if options.only is None or options.only in name]
-    trainer_needs = ["transformers.trainer", "accelerate"]
-    names = report.available({name: [] if name == "looplib" else trainer_needs for name in names})
-    found: dict[str, list[list[float]]] = {}
-    for row, _ in report.rows([f"{name}, round {number}" for number in range(options.rounds) for name in names]):
-        name = row.rpartition(", ")[0]
-        with report.attempt(row):
-            found.setdefault(name, []).append(measured(name, rows, times))
-            memory, rate = (statistics.median(column) for column in zip(*found[name], strict=True))
-            report.add(name, {"peak memory above the start": Mebibytes(memory), "samples per second": Count(rate)})
-        if options.dry_run and len(found) == len(names):
-            break
-    return report.close()
-
-
-if __name__ == "__main__":
-    made = parser(__doc__, 100.0)
-    made.add_argument("--rows", type=int, default=20_000)
-    made.add_argument("--rounds", type=int, default=2)
-    made.add_argument("--times", type=int, default=1, help="evaluations in each process, of which the fastest counts")
-    made.add_argument("--only", help="a part of a contender's name")
-    made.add_argument("--one", help=argparse.SUPPRESS)
-    options = options_of(made)
-    if options.one:
-        one(options.one, options.rows, options.times)
-    else:
-        sys.exit(main(options))

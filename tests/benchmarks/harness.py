@@ -64,11 +64,6 @@ def compile_without_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 
-def with_system_malloc() -> dict[str, str]:
-    """Environment of a process with glibc's own settings."""
-    return {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
-
-
 def in_turns(
     steps: Mapping[Name, Step], seconds: float, *, block: float = 0.05, least: int = 3
 ) -> dict[Name, list[float]]:

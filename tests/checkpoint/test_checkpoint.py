@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from shared import file_size_limit
 
 import looplib as ll
+from looplib.predicates import BestSoFar
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ def saved(ckpt, *states):
 def test_the_policies_keep_what_brute_force_keeps(keep_last, keep_best, mode, keep, asynchronous, saves):
     with tempfile.TemporaryDirectory() as folder:
         ckpt = ll.checkpoint_io(
-            folder, keep_last=keep_last, keep_best=keep_best, monitor="score", mode=mode,
+            folder, keep_last=keep_last, keep_best=keep_best, monitor=BestSoFar("score", mode=mode),
             keep=None if keep is None else lambda c: c.step in keep, asynchronous=asynchronous,
         )  # fmt: skip
         state, kept, step = ll.TrainState(params={"w": torch.zeros(1)}), [], 0
@@ -87,7 +88,7 @@ WRONG = {  # what is called with a path, the type of the error and what it names
     "keep_last": (lambda path: ll.checkpoint_io(path, keep_last=0), ValueError, "keep_last is 0"),
     "keep_best": (lambda path: ll.checkpoint_io(path, keep_best=-1, monitor="loss"), ValueError, "keep_best is -1"),
     "unmonitored": (lambda path: ll.checkpoint_io(path, keep_best=2), ValueError, "monitor="),
-    "mode": (lambda path: ll.checkpoint_io(path, mode="least", monitor="x"), ValueError, "least"),
+    "monitor": (lambda path: ll.checkpoint_io(path, monitor=3), TypeError, "monitor"),
     "no best": (lambda path: ll.checkpoint_io(path).best(), ValueError, "monitor="),
     "list as settings": (lambda path: ll.checkpoint_io(path, describe=[1]), TypeError, "describe is a list"),
     "text as function": (lambda path: ll.checkpoint_io(path, select="lora"), TypeError, "select is 'lora'"),
@@ -122,7 +123,7 @@ def test_a_metric_that_is_nan_or_missing_is_no_candidate(tmp_path):
     ckpt.save(STATE.replace(step=4))
     ckpt.wait()
     assert str(ckpt.best().metrics) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
-    assert ll.checkpoint_io(tmp_path, monitor="other", mode="min").best() is None
+    assert ll.checkpoint_io(tmp_path, monitor=BestSoFar("other", mode="min")).best() is None
     with pytest.warns(UserWarning, match="eval/loss.*NaN"):
         ckpt.save(STATE.replace(step=5), {"eval/loss": float("nan")})
     ckpt.wait()

@@ -12,6 +12,7 @@ from shared import equal
 from torch import nn
 
 import looplib as ll
+from looplib.predicates import BestSoFar
 
 DAMAGED = ll.checkpoint.DamagedCheckpointError
 
@@ -65,7 +66,7 @@ def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, how):
 
 
 def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, monitor="x", mode="min")
+    ckpt = ll.checkpoint_io(tmp_path, monitor=BestSoFar("x", mode="min"))
     for step in range(3):
         damage(ckpt.save(unbound().replace(step=step), {"x": step}))
     state = ll.init_state(net(3), adamw)
@@ -87,7 +88,7 @@ def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
 
 
 def test_nothing_there_is_a_start(tmp_path, capsys):
-    ckpt = ll.checkpoint_io(tmp_path / "none", monitor="x", mode="min")
+    ckpt = ll.checkpoint_io(tmp_path / "none", monitor=BestSoFar("x", mode="min"))
     state = unbound()
     assert ckpt.restore(state) is state
     assert ckpt.latest() is ckpt.best() is None
@@ -196,6 +197,13 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
     )
     assert not isinstance(error.value, DAMAGED)
     assert not any(tensor.any() for tensor in state.params.values())
+
+
+def test_what_is_added_to_extra_later_is_told_the_way(tmp_path):
+    ckpt, state = ll.checkpoint_io(tmp_path), ll.TrainState(extra={"note": 1})
+    ckpt.save(state)
+    with pytest.raises(ValueError, match=r"/extra/more is in the state.*\n.*replace\(extra={\*\*state\.extra, key"):
+        ckpt.restore(state.replace(extra={"note": 0, "more": 2}))
 
 
 @pytest.mark.filterwarnings("ignore:.*other settings. seed was")

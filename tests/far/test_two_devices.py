@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import looplib as ll
 from far import cases
-from far.device import far, host_reads
+from far.device import far
 from far.test_cases import bits, leaves
 
 CPU = torch.device("cpu")
@@ -96,16 +96,3 @@ def test_a_model_on_two_devices_trains_and_resumes_and_leaves_both_random_stream
     restored = ckpt.restore(state)
     assert devices(restored.params) == {"far:0", "far:1"}
     assert bits(run(step, restored, batches[1:])) == whole
-
-
-def test_a_step_of_a_model_on_two_devices_reads_nothing():
-    model = spread()
-    step = ll.make_train_step(
-        ll.clip_by_global_norm(ll.make_grad_fn(model, spread_loss), 1.0), cases.ADAMW, donate=True
-    )
-    state, batch = ll.init_state(model, cases.ADAMW), cases.data(torch.device("far:0"))
-    for _ in range(2):
-        state, _ = step(state, batch)
-    with host_reads() as reads:
-        step(state, batch)
-    assert reads == []

@@ -249,12 +249,3 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     assert all(map(torch.equal, leaves(again.train(resumed, 11)), leaves(expected)))
     near = ll.checkpoint_io(tmp_path).restore(Case(torch.device("cpu"), False).start)
     assert {leaf.device.type for leaf in near.params.values()} == {"cpu"}
-
-
-@both_steps
-def test_a_replay_has_the_bits_of_the_run(device, deterministic, donate):
-    case = Case(device, donate)
-    kept = ll.copy_state(case.train(case.start, 2))
-    expected = leaves(case.train(ll.copy_state(kept) if donate else kept, 9))
-    again = Case(device, donate)
-    assert all(map(torch.equal, leaves(ll.debug.replay(again.step, kept, again.loader, 8).after), expected))

@@ -88,17 +88,6 @@ def test_ragged_pieces_weigh_by_their_tokens(data, seed):
     close(nested.grads, whole.grads)
 
 
-def test_a_mean_of_means_would_differ():
-    model = mlp()
-    x, y = torch.randn(2, 6, 5, dtype=torch.double), torch.randint(0, 3, (2, 6))
-    y[0, 1:] = -100
-    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, token_loss)
-    pieces = [(x[:1], y[:1]), (x[1:], y[1:])]
-    right = ll.accumulate(grad_fn)(state, pieces).grads["0.weight"]
-    naive = sum(grad_fn(state, piece).grads["0.weight"] for piece in pieces) / 2
-    assert (right - naive).abs().max() > 1e-2
-
-
 def test_a_piece_without_a_token_comes_first_and_a_batch_may_be_without_any():
     model = mlp()
     x, y = torch.randn(3, 4, 5, dtype=torch.double), torch.randint(0, 3, (3, 4))
@@ -448,35 +437,3 @@ def test_with_a_real_allocator_that_refuses():
     assert (step, samples) == ("3", "400064")
     assert int(warned) >= 1
     assert float(size) <= 100_000
-
-
-@pytest.mark.parametrize(("microbatches", "calls"), [(1, 1), (2, 2), (9, 6)])
-def test_the_loss_is_called_once_for_each_microbatch_and_never_for_an_empty_one(microbatches, calls):
-    seen = []
-
-    def counted(model, x):
-        seen.append(len(x))
-        return model(x).square().mean()
-
-    model = nn.Linear(3, 1)
-    ll.accumulate(ll.make_grad_fn(model, counted), microbatches)(ll.init_state(model), torch.ones(6, 3))
-    assert len(seen) == calls
-    assert sum(seen) == 6
-
-
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-def test_an_attempt_that_ran_out_of_memory_leaves_no_trace_in_the_statistics(donate):
-    torch.manual_seed(0)
-    model, sgd = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), ll.optimizer(torch.optim.SGD, lr=0.1)
-
-    def too_large(model, x):
-        loss = model(x).square().mean()
-        if len(x) > 4:
-            raise torch.OutOfMemoryError("out of memory")
-        return loss
-
-    step = ll.make_train_step(ll.grads.retry_on_oom(ll.make_grad_fn(model, too_large)), sgd, donate=donate)
-    with pytest.warns(UserWarning, match="from now on in microbatches of 4"):
-        state, metrics = step(ll.init_state(model, sgd), torch.ones(8, 3))
-    assert state.buffers["1.num_batches_tracked"] == 2
-    assert ll.compute(metrics)["microbatch_size"] == 4

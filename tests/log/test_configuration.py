@@ -62,6 +62,18 @@ def test_settings_given_by_name_leave_them_out_too():
     assert found["password"] == "***"
 
 
+def test_steps_predicates_and_sinks_read_as_the_code_that_made_them():
+    def loss_fn(model, batch): ...
+
+    model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=0.1)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    done = ll.after_epochs(3) | ll.early_stopping(2, key="eval")
+    found = ll.log.configuration(ll.TrainState(), train_step=train_step, done=done, log=ll.console())
+    assert found["train_step"] == "ll.make_train_step(ll.make_grad_fn(Linear, loss_fn), ll.optimizer(AdamW, lr=0.1))"
+    assert found["done"] == "(after_epochs(3) | early_stopping(patience=2, key='eval'))"
+    assert found["log"] == "console()"
+
+
 def test_a_checkpoint_leaves_them_out_too(tmp_path):
     state = ll.copy_state(ll.init_state(torch.nn.Linear(1, 1)))
     ckpt = ll.checkpoint_io(tmp_path, describe=settings_of())

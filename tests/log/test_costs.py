@@ -4,16 +4,19 @@ import copy
 import gc
 import itertools
 import sys
+import time
 
 import pytest
 import torch
+from ranks import launch
 from shared import bits
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 from looplib.log import memory, meter
 
-PARTS = ["data_seconds", "gradients_seconds", "update_seconds", "rest_seconds"]
+PARTS = ["data_seconds", "forward_seconds", "gradients_seconds", "update_seconds", "rest_seconds"]
 
 
 def net(*sizes):
@@ -42,7 +45,7 @@ def train(state, train_step, given):
 
 
 def metered(cost, model, donate=False, pieces=None, inside=False):
-    grad_fn, optimizer = ll.make_grad_fn(model, loss_fn), cost.optimizer(adamw())
+    grad_fn, optimizer = ll.make_grad_fn(model, cost.loss_fn(loss_fn)), cost.optimizer(adamw())
     grad_fn = cost.grad_fn(grad_fn) if inside else grad_fn
     grad_fn = ll.accumulate(grad_fn, pieces) if pieces else grad_fn
     grad_fn = grad_fn if inside else cost.grad_fn(grad_fn)
@@ -72,24 +75,29 @@ def slowly(things, seconds, clock):
 
 
 def test_time_is_found_where_it_was_spent(clock):
-    seconds = dict(zip(PARTS, (0.03, 0.04, 0.05, 0.06), strict=True))
+    seconds = dict(zip(PARTS, (0.03, 0.02, 0.04, 0.05, 0.06), strict=True))
     cost, model, inner = meter(device="cpu"), net(2, 3, 1), adamw()
 
     def slow_loss(model, x):
-        clock.sleep(seconds["gradients_seconds"])
+        clock.sleep(seconds["forward_seconds"])
         return loss_fn(model, x)
+
+    def slow_gradients(state, batch, request):
+        clock.sleep(seconds["gradients_seconds"])
+        return grad_fn(state, batch, request)
 
     def update_(*args, **extra):
         clock.sleep(seconds["update_seconds"])
         return inner.update_(*args, **extra)
 
     optimizer = cost.optimizer(ll.types.Optimizer(inner.init, update_))
-    train_step = ll.make_train_step(cost.grad_fn(ll.make_grad_fn(model, slow_loss)), optimizer)
+    grad_fn = ll.make_grad_fn(model, cost.loss_fn(slow_loss))
+    train_step = ll.make_train_step(cost.grad_fn(slow_gradients), optimizer)
     state = ll.init_state(model, optimizer)
     for x in cost.data(slowly(batches(5), seconds["data_seconds"], clock)):
         state, _ = train_step(state, x)
         clock.sleep(seconds["rest_seconds"])
-    expected = {"step_seconds": 0.18, **seconds, "samples_per_second": 4 / 0.18}
+    expected = {"step_seconds": 0.2, **seconds, "samples_per_second": 4 / 0.2}
     assert cost.read() == pytest.approx(expected)
     assert cost.read() == {}
     clock.sleep(1)  # which is before the next window
@@ -200,7 +208,7 @@ def test_an_accelerators_own_times_are_read_without_waiting_for_it(monkeypatch, 
     assert costs["gradients_seconds"] >= 0.05
     # The loader's 5 ms pass while the device is at work, but for those of the first batch.
     assert costs["data_seconds"] < costs["gradients_seconds"]
-    assert sum(costs[part] for part in PARTS) == pytest.approx(costs["step_seconds"])
+    assert sum(costs[part] for part in PARTS if part in costs) == pytest.approx(costs["step_seconds"])
 
 
 def test_peak_memory_sees_what_was_allocated_and_forgets_it():
@@ -232,11 +240,54 @@ def test_without_proc_peak_memory_is_the_systems_own(monkeypatch):
     assert memory(reset=True)["host_peak_bytes"] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def one_of_three_ranks_is_slow():
+    with ll.distributed.setup():
+        own, second = ll.distributed.rank(), 0.25
+        slow = None
+
+        def late(part, function):
+            def called(*args, **named):
+                time.sleep(second if (part, own) == slow else 0)
+                return function(*args, **named)
+
+            return called
+
+        cost, inner = meter(device="cpu"), adamw()
+        model = DistributedDataParallel(net(2, 3, 1))
+        grad_fn = ll.make_grad_fn(model, cost.loss_fn(late("forward", loss_fn)))
+        optimizer = cost.optimizer(ll.types.Optimizer(inner.init, late("update", inner.update_)))
+        train_step = ll.make_train_step(cost.grad_fn(grad_fn), optimizer, donate=True)
+        state = ll.init_state(model, optimizer)
+        state = train(state, train_step, batches(1))  # in which the ranks compare their programs
+        for number, part in enumerate(("data", "forward", "update", "rest")):
+            slow = part, (number + 1) % 3
+            ll.distributed.barrier()
+            cost.read()
+            for x in cost.data(map(late("data", lambda x: x), batches(3))):
+                state, _ = train_step(state, x)
+                late("rest", print)()
+            costs = cost.read()
+            found = ll.log.slowest_rank(costs)
+            assert (found["slow_part"], found["slow_rank"]) == slow, (slow, costs)
+            assert found["slow_seconds"] > 0.6 * second
+            # The others have waited within the gradients, as long as the slow rank took.
+            assert own == found["slow_rank"] or costs["gradients_seconds"] > 0.5 * second
+        with pytest.raises(ValueError, match=r"same names on all ranks.*\['data'\], \[\], \['data'\]"):
+            ll.log.slowest_rank({} if own == 1 else {"data_seconds": 1.0})
+        print("named")
+
+
+def test_the_slow_rank_and_its_part_are_named():
+    assert launch(3, one_of_three_ranks_is_slow).count("named") == 3
+
+
 def test_what_cannot_be_metered_is_refused():
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(net(2, 1), loss_fn), 1.0)
     for use, error, named in (
         (lambda: meter().data(lambda state: []), TypeError, r"function.*meter.data\(loader\(state\)\)"),
         (lambda: meter().grad_fn(nn.Linear(1, 1)), TypeError, "meter.grad_fn.*Linear"),
+        (lambda: meter().loss_fn(adamw()), TypeError, "meter.loss_fn got a Optimizer"),
+        (lambda: ll.log.slowest_rank({"train/data_seconds": 1.0}), ValueError, r"without a prefix.*\[\]"),
         (lambda: meter().optimizer(nn.Linear(1, 1)), TypeError, "meter.optimizer.*Linear.*ll.optimizer"),
         (lambda: ll.accumulate(meter().grad_fn(clipped), 2), ValueError, "clip_by_global_norm.*accumulate"),
     ):

@@ -325,6 +325,16 @@ def test_values_of_one_name_are_left_out_up_to_the_step_that_was_logged_before(t
     assert second.calls == [begun, *rows]
 
 
+def test_each_step_has_its_epoch_once(tmp_path):
+    client = Remembering()
+    log = tracker(client, tmp_path)
+    state = ll.TrainState(step=7, epoch=1, batch=3, epoch_length=4)
+    for values in ({"x": 1.0}, {"y": 2.0}):
+        log(state, values)
+    log(state.replace(step=8), {"epoch": 9})
+    assert client.calls[1:] == [(7, {"epoch": 1.75, "x": 1.0}), (7, {"y": 2.0}), (8, {"epoch": 9})]
+
+
 def test_a_call_that_failed_is_not_taken_for_logged(tmp_path):
     client = Remembering()
     log = tracker(client, tmp_path)

@@ -76,6 +76,28 @@ def test_a_scaled_loss_has_the_same_gradients_once_they_are_unscaled():
     torch.testing.assert_close(scaled, ll.make_grad_fn(model, both)(state, batch).grads, rtol=1e-12, atol=1e-14)
 
 
+def test_a_scaled_loss_keeps_small_gradients_in_float16():
+    """Restricted to all parameters, a loss has the bits that it has alone, of which the scale has kept many from 0."""
+    model = net().float()
+
+    def tiny(model, batch):
+        return 1e-5 * softplus(model["critic"](model["generator"](batch[0])).float()).mean()
+
+    def restricted(model, batch):
+        return ll.losses.restrict_grad(tiny(model, batch), model.parameters())
+
+    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    state, batch = ll.init_state(model, optimizer), [part.float() for part in batches(1)[0]]
+
+    def grads(loss_fn):
+        return ll.grads.scale_loss(ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16)))(state, batch).grads
+
+    alone = grads(tiny)
+    assert all(torch.equal(grad, alone[name]) for name, grad in grads(restricted).items())
+    unscaled = ll.make_grad_fn(model, ll.autocast(tiny, torch.float16))(state, batch).grads
+    assert any(not torch.equal(grad, alone[name]) for name, grad in unscaled.items())
+
+
 def test_meta_gradients_pass_through_the_restricted_losses():
     model, sgd = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
     step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, both), sgd))

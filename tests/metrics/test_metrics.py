@@ -81,6 +81,10 @@ def test_compute_prefixes_and_divides_by_zero_as_torch_does():
     assert ll.compute({"empty": ll.Mean(-1, torch.tensor(0))})["empty"] == -math.inf
 
 
+def scores(texts):
+    return {"rouge1": 1.0}
+
+
 def test_what_is_no_metric_and_other_names_are_refused():
     one, stack = {"a": ll.Mean(1.0)}, ll.Mean(torch.ones(3), 2)
     for call, error, named in (
@@ -88,6 +92,17 @@ def test_what_is_no_metric_and_other_names_are_refused():
         (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
         (lambda: ll.Window().metrics(), ValueError, "window is empty"),
         (lambda: ll.Window().add(one).add({"b": ll.Mean(1.0)}).metrics(), ValueError, r"\['a'\] and \['b'\]"),
+        (
+            lambda: ll.Window().add(one | {"lr": 0.1}).add(one | {"lr": 0.1}).metrics(),
+            TypeError,
+            r"'lr' .*metrics\) \|",
+        ),
+        (lambda: ll.metrics.Corpus.of(len, {"x": ["a"]}), TypeError, r"a dict.*\*columns\.values\(\)"),
+        (
+            lambda: ll.compute({"rouge": ll.metrics.Corpus.of(scores, ["a"])}),
+            TypeError,
+            "'rouge' computes {'rouge1': 1.0}",
+        ),
         (lambda: ll.compute(ll.Window().add(one)), TypeError, r"Window: give window.metrics\(\)"),
         (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"Mean: give .*ll\.compute\(metrics\)"),
         (lambda: ll.compute((1, one)), TypeError, "tuple: give .*train_step"),

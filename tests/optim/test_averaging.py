@@ -100,11 +100,6 @@ def test_before_the_start_the_weights_themselves_are_evaluated(donate):
             state, _ = step(state, batch)
 
 
-def test_ema_warmup_is_the_formula():
-    decay = ll.optim.ema_warmup(0.95)
-    assert [decay(n) for n in range(500)] == [min(0.95, (1 + n) / (10 + n)) for n in range(500)]
-
-
 @both_steps
 def test_a_decay_that_moves_is_asked_for_the_averages_so_far(donate):
     optimizer, model = ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=2), net()
@@ -196,39 +191,6 @@ def test_skipped_steps_move_neither_average_nor_count(average, outside, skip, do
     assert bits((state.params, state.buffers)) == bits((clean.params, clean.buffers))
     assert all(bits(own[key]) == bits(kept) for key, kept in clean.opt_state.items() if key != "inner_state")
     assert bits(ll.eval_state(optimizer, state).params) == bits(ll.eval_state(plain, clean).params)
-
-
-@both_steps
-def test_averages_inside_master_weights_are_those_of_the_masters(donate):
-    for wrap, averaged in (
-        (lambda inner: ll.optim.master_weights(ll.ema(inner, 0.9)), lambda state: state.opt_state["master"]),
-        (lambda inner: ll.ema(ll.optim.master_weights(inner), 0.9), lambda state: state.params),
-    ):
-        model, optimizer = net(torch.bfloat16), wrap(adamw())
-        step, state = step_of(model, optimizer, donate), ll.init_state(model, optimizer)
-        average = {name: p.detach().float() for name, p in state.params.items()}
-        for batch in batches(20, torch.bfloat16):
-            state, _ = step(state, batch)
-            average = {
-                name: old.lerp(averaged(state)[name].detach().float(), 1 - 0.9) for name, old in average.items()
-            }
-        assert equal(ll.eval_state(optimizer, state).params, {name: a.bfloat16() for name, a in average.items()})
-
-
-def test_a_group_that_is_frozen_or_skips_where_its_average_would_begin():
-    # The average begins as weights of the group, whenever it begins.
-    optimizer = ll.optim.freeze(ll.optim.swa(adamw(), start=1), lambda name, step: step < 5)
-    model, kept = net(torch.float64), []
-    step = step_of(model, optimizer)
-    state = ll.init_state(model, optimizer)
-    for at, batch in enumerate(batches(12, torch.float64)):
-        state, _ = step(state, batch)
-        if at >= 5:
-            kept.append(state.params)
-        else:
-            assert ll.eval_state(optimizer, state) is state
-    for name, average in ll.eval_state(optimizer, state).params.items():
-        torch.testing.assert_close(average, torch.stack([p[name].detach() for p in kept]).mean(0), rtol=1e-13, atol=0)
 
 
 REFUSED = [
@@ -325,33 +287,6 @@ def test_lookahead_equals_the_loop_by_hand(whole, period, part, donate, bound):
     assert (state.params["0.weight"] is pure[0].weight) == (donate and bound)
 
 
-@both_steps
-def test_lookahead_inside_master_weights_moves_the_masters(donate):
-    optimizer = ll.optim.master_weights(ll.contrib.lookahead(adamw(), 3))
-    state = run(net(torch.bfloat16), optimizer, batches(9, torch.bfloat16), donate)
-    assert equal(state.opt_state["master"], state.opt_state["inner_state"]["slow"])
-    assert equal(state.params, {name: p.bfloat16() for name, p in state.opt_state["master"].items()})
-
-
-@both_steps
-def test_lookahead_counts_the_updates_of_its_own_group(donate):
-    # Each of the two acts on every other step: their periods are counted in their own updates.
-    optimizer = ll.optim.partition(
-        {"first": ll.contrib.lookahead(adamw(), 2), "last": adamw()},
-        lambda name, tensor: "first" if name[0] in "01" else "last",
-    )
-    model = net()
-    first, last = (
-        step_of(model, optimizer, donate, trainable=chosen)
-        for chosen in (lambda name, tensor: name[0] in "01", lambda name, tensor: name[0] not in "01")
-    )
-    state = ll.init_state(model, optimizer)
-    for at, batch in enumerate(batches(8), start=1):
-        state, _ = first(state, batch)
-        state, _ = last(state, batch)
-        assert equal(ll.eval_state(optimizer, state).params, state.params) == (at % 2 == 0)
-
-
 def test_without_averages_the_state_itself_is_evaluated():
     for optimizer in (
         adamw(),
@@ -362,71 +297,9 @@ def test_without_averages_the_state_itself_is_evaluated():
         assert ll.eval_state(optimizer, state) is state
 
 
-@both_steps
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-@pytest.mark.parametrize("counter", [False, True], ids=["no buffers", "a counter"])
-def test_buffers_may_be_averaged_where_there_are_none(kind, counter, donate):
-    """The weights are those without `buffers=True`, and a counter stays what it is."""
-    ends = []
-    for buffers in (False, True):
-        optimizer, _ = ema_or_swa(kind, start=2, buffers=buffers)
-        model = net(norm=nn.LayerNorm)
-        if counter:
-            model.register_buffer("count", torch.tensor(3))
-        state = run(model, optimizer, batches(6), donate)
-        ends.append(ll.eval_state(optimizer, state))
-        assert not equal(ends[-1].params, state.params)
-    assert bits((ends[0].params, ends[0].buffers)) == bits((ends[1].params, ends[1].buffers))
-
-
-@both_steps
-def test_ema_on_one_group_only(donate):
-    optimizer = ll.optim.partition(
-        {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},
-        lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
-    )
-    model = net()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    averaged.update_parameters(model)
-    raw_loop(model, raw_adamw(model), batches(20), lambda step: averaged.update_parameters(model))
-    state = run(net(), optimizer, batches(20), donate)
-    own, average = dict(model.named_parameters()), dict(averaged.module.named_parameters())
-    expected = {name: average[name] if p.ndim == 2 else p for name, p in own.items()}
-    assert equal(ll.eval_state(optimizer, state).params, expected)
-
-
 def diffusers_decay(step, decay, inv_gamma, power):
     """`EMAModel.get_decay` of diffusers with `use_ema_warmup`, as published; its step counts from 1 at the first call."""
     return min(1 - (1 + step / inv_gamma) ** -power, decay)
-
-
-@pytest.mark.parametrize("start", [0, 3])
-def test_the_function_of_the_decay_is_first_called_with_one_and_moves_the_average_by_lerp(start):
-    calls = []
-
-    def decay(count):
-        calls.append(count)
-        return diffusers_decay(count, 0.95, 2.0, 0.7)
-
-    model, optimizer = net(), ll.ema(adamw(), decay, start=start)
-    raw, expected = raw_adamw(model), None
-    state = run(net(), optimizer, batches(8), False)
-    for number, x in enumerate(batches(8), 1):
-        expected = average_of(model) if number - 1 == start == 0 else expected
-        raw.zero_grad()
-        loss_fn(model, x).backward()
-        raw.step()
-        if number == start:
-            expected = average_of(model)
-        elif number > start:
-            weight = 1 - ll.optim.ema_warmup(0.95, inv_gamma=2.0, power=0.7)(number - start)
-            torch._foreach_lerp_(list(expected.values()), [p.detach() for p in model.parameters()], weight)
-    assert calls == list(range(1, 9 - start))
-    assert equal(state.opt_state["average"]["params"], expected)
-
-
-def average_of(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("inv_gamma", "power"), [(1.0, None), (None, 0.75), (10.0, 1.0)])

@@ -95,67 +95,6 @@ def test_a_gradient_without_an_optimizer_leaves_the_state_as_it_was(donate):
     assert after.step == 1
 
 
-class Gan(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-
-
-def judge(model, batch):
-    real, noise = batch
-    fake = model.generator(noise).detach()
-    return (
-        nn.functional.softplus(-model.discriminator(real)).mean()
-        + nn.functional.softplus(model.discriminator(fake)).mean()
-    )
-
-
-def fool(model, batch):
-    return nn.functional.softplus(-model.discriminator(model.generator(batch[1]))).mean()
-
-
-@both_states
-@both_steps
-def test_a_gan_of_two_steps_has_the_bits_of_the_raw_loop(donate, bound):
-    torch.manual_seed(0)
-    data = [(torch.randn(8, 4) + 2, torch.randn(8, 3)) for _ in range(20)]
-    model, options = Gan(), {"lr": 2e-2, "betas": (0.5, 0.9)}
-    raw, losses, ours = copy.deepcopy(model), [], []
-    one, two = (
-        torch.optim.Adam(part.parameters(), fused=True, **options) for part in (raw.discriminator, raw.generator)
-    )
-    for batch in data:
-        for turn, own in ((judge, one), (fool, two)):
-            raw.zero_grad()
-            loss = turn(raw, batch)
-            loss.backward()
-            own.step()
-            losses.append(loss.item())
-
-    adam = ll.optimizer(torch.optim.Adam, **options)
-    optimizer = ll.optim.partition(
-        {"generator": adam, "discriminator": adam}, lambda name, tensor: name.split(".")[0]
-    )
-
-    def part_step(turn, part, **more):
-        grad_fn = ll.make_grad_fn(model, turn, trainable=lambda name, tensor: name.startswith(part))
-        return ll.make_train_step(grad_fn, optimizer, donate=donate, **more)
-
-    judge_step, fool_step = part_step(judge, "discriminator"), part_step(fool, "generator", same_batch=True)
-    state = begin(model, optimizer, bound)
-    for batch in data:
-        idle = bits(state.opt_state["inner_states"]["generator"])
-        state, first = judge_step(state, batch)
-        assert bits(state.opt_state["inner_states"]["generator"]) == idle  # without a gradient it is not asked
-        state, second = fool_step(state, batch)
-        ours += [ll.compute(metrics)["loss"] for metrics in (first, second)]
-    assert (state.step, state.batch, state.samples) == (2 * len(data), len(data), 8 * len(data))
-    assert ours == losses
-    assert equal(state.params, raw.named_parameters())
-    assert equal(state.buffers, raw.named_buffers())
-
-
 @both_steps
 def test_a_second_update_on_the_same_batch_that_is_skipped_moves_the_record_alone(donate):
     model = net()
@@ -316,17 +255,6 @@ def test_sam_goes_around_accumulate_and_inside_clipping_and_a_loss_scale(donate)
         lambda grad_fn: ll.grads.scale_loss(ll.contrib.sam(grad_fn)), lambda: ll.optim.dynamic_loss_scale(sgd())
     )
     torch.testing.assert_close(scaled, end(ll.contrib.sam), rtol=1e-9, atol=1e-12)
-
-
-def test_sam_refuses_a_module_in_ddp(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(net())
-        step = ll.make_train_step(ll.contrib.sam(ll.make_grad_fn(wrapped, loss_fn)), sgd(), donate=True)
-        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
-            step(ll.init_state(wrapped, sgd()), batches(1)[0])
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @both_steps

@@ -335,18 +335,6 @@ def test_compiled_numbers_that_move_are_those_of_the_eager_step(cls):
     ends_compiled_and_plain(ll.optimizer(cls, **{"lr": 0.02, **MOVING[cls]}))
 
 
-@donated
-@pytest.mark.parametrize("cls", [optim.Adafactor, optim.AdamW, STAND_INS[0]])
-def test_one_optimizer_trains_models_with_the_same_names_and_other_shapes(cls, donate):
-    """The keys of a state and the group that a predicate chooses may depend on the shape."""
-    kernel = {"fused": True} if cls is optim.AdamW else {}
-    optimizer = ll.optimizer(cls, lr=1e-2, groups=[(lambda name, tensor: tensor.ndim == 2, {"lr": 0.1})])
-    for shape in [(4, 3), (3,), (2, 2, 3), (), (4, 3)]:
-        params, lr = {"w": torch.linspace(0, 1, 12)[: torch.Size(shape).numel()].reshape(shape)}, 0.1
-        lr = 0.1 if len(shape) == 2 else 1e-2
-        compared(lambda params, lr=lr: cls(params.values(), lr=lr, **kernel), optimizer, params, grads_at, donate)
-
-
 # Sparse gradients, and what stays behind
 
 
@@ -371,22 +359,6 @@ def test_sparse_gradients(cls, options, donate):
     raw_loop(raw, cls(raw.parameters(), lr=0.1, **options), data, loss_fn=loss_fn)
     state = run(first, ll.optimizer(cls, lr=0.1, **options), data, donate, bound=False, loss_fn=loss_fn)
     assert equal(state.params, raw.named_parameters())
-
-
-def test_a_trace_writes_nothing_into_torchs_module():
-    """Adafactor's step is traced with other functions than Python's `max` and `min`."""
-    module, seen = vars(optim._adafactor), []
-    before = dict(module)
-
-    def looking(step):
-        seen.append(dict(module) == before)
-        return 0.1
-
-    model, optimizer = nn.Linear(6, 2), ll.optimizer(optim.Adafactor, lr=looking)
-    step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), backend="eager")
-    step(ll.init_state(model, optimizer), batches(1)[0])
-    assert all(seen)
-    assert dict(module) == before
 
 
 @pytest.mark.parametrize("cls", [Late, Closed])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem import QUICK, assert_refused, is_vector, loss_fn, sgd, step_of
-from shared import bits, equal, make_train_step
+from problem import QUICK, assert_refused, is_vector, loss_fn, sgd
+from shared import equal, make_train_step
 from torch import nn
 
 import looplib as ll
@@ -42,19 +42,6 @@ def test_an_injected_number_is_the_number(cls, options):
     else:
         assert equal(found.params, expected.params)
     assert found.opt_state["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
-
-
-def test_a_checkpoint_has_the_values_that_were_set(tmp_path):
-    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(0.1)))
-    step, data = step_of(net := model(), optimizer), batches(4)
-    state, _ = step(ll.init_state(net, optimizer), data[0])
-    state, _ = step(ll.optim.set_hyperparameters(state, lr=0.02), data[1])
-    ll.checkpoint_io(tmp_path).save(state)
-    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(model(), optimizer))
-    assert ll.optim.hyperparameters(optimizer, restored) == {"lr": 0.02}
-    for x in data[2:]:
-        (state, _), (restored, _) = step(state, x), step(restored, x)
-    assert bits(restored) == bits(state)
 
 
 # set_hyperparameters
@@ -131,28 +118,6 @@ def test_dtype_and_place_stay_and_nothing_is_shared(value):
     assert old.item() == 0.1
     assert new.item() == pytest.approx(2.0)
     assert new is not value
-
-
-@pytest.mark.parametrize("by", ["backward", "torch.func"])
-def test_a_learned_rate_gets_the_gradient_that_finite_differences_have(by):
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(9.0), weight_decay=ll.optim.injected(0.1))
-    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer))
-    start, data = ll.init_state(net, optimizer), batches(3)
-
-    def loss(lr):
-        return ll.transforms.unroll(step, ll.optim.set_hyperparameters(start, lr=lr), data)[1][-1]["loss"].compute()
-
-    lr = torch.tensor(0.05).double()
-    if by == "backward":
-        loss(leaf := lr.clone().requires_grad_()).backward()
-        slope = leaf.grad
-    else:
-        slope = torch.func.grad(loss)(lr)
-    by_hand = (loss(lr + 1e-6) - loss(lr - 1e-6)) / 2e-6
-    torch.testing.assert_close(slope, by_hand.detach(), rtol=1e-6, atol=0)
-    rates = torch.tensor([0.05, 0.1]).double()
-    mapped, alone = torch.vmap(loss)(rates), torch.stack([loss(rate) for rate in rates])
-    torch.testing.assert_close(mapped, alone, rtol=1e-12, atol=0)  # by other kernels
 
 
 def prepared(wrap=ll.ema, **values):
@@ -263,28 +228,3 @@ def test_a_rate_that_the_class_itself_changes_is_told():
         found.append(ll.optim.hyperparameters(optimizer, state)["lr"])
         state, _ = step(state, x)
     assert found == [0.8, 0.4, 0.2]
-
-
-def test_one_made_by_hand_tells_what_it_says():
-    plain = ll.optimizer(torch.optim.SGD, lr=0.1)
-    quiet = ll.types.Optimizer(plain.init, plain.update_)
-    says = ll.types.Optimizer(plain.init, plain.update_, hyperparameters=lambda opt_state, step: {"lr": 0.5 * step})
-    state = ll.init_state(model(), plain).replace(step=4)
-    assert [ll.optim.hyperparameters(one, state) for one in (quiet, says)] == [{}, {"lr": 2.0}]
-
-
-def test_a_plateau_lowers_the_rates_of_all_groups_as_torchs_own_does():
-    optimizer = ll.optimizer(
-        torch.optim.SGD, lr=ll.optim.injected(0.1), groups=[(is_vector, {"lr": ll.optim.injected(0.02)})]
-    )
-    state = ll.init_state(net := model(), optimizer)
-    torchs = torch.optim.SGD([{"params": net[0].bias, "lr": 0.02}, {"params": net[0].weight}], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torchs, factor=0.3, patience=0)
-    best = float("inf")
-    for loss in (1.0, 2.0, 0.5, 0.7, 0.8):
-        if loss >= best:
-            state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr * 0.3)
-        best = min(best, loss)
-        scheduler.step(loss)
-    vectors, rest = (group["lr"] for group in torchs.param_groups)
-    assert ll.optim.hyperparameters(optimizer, state) == {"lr": rest, "lr/0": vectors}

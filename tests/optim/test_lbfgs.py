@@ -133,16 +133,6 @@ def test_an_error_within_an_update_leaves_a_pure_state_and_spends_a_donated_one(
         assert bits((state.params, state.opt_state)) == before
 
 
-def test_a_checkpoint_continues(tmp_path):
-    optimizer = ll.optimizer(torch.optim.LBFGS, lr=0.1, history_size=4)
-    step = step_of(net(), optimizer, loss_fn=loss_fn)
-    ll.checkpoint_io(tmp_path).save(run(net(), optimizer, data()[:3], loss_fn=loss_fn))
-    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), optimizer))
-    for batch in data()[3:]:
-        restored, _ = step(restored, batch)
-    assert bits(restored) == bits(run(net(), optimizer, data(), loss_fn=loss_fn))
-
-
 class Halving(torch.optim.Optimizer):
     """A third party's line search: halves its step until the loss falls, and remembers the last one."""
 

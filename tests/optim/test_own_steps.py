@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from shared import bits
 from torch import nn
 
 import looplib as ll
@@ -77,17 +76,10 @@ def test_each_schedule_counts_the_updates_of_its_own_network(kind):
         assert shown == {"lr/critic": decay("critic", 12), "lr/generator": decay("generator", 4)}
 
 
-def test_a_skipped_update_does_not_count_and_a_resumed_run_ends_in_the_same_bits(tmp_path):
+def test_a_skipped_update_does_not_count():
     state, steps, _ = made("pure", lambda optimizer: ll.optim.apply_if_finite(optimizer, 5))
     state = train(state, steps, batches(1)[0])
     skipped, _ = steps["critic"](state, torch.full((5, 3), torch.inf, dtype=torch.float64))
     counts = [one.opt_state["inner_states"]["critic"]["updates"].item() for one in (state, skipped)]
     assert skipped.skipped
     assert counts == [3, 3]
-    ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(state)
-    again, steps, _ = made("pure", lambda optimizer: ll.optim.apply_if_finite(optimizer, 5))
-    again = ckpt.restore(again, quiet=True)
-    for x in batches(3):
-        state, again = train(state, steps, x), train(again, steps, x)
-    assert bits(again) == bits(state)

@@ -158,26 +158,6 @@ def test_autocast_has_the_bits_of_the_raw_loop(dtype, enabled):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_backward_pass_is_outside_of_autocast():
-    seen = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return grad
-
-    model = net()
-    watched = ll.autocast(lambda model, batch: Watch.apply(loss_fn(model, batch)), torch.bfloat16)
-    ll.make_grad_fn(model, watched)(ll.init_state(model), batches(1)[0])
-    assert seen == [True, False]
-
-
 def normed_net():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
@@ -217,26 +197,6 @@ def test_a_cast_state_has_the_bits_of_a_module_that_was_cast(dtype, bound):
     with torch.no_grad():
         assert torch.equal(predict_step(cast, x), raw.eval()(x))
     assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
-
-
-@WAYS
-def test_a_cast_state_outlives_the_one_it_was_made_from(donate):
-    model = normed_net()
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.01)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-    halves = [ll.state.cast(state, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    kept = [{**half.params, **half.buffers} for half in halves]
-    kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in kept]
-    new, _ = train_step(state, batches(1)[0])
-    for half, tensors in zip(halves, kept, strict=True):
-        assert equal({**half.params, **half.buffers}, tensors)
-    if donate:
-        with pytest.raises(ll.DonatedStateError):
-            ll.state.cast(state, torch.bfloat16)
-        with pytest.raises(ll.DonatedStateError):
-            _ = halves[0].opt_state
-    assert ll.state.cast(new, torch.bfloat16).step == 1
 
 
 def mixed_net(dtype=torch.bfloat16):
@@ -344,17 +304,6 @@ def test_masters_and_a_loss_scale_together(outermost, donate):
     assert equal(record["master"], {name: masters[name] for name in record["master"]})
 
 
-@WAYS
-def test_gradients_added_up_in_float32_go_to_the_masters(donate):
-    data, raw = small(10, size=16), net().bfloat16()
-    masters, _ = raw_masters(lambda masters: torch.optim.AdamW(masters, lr=1e-3, fused=True), data, raw, 4)
-    optimizer = ll.optim.master_weights(ll.optimizer(torch.optim.AdamW, lr=1e-3))
-    wrap = partial(ll.accumulate, microbatches=4, dtype=torch.float32)
-    state = train(net().bfloat16(), optimizer, data, donate, wrap)
-    assert equal(state.opt_state["master"], masters)
-    assert equal(state.params, raw.named_parameters())
-
-
 @pytest.mark.parametrize("clip", [ll.grads.clip_by_value, ll.clip_by_global_norm, ll.contrib.adaptive_grad_clip])
 def test_no_clipping_hides_an_overflow(clip):
     optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), 2.0**10)
@@ -413,9 +362,3 @@ REFUSED = [
 def test_refusals_name_what_was_found_and_what_to_give():
     for case in REFUSED:
         assert_refused(*case)
-
-
-def test_what_is_allowed():
-    ll.autocast(loss_fn, torch.bfloat16, enabled=False)
-    state = ll.init_state(mixed_net(), MASTERS(SGD, torch.float64))
-    assert {master.dtype for master in state.opt_state["master"].values()} == {torch.float64}

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 import torch
-from problem import assert_refused, batches, is_vector, net, raw_loop, run, step_of
+from problem import assert_refused, batches, net, raw_loop, run, step_of
 from shared import bits, equal
 from stand_ins import PerParameter
 from torch import nn
@@ -103,66 +103,6 @@ def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
     assert equal(schedule, number)
     assert equal(injected, number)
     assert not equal(growing, number)
-
-
-class Keyed(PerParameter):
-    """Needs a key in each group, as the Muon of pytorch_optimizer does."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            if "use_muon" not in group:
-                raise ValueError("`use_muon` must be set.")
-
-    def update(self, group, p):
-        moment = self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-        p.sub_(group["lr"] * (moment / moment.norm() if group["use_muon"] else moment.sign()))
-
-
-@donated
-@pytest.mark.parametrize("lr", [1e-2, lambda step: 1e-2], ids=["number", "schedule"])
-def test_every_group_of_a_class_may_need_a_key(lr, donate):
-    raw = smooth()
-    matrices, vectors = by_kind(raw)
-    groups = [{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}]
-    raw_loop(raw, Keyed(groups, lr=1e-2), batches(5))
-    groups = [(is_matrix, {"use_muon": True, "lr": lr}), (is_vector, {"use_muon": False, "lr": lr})]
-    state = run(smooth(), ll.optimizer(Keyed, lr=1.0, groups=groups), batches(5), donate)
-    assert equal(state.params, raw.named_parameters())
-    with pytest.raises(ValueError, match=r"`use_muon` must be set") as raised:
-        ll.init_state(smooth(), ll.optimizer(Keyed, lr=1e-2, groups=groups[:1]))
-    assert all(name in raised.value.__notes__[0] for name in ("0.bias", "use_muon"))
-
-
-class Half:
-    def __init__(self, grad):
-        self.seen, self.factor = [torch.zeros_like(grad)], 0.5
-
-
-class Twice(Half):
-    def __init__(self, grad):
-        super().__init__(grad)
-        self.factor = 2.0
-
-
-class ByKind(PerParameter):
-    """Objects of two classes under one key, and for the last layer's bias none."""
-
-    def update(self, group, p):
-        state = self.state[p]
-        if "kind" not in state:
-            state["kind"] = None if p.shape == (2,) else (Half if p.ndim == 2 else Twice)(p.grad)
-        if state["kind"] is not None:
-            state["kind"].seen[0].add_(p.grad)
-            p.sub_(state["kind"].seen[0] * state["kind"].factor * group["lr"])
-
-
-@donated
-def test_each_parameter_has_the_objects_of_its_own_kind(donate):
-    raw = smooth()
-    raw_loop(raw, ByKind(raw.parameters()), batches(4))
-    state = run(smooth(), ll.optimizer(ByKind, lr=1e-2), batches(4), donate)
-    assert equal(state.params, raw.named_parameters())
 
 
 class Noisy(PerParameter):
@@ -269,26 +209,6 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         params = dict(net().named_parameters())
         words = f"{cls.__name__} {names}"
         assert_refused(TypeError, words, lambda cls=cls, params=params: ll.optimizer(cls, lr=1e-2).init(params))
-
-
-class OwnList(torch.optim.Optimizer):
-    """Its constructor keeps its parameters in a list of its own."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-        self.own = self.param_groups[0]["params"]
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.own:
-            p.sub_(p.grad, alpha=self.defaults["lr"])
-
-
-@donated
-def test_what_a_constructor_keeps_is_that_of_each_update(donate):
-    raw = smooth()
-    raw_loop(raw, OwnList(raw.parameters()), batches(4))
-    assert equal(run(smooth(), ll.optimizer(OwnList, lr=1e-2), batches(4), donate).params, raw.named_parameters())
 
 
 # torchao's classes, whose moments are tensor subclasses of few bits

@@ -20,6 +20,26 @@ def close(one, other, rtol=1e-5, atol=1e-6):
     return not ll.debug.differences(one, other, rtol=rtol, atol=atol)
 
 
+def runs():
+    """The code runs."""
+
+
+def in_one_process(one_process):
+    """The code runs in a process group of one."""
+
+
+def under_torchrun(torchrun):
+    """The code runs as torchrun would start it."""
+
+
+def as_rank_0_of_2(rank_0_of_2):
+    """The code runs in the first of two processes."""
+
+
+def with_the_hub(the_hub):
+    """The code runs, with a stand-in for the Hugging Face Hub."""
+
+
 def on_two_ranks(function):
     """Its results as the first and as the second of two processes, which send each other nothing."""
     results = []

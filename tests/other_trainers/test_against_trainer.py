@@ -46,10 +46,9 @@ def collate(examples):
 
 
 @functools.cache
-def by_trainer(averages_tokens=True):
+def by_trainer():
     """The parameters, the log, and the examples of each micro-batch in the Trainer's own order."""
     model, seen = gpt2(), []
-    model.accepts_loss_kwargs = averages_tokens
 
     def recording(examples):
         seen.append(examples)
@@ -98,11 +97,6 @@ def predictions(model, batch):
 def token_loss(model, batch):
     logits, targets = predictions(model, batch)
     return ll.Mean(F.cross_entropy(logits, targets, reduction="sum"), len(targets))
-
-
-def mean_of_means(model, batch):
-    logits, targets = predictions(model, batch)
-    return ll.Mean(F.cross_entropy(logits, targets), 1)
 
 
 def by_looplib(batches, loss_fn=token_loss, cut=None):
@@ -168,8 +162,6 @@ def assert_close(ours, theirs):
 CUTS = {
     "a list of pieces": (lists, ll.accumulate),
     "microbatches=4": (wholes, functools.partial(ll.accumulate, microbatches=4)),
-    "size=5": (wholes, functools.partial(ll.accumulate, size=5)),
-    "the whole": (wholes, None),
 }
 
 
@@ -178,25 +170,3 @@ def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean(cut):
     params, log, seen = by_trainer()
     make, accumulate = CUTS[cut]
     assert_close(by_looplib(make(seen), cut=accumulate), (params, log))
-
-
-def test_the_data_is_hard_enough_for_the_comparison():
-    _, log, seen = by_trainer()
-    counts = [[int((piece["labels"][:, 1:] != -100).sum()) for piece in window] for window in lists(seen)]
-    assert all(len(set(window)) > 1 for window in counts)
-    assert {len(window) for window in counts} == {4, 2}
-    assert {len(window[-1]) for window in windows(seen)} == {3, 2}
-    clipped = [record["grad_norm"] > MAX_NORM for record in log]
-    assert 3 <= sum(clipped) <= 13
-    lr = ll.schedules.warmup_linear(PEAK, warmup=WARMUP, total=STEPS)
-    assert [record["learning_rate"] for record in log] == [lr(step) for step in range(STEPS)]
-
-
-def test_a_mean_of_weight_one_is_the_trainers_mean_of_means():
-    params, log, seen = by_trainer(averages_tokens=False)
-    ours = by_looplib(lists(seen), mean_of_means, cut=ll.accumulate)
-    assert_close(ours, (params, log))
-    # Windows of four and two: dividing before or after the sum rounds alike.
-    assert all(torch.equal(ours[0][name], tensor) for name, tensor in params.items())
-    measured = apart(ours, by_trainer()[:2])  # so the comparisons above can tell
-    assert all(value > 1000 * most for value, most in zip(measured[1:], CLOSE[1:], strict=True)), measured

@@ -7,8 +7,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from shared import InDouble
 from test_recipes import load
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_linear_schedule_with_warmup
 
 import looplib as ll
 
@@ -61,8 +62,8 @@ def test_the_files_are_the_model_of_the_loop(run):
     ).stat().st_size
 
 
-def test_fit_does_as_a_raw_loop(run, tmp_path):
-    folder, _ = run
+def small_task(folder):
+    """A loader of five epochs in 20 batches, and a function that makes a model with LoRA and dropout."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 200, (32, 12), generator=generator)
     examples = [{"input_ids": row, "labels": row[0] % 9} for row in ids]
@@ -71,22 +72,48 @@ def test_fit_does_as_a_raw_loop(run, tmp_path):
     def model():
         torch.manual_seed(0)
         base = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=9)
-        return peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear"))
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules="all-linear")
+        return peft.get_peft_model(base, lora)
 
-    ours, theirs = model(), model()
-    state = recipe.fit(ours, loader, 1e-2, 8, 0, tmp_path)
-    trained = [tensor for tensor in theirs.parameters() if tensor.requires_grad]
-    adamw, rate = torch.optim.AdamW(trained, lr=0.0, fused=True), ll.schedules.warmup_linear(1e-2, warmup=0, total=8)
+    return loader, model
+
+
+def test_the_first_20_steps_are_those_of_pefts_example(run, tmp_path):
+    loader, model = small_task(run[0])
+    ours, theirs = model().double(), model().double()
+    with InDouble():
+        state = recipe.fit(ours, loader, 1e-2, 20, 0, tmp_path)
+    adamw = torch.optim.AdamW(params=theirs.parameters(), lr=1e-2)
+    scheduler = get_linear_schedule_with_warmup(adamw, num_warmup_steps=2, num_training_steps=20)
     theirs.train()
-    batches = itertools.chain.from_iterable(loader(ll.TrainState(epoch=epoch, epoch_length=4)) for epoch in (0, 1))
-    for step, batch in enumerate(batches):
-        adamw.param_groups[0]["lr"] = rate(step)
-        theirs(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        adamw.step()
-        adamw.zero_grad()
+    for epoch in range(5):
+        for batch in loader(at := ll.TrainState(step=4 * epoch, epoch=epoch, epoch_length=4)):
+            torch.manual_seed(ll.debug.step_seed(at.replace(step=scheduler.last_epoch)))
+            with InDouble():
+                theirs(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            adamw.step()
+            scheduler.step()
+            adamw.zero_grad()
+    assert state.step == scheduler.last_epoch == 20
     for name, tensor in theirs.named_parameters():
-        torch.testing.assert_close(state.params[name], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_a_fit_that_was_interrupted_ends_as_one_that_was_not(run, tmp_path):
+    loader, model = small_task(run[0])
+    expected = recipe.fit(model(), loader, 1e-2, 20, 0, tmp_path / "whole").params
+    stopped, calls = model(), itertools.count()
+
+    def press(module, inputs):
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+
+    stopped.register_forward_pre_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.fit(stopped, loader, 1e-2, 20, 0, tmp_path / "stopped")
+    found = recipe.fit(model(), loader, 1e-2, 20, 0, tmp_path / "stopped").params
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_held_out_docstrings_are_of_their_package_and_no_near_duplicates(docstrings):

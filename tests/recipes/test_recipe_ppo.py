@@ -149,10 +149,3 @@ def test_a_step_of_the_environment_is_that_of_gymnasium(recipe, float64):
     assert after["observations"][ended].unique().numel() == 4 * ended.sum()
     assert torch.equal(after["lengths"], torch.where(ended, 0, lengths + 1))
     assert torch.equal(after["returns"], torch.where(ended, lengths + 1, 7))
-
-
-def test_the_return_of_an_environment_is_that_of_its_first_episode(recipe, monkeypatch):
-    last = iter(torch.tensor([[0, 0, 0], [2, 0, 0], [2, 0, 3], [4, 0, 3], [4, 5, 3]]))
-    monkeypatch.setattr(recipe, "advance", lambda envs, actions: ({**envs, "returns": next(last)}, None))
-    returns = recipe.first_returns(recipe.ActorCritic(4), 3)
-    assert returns.tolist() == [2, 5, 3]

@@ -1,7 +1,6 @@
 """Recipes for several processes: stopped and resumed with different numbers of ranks, they log what one process logs."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -57,13 +56,10 @@ def values(folder):
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process_logs(tmp_path, monkeypatch, capsys):
+def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process_logs(tmp_path):
     expected = load("ddp").main(**SMALL, sample=8, directory=str(tmp_path / "whole"))
     rows = values(tmp_path / "whole")
-    assert [row["step"] for row in rows if "train/loss" in row] == list(range(2, 19, 2))
-    assert [row["step"] for row in rows if "eval/loss" in row] == [10, 18]
     assert rows[-1]["eval/loss"] == expected["loss"] < 4  # 5.5 for one who knows nothing
-    capsys.readouterr()
 
     folder = tmp_path / "run"
     settings = {**SMALL, "directory": str(folder)}
@@ -78,27 +74,10 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     assert "3 ranks, step 6 of 18" in shown
     assert "stopped at step 12 of 18" in shown
 
-    # One process without an engine, from a checkpoint of shards.
-    recipe, calls = load("fsdp"), []
-    loss_fn = recipe.loss_fn
-
-    def counted(model, batch):
-        calls.append(True)
-        if len(calls) == 2 * 3:
-            signal.raise_signal(signal.SIGTERM)
-        return loss_fn(model, batch)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(recipe, "loss_fn", counted)
-        assert recipe.main(**settings) == {}
-    shown = capsys.readouterr().out
-    assert "1 ranks, step 12 of 18" in shown
-    assert "stopped at step 14 of 18" in shown
-
     # Two in shards, by the command that the docstring gives, to the end.
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     shown = torchrun(2, str(RECIPES / "language_model_fsdp.py"), *arguments)
-    assert "2 ranks, step 14 of 18" in shown
+    assert "2 ranks, step 12 of 18" in shown
     assert f"{expected['bits_per_byte']:.3f} bits a byte on the held-out text" in shown
 
     found = values(folder)
@@ -106,13 +85,6 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     for one, many in zip(rows, found, strict=True):
         # float32 has 24 bits; sums of it in other orders differ in the last, which Adam's quotients enlarge
         assert many == pytest.approx(one, rel=1e-6), many
-
-    # One log and one console: what the other ranks print is in files.
-    assert [shown.count(text) for text in ("ranks, step", "eval/loss", "bits a byte")] == [1, 1, 1]
-    kept = [(folder / f"rank-{rank}.log").read_text() for rank in (1, 2)]
-    assert [text.count("ranks, step") for text in kept] == [3, 1]
-    assert "eval/loss" not in "".join(kept)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "log.jsonl", "rank-1.log", "rank-2.log"]
 
     # A run that has ended is not trained again, and DDP's recipe takes a checkpoint of shards.
     again = load("ddp").main(**SMALL, sample=8, directory=str(folder))
@@ -161,31 +133,3 @@ def test_a_model_on_two_ranks_of_tensors_trains_as_a_raw_loop_does(tmp_path):
     settings = {**MESH, "steps": 6, "depth": 1, "batch_size": 32, "directory": str(tmp_path)}
     assert "1 ranks divide the data; step 0 of 6" in launch(2, stopped, "mesh", settings, 0)
     assert_as_by_hand(tmp_path, settings)
-
-
-@pytest.mark.slow
-def test_a_mesh_of_ranks_trains_as_a_raw_loop_does_and_continues_on_other_meshes(tmp_path):
-    whole, run, other = (tmp_path / name for name in ("whole", "run", "other"))
-    # 2 x 2, by the command that the docstring gives
-    arguments = [text for name, value in MESH.items() for text in (f"--{name}", str(value))]
-    shown = torchrun(4, str(RECIPES / "language_model_mesh.py"), *arguments, "--directory", str(whole))
-    assert "2 ranks divide the data; step 0 of 20" in shown
-    assert_as_by_hand(whole, MESH)
-
-    # Stopped, also the rank that shares no group with the one that got the signal, and continued: the same bits
-    shown = launch(4, stopped, "mesh", {**MESH, "directory": str(run)}, 6)
-    assert "stopped at step 6 of 20; run the same command to continue" in shown
-    shutil.copytree(run, other)
-    launch(4, stopped, "mesh", {**MESH, "directory": str(run)}, 0)
-    assert bits(run) == bits(whole)
-
-    # 2 x 2, then 4 x 1, then one process
-    shown = launch(4, stopped, "mesh", {**MESH, "tensor": 1, "directory": str(other)}, 6)
-    assert "4 ranks divide the data; step 6 of 20" in shown
-    assert "stopped at step 12 of 20" in shown
-    scores = load("mesh").main(**MESH, directory=str(other))
-    assert_as_by_hand(other, MESH)
-    assert scores["loss"] == pytest.approx(ll.log.read_jsonl(whole / "log.jsonl")[-1]["eval/loss"], rel=1e-9)
-
-    with pytest.raises(AssertionError, match=r"--tensor 3 must divide the ranks, 4 heads and length 32"):
-        launch(2, stopped, "mesh", {**MESH, "tensor": 3, "directory": str(tmp_path / "never")}, 0)

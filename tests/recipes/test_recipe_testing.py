@@ -52,16 +52,6 @@ def test_the_documentation_shows_the_projects_own_tests():
 
 
 @pytest.mark.slow
-def test_the_script_learns(project):
-    done = subprocess.run(
-        [sys.executable, "train.py", "--epochs", "5"], cwd=project, capture_output=True, text=True, timeout=300
-    )
-    share = re.search(r"(\d+\.\d)% of the held-out tumours right", done.stdout)
-    assert share is not None, done.stderr
-    assert float(share[1]) > 90
-
-
-@pytest.mark.slow
 def test_the_project_as_it_is_passes_its_tests(project):
     failed, _ = run_tests(project)
     assert failed == []

@@ -109,25 +109,6 @@ def test_a_recipe_is_copied_out_of_the_wheel_and_runs(built, tmp_path):
 # What follows is of the checkout.
 
 
-def test_what_is_here_is_known_and_copied_with_its_command(tmp_path, monkeypatch, capsys):
-    assert set(recipes.names()) == names_in(ROOT / "recipes")
-    for name in recipes.names():
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        monkeypatch.setattr(sys, "argv", ["recipes", "copy", name])
-        recipes._main()
-        (copied,) = (tmp_path / name).iterdir()
-        source, said = ROOT / "recipes" / copied.name, capsys.readouterr().out
-        if source.is_dir():
-            files = {path.relative_to(source): path.read_bytes() for path in source.rglob("*.py")}
-            assert files == {path.relative_to(copied): path.read_bytes() for path in copied.rglob("*.*")}
-            assert f"    cd {name}\n    python " in said
-        else:
-            assert copied.read_bytes() == source.read_bytes()
-            assert source.suffix == ".md" or f"    python {copied.name}" in said
-        assert "recipes/" not in said
-
-
 def test_what_is_there_is_never_overwritten(tmp_path):
     for name, place in ("classify_digits", "classify_digits.py"), ("testing_your_step", "testing_your_step/train.py"):
         copied = recipes.copy(name, tmp_path)

@@ -157,31 +157,3 @@ def test_results_of_a_graph_stay_when_a_donated_step_overwrites_the_state(transf
     for _ in range(2):
         state, _ = later(state, x)
     assert ([*map(values_of, results[:2])], [output.tolist() for output in results[2]]) == before
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128, generator=generator))
-        self.scale = nn.Parameter(torch.randn(3, dtype=torch.float64, generator=generator))
-
-    def forward(self, x):
-        y = x @ self.weight.conj() * self.scale
-        return (y * self.weight.mH[0]).imag.tanh() + y.abs()
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_conjugates_in_a_graph_are_conjugates(donate):
-    batches = torch.randn(3, 4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
-
-    def trained(transform):
-        model, optimizer = Complex(), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-        step = transform(ll.make_train_step(grad_fn, optimizer, donate=donate))
-        state = ll.copy_state(ll.init_state(model, optimizer))
-        for x in batches:
-            state, _ = step(state, x)
-        return state.params
-
-    close(trained(partial(ll.compile_step, **QUICK)), trained(lambda step: step))

@@ -8,11 +8,7 @@ import collections
 import copy
 import dataclasses
 import gc
-import io
 import math
-import re
-import signal
-import time
 import weakref
 from typing import NamedTuple
 
@@ -30,7 +26,6 @@ from transform_cases import (
     ROUGH,
     WRAPPERS,
     batches,
-    cast,
     counts,
     dropping,
     normalized,
@@ -167,21 +162,6 @@ def test_models(name, donate):
     # oneDNN's operation for an LSTM rounds elsewhere than those of a graph.
     step, _ = compare(model, ll.make_grad_fn(model, loss), ll.optimizer(optim.SGD, lr=0.1), data(), donate)
     assert step.compiler.compilations == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype", "compile"),
-    [
-        *(("LSTM", dtype, compile) for dtype in (torch.float32, torch.bfloat16) for compile in (QUICK, True)),
-        *((name, torch.float32, QUICK) for name in MODELS if name != "LSTM"),
-    ],
-)
-def test_models_of_less_precision(name, dtype, compile):
-    make, loss, data = MODELS[name]
-    model, rtol = seeded(make, dtype=dtype), {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
-    grad_fn, sgd = ll.make_grad_fn(model, loss), ll.optimizer(optim.SGD, lr=0.1)
-    compare(model, grad_fn, sgd, cast(data(), dtype), False, compile=compile, rtol=rtol, atol=rtol)
 
 
 @both
@@ -500,20 +480,6 @@ def test_a_pure_step_leaves_all_as_it_was():
     }
 
 
-def test_tensors_of_a_new_state_share_no_memory():
-    # With start=1 the average begins as a copy of the weights, which a donated step is to move apart from them.
-    optimizer = ll.ema(adamw(), start=1)
-    step, state, model, _ = quick_step(optimizer=optimizer)
-    data = batches(4)
-    state, _ = train(step, state, data[:1])
-    places = [tensor.untyped_storage().data_ptr() for tensor in tensors(state)]
-    assert len(places) == len(set(places))
-    donated = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    expected, _ = train(step, state, data[1:])
-    found, _ = train(donated, state, data[1:])
-    assert_close(expected, found, 1e-10, 1e-12)
-
-
 def test_a_donated_step_writes_the_state_and_spends_it():
     step, state, model, _ = quick_step(donate=True)
     places = {name: tensor.data_ptr() for name, tensor in state.params.items()}
@@ -526,40 +492,6 @@ def test_a_donated_step_writes_the_state_and_spends_it():
             _ = spent.params
     assert new.step == 1
     assert math.isfinite(ll.compute(metrics)["loss"])
-
-
-def test_what_a_donated_step_does_not_write_stays_good():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    model.register_buffer("constant", torch.ones(2))
-    model[0].requires_grad_(False)
-    step, state, _, _ = quick_step(model=model, donate=True)
-    other = ll.TrainState(params={"0.weight": state.params["0.weight"]})
-    state, _ = train(step, state, batches(2))
-    assert torch.equal(other.params["0.weight"], model[0].weight)
-    other = ll.TrainState(params={"1.weight": state.params["1.weight"]})
-    step(state, batches(1)[0])
-    with pytest.raises(ll.DonatedStateError):
-        _ = other.params
-
-
-@both
-def test_tensors_of_a_state_may_change_places(donate):
-    # What was a parameter becomes part of opt_state, and two tensors of opt_state swap: none may be read too late.
-    def init(params, **extra):
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
-        return {"last": zeros, "swapped": [torch.zeros(()), torch.ones(())]}
-
-    def update_(grads, opt_state, params, step):
-        new = {
-            name: tensor - 0.1 * grads[name] + 0.05 * (tensor - opt_state["last"][name])
-            for name, tensor in params.items()
-        }
-        last = {name: tensor.detach() for name, tensor in params.items()}
-        return new, {"last": last, "swapped": opt_state["swapped"][::-1]}
-
-    model = net()
-    compare(model, ll.make_grad_fn(model, loss_fn), ll.types.Optimizer(init, update_), batches(3), donate)
 
 
 @pytest.mark.every_case
@@ -581,80 +513,6 @@ def test_giving_up_leaves_the_state_as_it_was(donate):
     assert state.step == 1
 
 
-def test_a_state_is_spent_where_one_of_two_optimizers_has_written():
-    model = net()
-    optimizer = ll.optim.partition(
-        {"first": adamw(), "rest": ll.optim.apply_if_finite(adamw(), 0)},
-        lambda name, tensor: "first" if name.startswith("0.") else "rest",
-    )
-    inner = ll.make_grad_fn(model, loss_fn)
-
-    def grad_fn(state, batch, *part):
-        out = inner(state, batch, *part)
-        return out._replace(grads={k: grad if k[0] == "0" else grad * math.nan for k, grad in out.grads.items()})
-
-    step = make_train_step(grad_fn, optimizer, donate=True, compile=QUICK)
-    state = ll.init_state(model, optimizer)
-    with pytest.raises(ll.optim.NonFiniteGradientsError):
-        step(state, batches(1)[0])
-    with pytest.raises(ll.DonatedStateError):
-        _ = state.params
-
-
-def machine_of(step):
-    """The compiled program of a step with one."""
-    (questions,) = step.compiler.table.values()
-    return next(iter(questions[None].answers.values()))
-
-
-def garbage_of_a_loop():
-    """A loop's guard of signals is removed when the loop ends, but never within a step that runs its collection."""
-    rows = torch.utils.data.TensorDataset(*batches(1)[0])
-    cycle = [ll.make_loader(rows, batch_size=2)(ll.TrainState())]
-    next(cycle[0])
-    cycle.append(cycle)
-
-
-@both
-def test_an_interrupt_waits_for_the_step_and_the_assignment(donate):
-    collecting = []
-
-    def lr(step):
-        if collecting:
-            gc.collect()
-        return 1e-2
-
-    step, state, _, _ = quick_step(donate, adamw(lr=lr))
-    data = batches(3)
-    expected, _ = train(step, ll.copy_state(state), data)
-    state, _ = step(state, data[0])
-    machine = machine_of(step)
-    run = machine.run
-
-    def struck(values):
-        machine.run = run
-        signal.raise_signal(signal.SIGINT)
-        return run(values)
-
-    def loop():
-        nonlocal state
-        state, _ = step(state, data[1])
-        time.sleep(60)  # it comes some milliseconds after the step, when the variable holds the result
-
-    gc.disable()
-    try:
-        garbage_of_a_loop()
-        collecting.append(True)
-        machine.run = struck
-        with pytest.raises(KeyboardInterrupt):
-            loop()
-    finally:
-        gc.enable()
-    assert state.step == 2
-    state, _ = train(step, state, data[state.step :])
-    assert same(expected, state)
-
-
 def test_nothing_holds_on_to_a_state_that_is_let_go():
     step, state, _, _ = quick_step()
     state = ll.copy_state(state)
@@ -667,31 +525,6 @@ def test_nothing_holds_on_to_a_state_that_is_let_go():
 
 
 # Metrics and batches of other kinds
-
-
-class Highest:
-    """A metric that is no tuple: tensors among its attributes."""
-
-    def __init__(self, value, names=("a", "b")):
-        self.value, self.names = value, names
-
-    def merge(self, other):
-        return Highest(torch.maximum(self.value, other.value), self.names)
-
-    def compute(self):
-        return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Together:
-    values: list
-    label: str
-
-    def merge(self, other):
-        return Together(self.values + other.values, self.label)
-
-    def compute(self):
-        return torch.stack(self.values).sum()
 
 
 class Row(NamedTuple):
@@ -708,21 +541,6 @@ class Example:
     x: torch.Tensor
     y: torch.Tensor
     note: str = "a"
-
-
-@both
-def test_metrics_of_other_kinds(donate):
-    def loss(model, batch):
-        x = batch[0]
-        sums = Together([x.sum(), x.mean()], "s")
-        metrics = {"highest": Highest(x.max()), "sum": sums, "two": ll.Mean(2, 1), "constant": 2.0}
-        return loss_fn(model, batch), metrics
-
-    model = net()
-    step, state = compare(model, ll.make_grad_fn(model, loss), adamw(), batches(5), donate)
-    _, metrics = step(state, batches(1)[0])
-    assert type(metrics["highest"]) is Highest
-    assert (metrics["highest"].names, metrics["sum"].label) == (("a", "b"), "s")
 
 
 @pytest.mark.parametrize(
@@ -779,19 +597,3 @@ def test_compiled_blocks_in_an_eager_step(block, donate):
 def test_compile_blocks_names_what_there_is():
     with pytest.raises(ValueError, match=r"compile_blocks chose no module of this Sequential.*Linear"):
         ll.transforms.compile_blocks(net(), nn.Conv2d)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_that_the_step_compiles_and_how_long_it_took(monkeypatch):
-    monkeypatch.setattr("sys.stderr", shown := Terminal())
-    model, optimizer = net(), adamw()
-    step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, compile=True)
-    train(step, ll.init_state(model, optimizer), batches(2))
-    first, last = shown.getvalue().splitlines()
-    assert first == "looplib: compiling the step ..."
-    assert re.fullmatch(r"looplib: compiled the step in \d+ s", last)

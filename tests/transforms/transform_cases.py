@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.utils._pytree import tree_map
 
 import looplib as ll
 
@@ -176,10 +175,3 @@ MODELS = {
     "attention": (Attention, next_token, tokens),
     "encoder with dropout": (encoder, next_token, tokens),
 }
-
-
-def cast(data, dtype):
-    """Batches with their floating-point tensors in a dtype."""
-    return [
-        tree_map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch) for batch in data
-    ]

@@ -3,11 +3,8 @@
 import random
 
 import torch
-from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import looplib as ll
 from looplib.transforms._eager import eager
 
 OPERATIONS = [
@@ -71,24 +68,3 @@ def test_random_programs_have_the_same_bits():
                 results.pop().zero_()  # results are the caller's
                 rounds.append((results, known[:-1]))
             assert all(equal(*both) for both in rounds), seed  # also after the state has been overwritten again
-
-
-class Counting(TorchDispatchMode):
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_donated_step_copies_nothing_that_a_pure_one_does_not():
-    model, batch, calls = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(8, 6), []
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), 0.1)
-    for donate in (True, False):
-        step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate))
-        state, _ = step(ll.transforms.stack_states([ll.init_state(model, optimizer)] * 3), batch)
-        with Counting() as mode:
-            step(state, batch)
-        calls.append(mode.calls)
-    assert calls[0] <= calls[1]

@@ -167,16 +167,8 @@ def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(backe
     assert near(Many(count), ll.optimizer(optim.AdamW, lr=0.1), backend) == [kernels]
 
 
-def chosen():
-    return ll.optimizer(optim.AdamW, lr=0.1, foreach=False), Many(64)
-
-
 def moving_betas():
     return ll.optimizer(optim.AdamW, lr=0.1, betas=(lambda step: 0.9, 0.99)), Many(64)
-
-
-def without_kernel():
-    return ll.optimizer(optim.RMSprop, lr=0.1), Many(64)
 
 
 def dampened():
@@ -195,7 +187,7 @@ def with_gaps():
     return ll.optimizer(optim.AdamW, lr=0.1), model
 
 
-@pytest.mark.parametrize("make", [chosen, moving_betas, without_kernel, dampened, mixed, with_gaps])
+@pytest.mark.parametrize("make", [moving_betas, dampened, mixed, with_gaps])
 def test_other_updates_are_those_of_the_class(make):
     optimizer, model = make()
     # The first update of SGD with dampening has a graph of its own. A graph's own copy of a tensor with gaps has none.

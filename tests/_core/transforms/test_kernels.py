@@ -2,13 +2,11 @@
 
 import contextlib
 import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import config, cpu_vec_isa
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.utils._pytree import tree_leaves
 
@@ -93,18 +91,6 @@ def test_a_step_of_few_files_or_of_one_that_fails_has_the_bits_of_one_file_per_k
         assert all(map(torch.equal, found, apart))
 
 
-def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(monkeypatch):
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda compiler, argtypes, source: "as usual")
-    before = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-    with _inductor.compiled_together():
-        compiler = AsyncCompile()
-        assert isinstance(compiler.cpp_pybinding(*kernel(1.5)), Kernel)
-        assert compiler.cpp_pybinding(["float*"], "#define SIZE 3\n" + kernel(1.5).source) == "as usual"
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(compiler.cpp_pybinding, *kernel(1.5)).result() == "as usual"
-    assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
-
-
 # The check of vector instructions
 
 
@@ -152,19 +138,6 @@ def test_kernels_that_fail_are_compiled_with_the_check(isa):
     compile, used = compiler(fails=bool)
     assert without_isa_check(compile, {}) == "compiled"
     assert (used, isa.checks) == ([[isa], []], 1)
-
-
-def test_an_error_that_stays_is_raised(isa):
-    compile, used = compiler(fails=lambda isas: True)
-    with pytest.raises(OSError, match="no such instruction"):
-        without_isa_check(compile, {})
-    assert len(used) == 2
-
-
-def test_what_is_compiled_afterwards_by_torch_itself_is_checked(isa):
-    without_isa_check(compiler()[0], {})
-    assert cpu_vec_isa.valid_vec_isa_list() == []
-    assert isa.checks == 1
 
 
 @pytest.mark.parametrize("allowed", [False, True])
