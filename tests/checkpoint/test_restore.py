@@ -56,7 +56,7 @@ def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, how):
             restored = ckpt.restore(unbound(5))
         assert same(restored, states[1])
         assert [c.step for c in ckpt.steps()] == [1]
-        # The run goes on beside it, and it stays until somebody deletes it.
+        # The run continues beside it, and it stays until somebody deletes it.
         ckpt.save(states[2])
         assert same(ckpt.restore(unbound(5)), states[2])
         assert [c.step for c in ckpt.steps()] == [1, 2]
