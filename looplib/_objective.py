@@ -27,7 +27,7 @@ from torch import Tensor
 from looplib._core import torch_private, trees
 from looplib._core.checks import check, named
 from looplib._core.engines import Passes, RunningSum
-from looplib._core.mappings import as_record, mapped, without
+from looplib._core.mappings import as_record, mapped, wide_dtype, without
 from looplib._core.ranks import (
     Sums,
     add_up_over_ranks,
@@ -38,7 +38,6 @@ from looplib._core.ranks import (
     total_over_ranks,
 )
 from looplib._core.tracing import entered, tracing
-from looplib._core.widening import wide_dtype
 from looplib.metrics._mean import Mean
 from looplib.types import Gradients, Metric
 

@@ -14,7 +14,7 @@ def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
     """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
-    return kinds.checked(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
+    return kinds.check_kind(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
 
 
 def check_whole(grad_fn: GradFn, who: str) -> GradFn:

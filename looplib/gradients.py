@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.cuts import cuts_marked
 from looplib._core.engines import LOCAL_PASSES, Engine, Passes
 from looplib._core.kinds import check_function_of_model
 from looplib._core.mappings import as_record, mapped, pairs, subset, without
@@ -25,7 +24,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, placed_like, rank
 from looplib._core.reached import Reach
 from looplib._core.records import Made, mark, with_repr
-from looplib._core.tracing import differentiated, entered, tracing
+from looplib._core.tracing import cuts_marked, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import objective_of, records, scalar_like, split_loss, value_of, with_own_weight
 from looplib.metrics._mean import Mean
@@ -129,7 +128,7 @@ def make_grad_fn(
             if torch.is_inference_mode_enabled():
                 raise RuntimeError(_IN_INFERENCE_MODE) from error
             batch = batches[min(len(outs), len(batches) - 1)]
-            raise passes.failure(host.explained(error, params, buffers, batch))  # noqa: B904
+            raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
             _hold_signals = True
             torch_private.set_grad_enabled(grad_mode)

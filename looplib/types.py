@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,8 +15,10 @@ from looplib._core.checks import named
 from looplib._core.engines import RunningSum
 from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
+from looplib._core.mappings import fields_of
 from looplib._core.records import Call
-from looplib._core.trees import register_record
+from looplib._core.torch_private import pytree
+from looplib._core.trees import Attribute, Node, register
 
 __all__ = [
     "Decide",
@@ -156,7 +158,38 @@ def _guard(name: str) -> None:
 for _tree in TREES:
     _guard(_tree)
 
-register_record(TrainState, FIELDS, TREES)
+# For torch, a state's trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
+# `tree_map` therefore see only tensors, and a comparison sees every field.
+
+
+def _flatten(state: TrainState) -> tuple[list[Any], Any]:
+    # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
+    present = {name: tree for name in TREES if (tree := getattr(state, name)) is not None}
+    return list(present.values()), (tuple(present), fields_of(state, COUNTS))
+
+
+def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
+    children, structure = _flatten(state)
+    return list(zip(map(pytree.GetAttrKey, structure[0]), children, strict=True)), structure
+
+
+def _unflatten(children: Iterable[Any], structure: Any) -> TrainState:
+    present, counts = structure
+    return TrainState(**{**dict.fromkeys(TREES), **dict(zip(present, children, strict=True)), **counts})
+
+
+pytree.register_pytree_node(
+    TrainState,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="looplib.TrainState",
+)
+_ATTRIBUTES = [*map(Attribute, FIELDS)]
+register(
+    TrainState,
+    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
+)
 
 
 def _summary(state: Any, spent: bool) -> str:
@@ -245,7 +278,6 @@ over tokens, or `(loss, aux)` with a dict of scalars and metrics to report.
 """
 
 
-@instances_are("gradients")
 class Gradients(NamedTuple):
     """Gradients and metrics of one batch, as returned by a `GradFn`.
 

@@ -18,7 +18,6 @@ CUDA_ALONE = {
         "triton.cudagraphs": "an option of Inductor",
         "cudagraph_mark_step_begin": "a function of torch.compiler",
         "cuda_graphs": "only CUDA has graphs that Inductor captures",
-        "example.is_cuda": "the same",
     },
     "looplib/log/_configuration.py": {
         "torch.version.cuda": "the version of one vendor's libraries",

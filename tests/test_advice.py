@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import re
 
 import pytest
 import torch
@@ -13,13 +12,9 @@ from torch import nn
 import looplib as ll
 
 
-def test_a_name_of_a_room_is_found_from_the_top_and_from_another_room():
+def test_a_name_of_a_room_is_found_from_the_top():
     with pytest.raises(AttributeError, match=r"module 'looplib' has no attribute 'AUC': it is ll\.metrics\.AUC$"):
         ll.AUC  # noqa: B018
-    with pytest.raises(AttributeError, match=r"module 'looplib.log' has no attribute 'Window': it is ll\."):
-        ll.log.Window  # noqa: B018
-    with pytest.raises(AttributeError, match=r"did you mean ll\.make_loader\?"):
-        ll.make_loaders  # noqa: B018
     assert not hasattr(ll, "no_such_thing_at_all")
     assert not hasattr(ll, "__wrapped__")
     assert not hasattr(ll, "")
@@ -80,13 +75,9 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
 
 
 @pytest.mark.parametrize("name", torch.optim.lr_scheduler.__all__)
-def test_a_scheduler_of_torch_is_answered_with_the_schedule_that_its_object_is_answered_with(name):
-    with pytest.raises(TypeError, match="In place of") as error:
+def test_a_scheduler_of_torch_is_answered_with_a_schedule(name):
+    with pytest.raises(TypeError, match=r"changes an optimizer in place; give a schedule, .*ll\.schedules"):
         ll.optimizer(torch.optim.SGD, lr=getattr(torch.optim.lr_scheduler, name))
-    instead = re.search(r": (lr=.*)\. There is", str(error.value))[1]
-    for module in (ll, ll.schedules, ll.optim):
-        with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{re.escape(instead)}"):
-            getattr(module, name)
 
 
 @pytest.mark.parametrize("name", public_names())

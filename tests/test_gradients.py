@@ -1,4 +1,4 @@
-"""Gradients of a loss: grad modes, modules in eval mode, hooks on parameters."""
+"""Gradients of a loss: grad modes, modules in eval mode, hooks, and a backward pass within the backward pass."""
 
 import pytest
 import torch
@@ -95,3 +95,31 @@ def test_hooks_on_parameters_act_on_bound_states_and_are_refused_on_others(regis
     for _ in range(2):
         state, _ = donated(state, x)
     assert len(calls) == 3
+
+
+class RunsAgain(torch.autograd.Function):
+    """As a reentrant checkpoint: its backward pass runs the layer, and a backward pass of its own through it."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grad)
+        return None, x.grad
+
+
+def test_a_function_with_a_backward_pass_of_its_own_gives_its_parameters_their_gradients():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), torch.randn(5, 3)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: RunsAgain.apply(model[1], model[0](x)).square().mean())
+    for _ in range(2):
+        grads = grad_fn(ll.init_state(model), x).grads
+        torch.testing.assert_close(list(grads.values()), list(expected))
+    assert all(param.grad is None for param in model.parameters())

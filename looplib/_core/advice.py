@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError
 from functools import partial, wraps
@@ -14,9 +13,9 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# What users of torch and of Trainers write -> what to write instead, by what they look at.
 _LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
-
-# Names that users of torch and other libraries look for.
+_SEEDS = "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model"
 OF_AN_OPTIMIZER = {
     "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
     "zero_grad": "there is nothing to reset: gradients belong to the step that computed them",
@@ -27,77 +26,37 @@ OF_AN_OPTIMIZER = {
     "param_groups": "the learning rate is a function of the step; to read it, ll.optim.hyperparameters(optimizer, "
     "state), and to change it in a loop, lr=ll.optim.injected(...)",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
-    "add_param_group": "give groups=[(predicate, hyperparameters)] to ll.optimizer",
 }
 OF_A_STATE = {
     "model": "the model is yours; ll.bind(model, state) copies the state's values into it",
-    "module": "the model is yours; ll.bind(model, state) copies the state's values into it",
     "optimizer": "the optimizer is what ll.optimizer returned; its moments are state.opt_state",
     "loss": "it is among the metrics, `state, metrics = train_step(state, batch)`",
-    "metrics": "the step returns them beside the state, `state, metrics = train_step(state, batch)`",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
     "global_step": "it is state.step",
-    "epochs": "state.epoch is the number of complete epochs",
     "parameters": "they are state.params, name -> tensor",
-    "grads": "gradients belong to a step; grad_fn(state, batch).grads computes them",
     "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
     "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
-    "save": "ll.checkpoint_io(folder).save(state) writes a checkpoint",
 }
-OF_A_CHECKPOINT_IO = {
-    "load": "ckpt.restore(state) reads the latest checkpoint",
-    "resume": "ckpt.restore(state) reads the latest checkpoint",
-}
-# The schedule that corresponds to each of torch's schedulers.
-SCHEDULES = {
-    "ConstantLR": "ll.schedules.join(...)",
-    "CosineAnnealingLR": "ll.schedules.cosine(...)",
-    "CosineAnnealingWarmRestarts": "ll.schedules.cosine_restarts(...)",
-    "CyclicLR": "ll.schedules.cyclic(...)",
-    "ExponentialLR": "ll.schedules.exponential(...)",
-    "LambdaLR": "the function itself, times the learning rate",
-    "LinearLR": "ll.schedules.warmup(...) or ll.schedules.linear(...)",
-    "MultiStepLR": "ll.schedules.multistep_decay(...)",
-    "OneCycleLR": "ll.schedules.one_cycle(...)",
-    "PolynomialLR": "ll.schedules.polynomial(...)",
-    "ReduceLROnPlateau": "ll.optim.injected(lr), changed by ll.optim.set_hyperparameters",
-    "SequentialLR": "ll.schedules.join(...)",
-    "StepLR": "ll.schedules.step_decay(...)",
-    **dict.fromkeys(
-        ("ChainedScheduler", "LRScheduler", "MultiplicativeLR"),
-        "a function of the step, such as ll.warmup_cosine(...)",
-    ),
-}
+OF_A_CHECKPOINT_IO = {"load": "ckpt.restore(state) reads the latest checkpoint"}
 OF_LOOPLIB = {
     "Trainer": _LOOP,
     "fit": _LOOP,
     "train": _LOOP,
     "TrainingArguments": "each setting goes to the function that it concerns; recipes/FROM_TRANSFORMERS.md has them all",
     "Callback": "what a callback does is a line of the loop, and when is a predicate, `if ll.every_n_steps(100)(state):`",
-    "ModelCheckpoint": "it is ll.checkpoint_io(folder, keep_last=..., keep_best=..., monitor=...)",
-    "recipes": "it is a command, `python -m looplib.recipes`",
     "DataLoader": "ll.make_loader makes a loader, also of a DataLoader",
-    "load_checkpoint": "it is ll.checkpoint_io(folder).restore(state)",
     "load": "it is ll.checkpoint_io(folder).restore(state)",
-    "save_checkpoint": "it is ll.checkpoint_io(folder).save(state)",
-    "clip_grad_norm": "it is ll.clip_by_global_norm",
+    "save": "it is ll.checkpoint_io(folder).save(state)",
     "clip_grad_norm_": "it is ll.clip_by_global_norm",
     "gradient_accumulation": "it is ll.accumulate",
     "GradScaler": "it is ll.optim.dynamic_loss_scale(optimizer)",
     "amp": "ll.autocast(loss_fn) computes the loss in mixed precision",
-    "seed_everything": "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model",
-    "set_seed": "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model",
+    "seed_everything": _SEEDS,
+    "set_seed": _SEEDS,
     "AdamW": "write ll.optimizer(torch.optim.AdamW, lr=1e-3)",
-    "Adam": "write ll.optimizer(torch.optim.Adam, lr=1e-3)",
     "SGD": "write ll.optimizer(torch.optim.SGD, lr=0.1)",
     "train_step": "ll.make_train_step makes one",
-    "eval_step": "ll.make_eval_step makes one",
     "loader": "ll.make_loader makes one",
-    "save": "it is ll.checkpoint_io(folder).save(state)",
-    **{
-        name: f"a schedule is a function of the step: give ll.optimizer lr={schedule}"
-        for name, schedule in SCHEDULES.items()
-    },
 }
 
 
@@ -116,44 +75,25 @@ def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None
 
 
 def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> None:
-    """Make a package and its rooms say where a name is that they do not have, and import late rooms at their first use.
+    """Make a package say where a name is that it does not have, and import late rooms at their first use.
 
     `late` maps such a room to those of its names that the package has as well.
     """
     homes = {name: room for room, names in late.items() for name in (room, *names)}
 
-    def refuse(module: ModuleType, name: str) -> NoReturn:
-        # Names with an underscore are asked for by imports; this imports the late rooms.
-        known = {} if name.startswith("_") else _public_names(package)
-        advice = ""
-        if name in known:
-            advice = f": it is {known[name]}"
-        elif name in OF_LOOPLIB:
-            advice = f": {OF_LOOPLIB[name]}"
-        elif near := difflib.get_close_matches(name, known, 1, 0.75):
-            advice = f"; did you mean {known[near[0]]}?"
-        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{advice}", name=name)
-
     def __getattr__(name: str) -> Any:
-        if name not in homes:
-            refuse(package, name)
-        room = import_module(f"{package.__name__}.{homes[name]}")
-        vars(room)["__getattr__"] = partial(refuse, room)
-        vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
-        return getattr(package, name)
+        if name in homes:
+            room = import_module(f"{package.__name__}.{homes[name]}")
+            vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
+            return getattr(package, name)
+        advice = f": {OF_LOOPLIB[name]}" if name in OF_LOOPLIB else ""
+        # Names with an underscore are asked for by imports, and this imports the late rooms.
+        for room in () if name.startswith("_") else map(partial(getattr, package), package.__all__):
+            if isinstance(room, ModuleType) and name in room.__all__:
+                advice = f": it is ll.{room.__name__.rpartition('.')[2]}.{name}"
+        raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}{advice}", name=name, obj=package)
 
-    for name in package.__all__:
-        if name not in homes and isinstance(room := getattr(package, name), ModuleType):
-            vars(room)["__getattr__"] = partial(refuse, room)
     vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}))
-
-
-def _public_names(package: ModuleType) -> dict[str, str]:
-    """The code for each public name of a package and of its rooms: name -> `ll.room.name`."""
-    members = {name: getattr(package, name) for name in package.__all__}
-    rooms = {name: member for name, member in members.items() if isinstance(member, ModuleType)}
-    in_rooms = {name: f"ll.{room}.{name}" for room, module in rooms.items() for name in module.__all__}
-    return in_rooms | {name: f"ll.{name}" for name in members}
 
 
 def explain_assignment(cls: type, owner: str, advice: str) -> None:

@@ -29,7 +29,7 @@ _MODULES_OWN = {"training", "call_super_init", "dump_patches"}  # attributes tha
 
 _MANY = 64  # a container with more entries holds data, not settings
 
-Reference = tuple[str, str, Callable[[], Any]]  # key, path, and function that reads the current value
+Reference = tuple[str, Callable[[], Any]]  # path, and function that reads the current value
 
 
 class Variable(NamedTuple):
@@ -37,43 +37,39 @@ class Variable(NamedTuple):
 
     Attributes:
         owner: the function, module, object or container that refers to it; None for a root of the walk.
-        key: its name there.
         path: its name in messages, starting at the nearest function or module.
         read: function that returns its current value.
         value: its value during the walk.
     """
 
     owner: Any
-    key: str
     path: str
     read: Callable[[], Any]
     value: Any
 
 
-def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> list[Variable]:
+def walk(*roots: Any) -> list[Variable]:
     """Depth-first search through references: lists the roots and each variable once.
+
+    Of an object, only attributes whose names occur in the user's code are searched, and none of looplib's and torch's
+    classes.
 
     Args:
         roots: functions, modules, objects, or containers of these.
-        in_whole: selects functions and objects to search completely. In others, only attributes whose names occur in
-            the user's code are searched, and none in objects of looplib's and torch's classes.
     """
     names = {"forward", "__call__", "__getitem__", "__iter__", "__len__"}  # methods that torch and Python call
     while True:  # until the code that was found mentions no new names
         count = len(names)
-        found = _search(roots, names, in_whole)
+        found = _search(roots, names)
         if len(names) == count:
             return found
 
 
-def _search(roots: tuple[Any, ...], names: set[str], in_whole: Callable[[Any], bool]) -> list[Variable]:
+def _search(roots: tuple[Any, ...], names: set[str]) -> list[Variable]:
     """One search for attributes with these names, to which those in the code on the way are added."""
     found: list[Variable] = []
     seen: dict[int, Any] = {}  # by id, and kept alive for it
-    waiting = [
-        Variable(None, f"root {index}", "it", partial(_itself, root), root) for index, root in enumerate(roots)
-    ]
-    waiting.reverse()
+    waiting = [Variable(None, "it", partial(_itself, root), root) for root in reversed(roots)]
     while waiting:
         found.append(variable := waiting.pop())
         thing = variable.value
@@ -82,8 +78,8 @@ def _search(roots: tuple[Any, ...], names: set[str], in_whole: Callable[[Any], b
         seen[id(thing)] = thing
         if isinstance(thing, types.FunctionType) and not is_installed(thing):
             names |= _names(thing.__code__)
-        references = _references(thing, variable.path, names, in_whole(thing))
-        waiting += [Variable(thing, key, path, read, read()) for key, path, read in references][::-1]
+        references = _references(thing, variable.path, names)
+        waiting += [Variable(thing, path, read, read()) for path, read in references][::-1]
     return found
 
 
@@ -107,27 +103,26 @@ def own_attributes(module: nn.Module) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_") and name not in _MODULES_OWN]
 
 
-def _references(thing: Any, path: str, names: set[str], whole: bool) -> Iterator[Reference]:
+def _references(thing: Any, path: str, names: set[str]) -> Iterator[Reference]:
     """Direct references of a value."""
     parts = next((parts for kind, parts in _PARTS.items() if isinstance(thing, kind)), None)
     if parts is not None:
-        yield from ((part, path, partial(getattr, thing, part)) for part in parts)
+        yield from ((path, partial(getattr, thing, part)) for part in parts)
     elif isinstance(thing, types.FunctionType):
-        yield from _of_function(thing, names, whole)
+        yield from _of_function(thing, names)
     elif isinstance(thing, nn.Module):
         yield from _of_module(thing)
     elif isinstance(thing, (dict, list, tuple)):
         if isinstance(thing, list):  # which a function may fill
-            yield "length", f"the length of {path}", partial(len, thing)
+            yield f"the length of {path}", partial(len, thing)
         for key in _keys(thing):
-            yield f"[{key!r}]", f"{path}[{key!r}]", partial(_member, thing, key)
+            yield f"{path}[{key!r}]", partial(_member, thing, key)
     elif isinstance(thing, (type, types.ModuleType)):
         yield from _of_namespace(thing, path, names)
-    elif whole or type(thing).__module__.split(".")[0] not in ("looplib", "torch"):
-        attributes = _attributes(thing)
-        for name in attributes if whole else sorted(names & attributes):
-            yield name, f"{path}.{name}", partial(getattr, thing, name, None)
-        yield f"{path}'s class", path, partial(_itself, type(thing))
+    elif type(thing).__module__.split(".")[0] not in ("looplib", "torch"):
+        for name in sorted(names & _attributes(thing)):
+            yield f"{path}.{name}", partial(getattr, thing, name, None)
+        yield path, partial(_itself, type(thing))
 
 
 _PARTS = {
@@ -141,8 +136,8 @@ def _of_module(model: nn.Module) -> Iterator[Reference]:
     for prefix, module in named_modules(model):
         path = prefix or type(module).__name__
         for name in own_attributes(module):
-            yield f"{path}.{name}", f"{path}.{name}", partial(vars(module).get, name)
-        yield f"{path}'s class", path, partial(_itself, type(module))
+            yield f"{path}.{name}", partial(vars(module).get, name)
+        yield path, partial(_itself, type(module))
 
 
 def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) -> Iterator[Reference]:
@@ -151,22 +146,20 @@ def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) ->
         module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
         if not _is_installed_module(module):
             for name in sorted(names & vars(owner).keys()):
-                yield f"{owner.__name__}.{name}", f"{path}.{name}", partial(vars(owner).get, name)
+                yield f"{path}.{name}", partial(vars(owner).get, name)
 
 
-def _of_function(function: types.FunctionType, names: set[str], whole: bool) -> Iterator[Reference]:
-    installed = is_installed(function)
+def _of_function(function: types.FunctionType, names: set[str]) -> Iterator[Reference]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield name, name, partial(_content, cell)
-    for name in vars(function):
-        if whole or (name in names and not installed):
-            yield f".{name}", f"{function.__name__}.{name}", partial(vars(function).get, name)
-    if not installed:
+        yield name, partial(_content, cell)
+    if not is_installed(function):
+        for name in names & vars(function).keys():
+            yield f"{function.__name__}.{name}", partial(vars(function).get, name)
         space = function.__globals__
         for name in sorted(_names(function.__code__) & space.keys()):
-            yield f"global {name}", name, partial(space.get, name)
-        for index, value in enumerate(function.__defaults__ or ()):
-            yield f"default {index}", f"a default of {function.__name__}", partial(_itself, value)
+            yield name, partial(space.get, name)
+        for value in function.__defaults__ or ():
+            yield f"a default of {function.__name__}", partial(_itself, value)
 
 
 def _attributes(thing: Any) -> set[str]:

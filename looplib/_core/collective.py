@@ -64,7 +64,7 @@ class RankGroup:
         code = torch.tensor([zlib.crc32(call.function.encode()), flag])
         gathered = code.new_empty(distributed.get_world_size(self.group), 2)
         work = distributed.all_gather(list(gathered), code, self.group, async_op=True)
-        waiting.wait(work, self.group, limit)
+        waiting.wait(work, limit)
         codes, flags = gathered.T.tolist()
         if len({*codes}) > 1:
             calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))

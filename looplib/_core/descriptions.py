@@ -130,23 +130,6 @@ _KNOWN = re.compile(
 )
 
 
-def command_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command, with *** in place of values whose names say that they are secret.
-
-    >>> command_without_secrets(["--lr", "0.1", "--hf-token", "abc", "wandb.api_key=abc", "--pad-token", "<pad>"])
-    ['--lr', '0.1', '--hf-token', '***', 'wandb.api_key=***', '--pad-token', '<pad>']
-    """
-    shown, name = [], ""
-    for argument in arguments:
-        before, equals, value = argument.partition("=")
-        if name and not argument.startswith("--"):
-            shown.append(without_secrets(argument, name))
-        else:
-            shown.append(f"{before}={without_secrets(value, before)}" if equals else without_secrets(argument))
-        name = argument if argument.startswith("-") and not equals else ""
-    return shown
-
-
 def without_secrets(settings: T, name: str = "") -> T:
     """Described settings, with *** in place of values whose names say that they are secret, and of a URL's password.
 

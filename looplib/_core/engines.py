@@ -9,17 +9,15 @@ of them.
 
 from __future__ import annotations
 
-import functools
-import zlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from looplib._core import lease, torch_private, trees, waiting
+from looplib._core import lease, torch_private, trees
 from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
@@ -73,10 +71,6 @@ class Passes:
     def samples(self, count: int) -> int:
         """Number of samples to report for a microbatch."""
         return count
-
-    def failure(self, error: Exception) -> Exception:
-        """The exception to raise for an error in a pass."""
-        return error
 
     def end(self) -> None: ...
 
@@ -139,9 +133,6 @@ class SyncPasses(Passes):
         """Number of samples of all ranks at the first call, which must come after `agree`; 0 at later ones."""
         counted, self.counted = self.counted, None
         return 0 if counted is None else round(counted.read()[0])
-
-    def failure(self, error: Exception) -> Exception:
-        return waiting.better_error(error)
 
     def end(self) -> None:
         self.engine.sync(True)
@@ -356,18 +347,22 @@ def compare(state: Any, batches: Sequence[Any], program: Callable[[], Mapping[st
     """
     together_with_data().barrier()
     _warn_of_split_layers(state.params)
-    tensors = {"params": state.params, "buffers": state.buffers}
     known = lease.provenance(state)
+    tensors = {**state.params, **state.buffers}
+    in_batch = {
+        _kind(leaf, f"of {leaf.dim()} dimensions") for _, leaf in trees.leaves(batches[0]) if isinstance(leaf, Tensor)
+    }
     facts = {
         "torch": torch.__version__,
-        "looplib, by the checksum of its files,": _checksum_of_looplib(),
+        "looplib": sys.modules["looplib"].__version__,
         **(program() if program is not None else _of_optimizer((known and known.optimizer) or {})),
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
-        **{f"{tree}/{name}": _kind(one, one.shape) for tree in tensors for name, one in tensors[tree].items()},
+        **{name: _kind(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()},
         **_of_loaders(known.loaders if known else ()),
-        "the batch": _kind_of_batch(batches[0]),
+        # Without sizes, which may differ from rank to rank.
+        "the batch": "; ".join(sorted(in_batch)) or "without tensors",
         # Without shapes: those of shards differ.
-        **{f"opt_state{trees.pointer(path)}": _kind_of_leaf(leaf) for path, leaf in trees.leaves(state.opt_state)},
+        **{f"opt_state{trees.pointer(path)}": _kind(leaf, "") for path, leaf in trees.leaves(state.opt_state)},
     }
     together_with_data().check_alike(facts, "the ranks do not run the same program:\n  ")
 
@@ -397,29 +392,13 @@ def _of_loaders(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     With another seed or order on each rank, some samples would come to several ranks, and others to none.
     """
     divided = [loader for loader in loaders if loader.get("divide", True)]
-    names = ["the loader"] if len(divided) == 1 else [f"loader {number}" for number in range(1, len(divided) + 1)]
     return {
-        f"{name}'s {key}": value for name, loader in zip(names, divided, strict=True) for key, value in loader.items()
+        f"loader {number}'s {key}": value for number, loader in enumerate(divided, 1) for key, value in loader.items()
     }
 
 
-def _kind_of_leaf(leaf: Any) -> str:
-    return str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
-def _kind(tensor: Tensor, shape: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(shape)}"
-
-
-def _kind_of_batch(batch: Any) -> str:
-    """Dtypes and dimensions of the tensors: sizes may differ from rank to rank."""
-    kinds = {_kind(leaf, ["..."] * leaf.dim()) for _, leaf in trees.leaves(batch) if isinstance(leaf, Tensor)}
-    return "; ".join(sorted(kinds)).replace("'", "") or "without tensors"
-
-
-@functools.cache
-def _checksum_of_looplib() -> str:
-    checksum = 0
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        checksum = zlib.crc32(path.read_bytes(), checksum)
-    return f"{checksum:08x}"
+def _kind(leaf: Any, shape: Any) -> str:
+    """Dtype of a tensor and its shape, or what is to be said of that; of another leaf its type."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return f"{str(leaf.dtype).removeprefix('torch.')} {shape}"

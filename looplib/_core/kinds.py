@@ -1,12 +1,10 @@
 """Kinds of functions: gradient function, step, predicate, sink, and so on.
 
-A function that looplib made has its kind in its record. For a plain function, only its parameters can be inspected,
-and when it is called, what it does with the state and what it returns.
+A function that looplib made has its kind in its record. Of a plain function, only the parameters can be inspected.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,10 +12,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from looplib._core.checks import check, named
-from looplib._core.errors import described_batch
 from looplib._core.records import made
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 C = TypeVar("C")
 
 # Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.
@@ -81,13 +78,15 @@ def kind_of(value: Any) -> str | None:
     return "sink" if second == "values" else None
 
 
-def check_kind(value: Any, who: str, *expected: str, advice: str = "") -> None:
-    """Raise TypeError unless a value is of one of these kinds, or is a plain callable that may be."""
+def check_kind(value: T, who: str, *expected: str, advice: str = "") -> T:
+    """Return a value of one of these kinds, or a plain callable that may be. Raises TypeError for another."""
     kind = kind_of(value)
     plain = kind is None and callable(value) and not isinstance(value, type)
     counts = [count for name in expected if (count := KINDS[name][1]) is not None]
     if kind not in expected and not (plain and any(_takes(value, count) for count in counts)):
-        raise TypeError(f"{who} got {_named(value, kind)}; give {_wanted(expected)}{advice}")
+        wanted = " or ".join(KINDS[name][2] for name in expected)
+        raise TypeError(f"{who} got {_named(value, kind)}; give {wanted}{advice}")
+    return value
 
 
 def _takes(value: Any, count: int) -> bool:
@@ -99,49 +98,6 @@ def _takes(value: Any, count: int) -> bool:
     except ValueError:
         return True  # it has no signature, as some functions in C
     return True
-
-
-def _wanted(expected: tuple[str, ...]) -> str:
-    return " or ".join(KINDS[name][2] for name in expected)
-
-
-def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
-    """Check a step or gradient function, and what a plain function returns when it is called.
-
-    A plain function of two arguments may be a function of a model. That shows only when it is called: it fails
-    because it takes the state for a module, or it does not return what is expected.
-
-    Raises TypeError as `check_kind` does.
-    """
-    check_kind(value, who, *expected, advice=advice)
-    if kind_of(value) in expected:
-        return value
-    advice = f"{who} got {_named(value, None)}, which is called with a state and a batch; give {_wanted(expected)}"
-
-    @functools.wraps(value)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            out = value(*args, **kwargs)
-        except (AttributeError, TypeError) as error:
-            if "TrainState" in str(error):  # Python's and torch's words for a state that is taken for something else
-                raise TypeError(f"{advice}. It failed on the state: {error}") from error
-            raise
-        if not any(_is_result_of(name, out) for name in expected):
-            raise TypeError(f"{advice}. It returned {described_batch(out)}")
-        return out
-
-    return called  # type: ignore[return-value]
-
-
-def _is_result_of(kind: str, out: Any) -> bool:
-    """True if a function of this kind may return it."""
-    if kind == "grad_fn":
-        return kind_of(out) == "gradients"
-    if kind == "train_step":
-        return isinstance(out, (tuple, list)) and len(out) == 2 and kind_of(out[0]) == "state"
-    if kind == "eval_step":
-        return isinstance(out, Mapping) and all(hasattr(metric, "merge") for metric in out.values())
-    return True  # a predict step may return anything
 
 
 def _named(value: Any, kind: str | None) -> str:

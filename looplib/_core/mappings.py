@@ -1,10 +1,11 @@
-"""Mappings: some of their entries, other values under the same names, copies of tensors, and the fields of a record."""
+"""Mappings and tensors: entries, other values under the same names, copies, dtypes, and the fields of a record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 K = TypeVar("K")
@@ -59,3 +60,14 @@ def detached_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def in_dtypes_of(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors in the dtypes of those under the same names."""
     return {name: tensor.to(like[name].dtype) for name, tensor in tensors.items()}
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating-point dtype that a device supports."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def stacked(values: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of one shape on the device of the first."""
+    device = values[0].device
+    return torch.stack([value.to(device) for value in values])

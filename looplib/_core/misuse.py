@@ -22,7 +22,7 @@ from looplib._core.modules import running
 from looplib._core.ranks import is_sharded
 from looplib._core.reached import Reach
 from looplib._core.records import chain
-from looplib._core.torch_private import disable_current_modes, version
+from looplib._core.torch_private import version
 from looplib._core.tracing import tracing
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
@@ -80,8 +80,7 @@ class Watch:
 class _Stale(NamedTuple):
     """A module as it was before pure steps, and its hooks, which warn once."""
 
-    first: weakref.ref[nn.Parameter]
-    first_elements: list[tuple[float, int]]
+    writes: list[tuple[int, int]]
     hooks: list[RemovableHandle]
 
 
@@ -123,7 +122,7 @@ _OTHERS = (
 )
 
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
-# Modules whose user has been warned, or which have got different weights.
+# Modules whose user has been warned.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -134,7 +133,7 @@ def _watch_module(module: nn.Module) -> None:
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
         hooks.append(module.register_state_dict_pre_hook(_Hook(_SAVED)))  # type: ignore[no-untyped-call]
         hooks.append(module.register_forward_pre_hook(_Hook(_CALLED)))
-    _stale[module] = _Stale(weakref.ref(next(module.parameters())), _first_elements(module), hooks)
+    _stale[module] = _Stale(_writes(module), hooks)
 
 
 def bound(module: nn.Module) -> None:
@@ -156,10 +155,10 @@ def _used(module: nn.Module, message: str) -> None:
         return
     if any(module is each for wrapper in running.models for each in wrapper.modules()):
         return
-    if next(module.parameters()) is stale.first():  # not with others, as by torch.func.functional_call
+    # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
+    if stale.writes and _writes(module) == stale.writes:
         _told.add(module)
-        if stale.first_elements and _first_elements(module) == stale.first_elements:
-            warn(message.format(type=type(module).__name__))
+        warn(message.format(type=type(module).__name__))
 
 
 def _warn_of_others(reach: Reach) -> None:
@@ -181,15 +180,13 @@ def export(module: nn.Module) -> Iterator[None]:
         running.models.pop()
 
 
-def _first_elements(module: nn.Module) -> list[tuple[float, int]]:
-    """One number of each trained parameter, and torch's count of its writes. If they differ later, it was written."""
-    with disable_current_modes():  # a step that calls the module may be traced
-        tensors = [tensor for tensor in module.parameters() if tensor.requires_grad and tensor.numel()]
-        return [
-            (tensor.detach()[(0,) * tensor.dim()].item(), 0 if tensor.is_inference() else version(tensor))
-            for tensor in tensors
-            if not (tensor.is_meta or is_sharded(tensor))
-        ]
+def _writes(module: nn.Module) -> list[tuple[int, int]]:
+    """The memory of each trained parameter, and torch's count of its writes. If one differs later, it was written."""
+    return [
+        (tensor.data_ptr(), 0 if tensor.is_inference() else version(tensor))
+        for tensor in module.parameters()
+        if tensor.requires_grad and not is_sharded(tensor)
+    ]
 
 
 IGNORED = -100  # default `ignore_index` of torch and of transformers' models

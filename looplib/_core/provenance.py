@@ -21,6 +21,7 @@ from looplib._core.modules import named_modules
 from looplib._core.ranks import rank
 
 _MOST_STEPS = 8  # on one batch, of several networks
+_DATA = ("dataset", "samples")  # of a loader's description
 _KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
 
 
@@ -101,14 +102,13 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
     if description in loaders:
         return
     if known.restored and known.at_step == state.step:
-        before = [loader for loader in loaders if _same_data(loader, description)] or loaders
+        same_data = [each for each in loaders if all(each.get(key) == description.get(key) for key in _DATA)]
+        before = same_data or loaders
         # Settings that vary between the loaders of the saved run are not compared.
-        shared = {
-            key: value
-            for key, value in before[0].items()
-            if key in description and all(each.get(key) == value for each in before)
-        }
-        changed = differences({"loader": shared}, {"loader": pick(description, shared)})
+        shared = [
+            key for key in before[0] if key in description and len({str(each.get(key)) for each in before}) == 1
+        ]
+        changed = differences({"loader": pick(before[0], shared)}, {"loader": pick(description, shared)})
         if changed:
             loaders = tuple(loader for loader in loaders if loader not in before)
             if rank() == 0:
@@ -116,19 +116,13 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
     lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
 
 
-def _same_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in ("dataset", "samples"))
-
-
-def restored_into(
-    template: Leased, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
-) -> Provenance:
+def restored_into(template: Leased, saved: Mapping[str, Any], path: str, step: int) -> Provenance:
     """Provenance of a restored state; `saved` is the manifest's entry."""
     known = replace(provenance_of(template), reading=None)
     optimizer, loaders = saved.get("optimizer"), saved.get("loaders")
     if known.optimizer is None and isinstance(optimizer, Mapping):
         known = replace(known, optimizer=optimizer)
-    if loader_is_compared or not isinstance(loaders, list):
+    if not isinstance(loaders, list):
         return known
     described = tuple(loader for loader in loaders if isinstance(loader, Mapping))
     return replace(known, loaders=described, restored=path if described else "", at_step=step)

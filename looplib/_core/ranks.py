@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from looplib._core import torch_private, waiting
-from looplib._core.widening import wide_dtype
+from looplib._core.mappings import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
 
@@ -103,10 +103,9 @@ def host_group(process_group: Any = None) -> Any:
 
 def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
     """A group of these ranks that sends CPU tensors. A rank that does not come here is reported."""
-    world = distributed.group.WORLD
-    limit = torch_private.timeout_of(world)
+    limit = torch_private.timeout_of(distributed.group.WORLD)
     patience = timedelta(seconds=limit) if limit < math.inf else None
-    with waiting.Wait(world):
+    with waiting.reported():
         made = distributed.new_group(members, timeout=patience, backend="gloo", use_local_synchronization=True)
     if timeout is not None:
         torch_private.set_timeout(made, timeout)
@@ -170,7 +169,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def _all_reduce(values: Tensor, op: Any, on: Any) -> None:
     """All-reduce, watched on the CPU. On a device the host does not wait for it."""
     if values.device.type == "cpu":
-        waiting.wait(distributed.all_reduce(values, op, on, async_op=True), on)
+        waiting.wait(distributed.all_reduce(values, op, on, async_op=True))
     else:
         distributed.all_reduce(values, op, on)
 
@@ -190,16 +189,15 @@ class Sums:
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._wait: waiting.Wait | None = None
+        self._work: Any = None
         if is_distributed():
-            on = host_group()
-            self._wait = waiting.Wait(on, distributed.all_reduce(self._values, group=on, async_op=True)).request()
+            self._work = distributed.all_reduce(self._values, group=host_group(), async_op=True)
+            waiting.watch.begin(self._work)
 
     def read(self) -> list[float]:
-        if self._wait is not None:
-            with self._wait as wait:
-                wait.work.wait()
-            self._wait = None
+        if self._work is not None:
+            waiting.wait(self._work)
+            self._work = None
         return cast(list[float], self._values.tolist())
 
 
@@ -213,7 +211,7 @@ def gather(value: Any) -> list[Any]:
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
     data, received = pickled(value), [b""] * distributed.get_world_size(on)
-    with waiting.Wait(on):
+    with waiting.reported():
         distributed.all_gather_object(received, data, on)
     return [pickle.loads(data) for data in received]
 

@@ -99,11 +99,6 @@ def any_gradient_hooks(params: Collection[Tensor]) -> bool:
     return any(map(_backward_hooks, params)) or any(map(_accumulate_hooks, params))
 
 
-def default_store() -> Any:
-    """Store through which the processes have found each other."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 def timeout_of(group: Any) -> float:
     """Seconds after which a process group gives up a call."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)

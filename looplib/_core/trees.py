@@ -29,6 +29,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -38,7 +39,6 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.mappings import fields_of
 from looplib._core.torch_private import pytree
 
 
@@ -67,28 +67,44 @@ class Node(NamedTuple):
 
 # ---- containers ----
 
+_LEAVES = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
 
-def _mapping(node: Mapping[Any, Any]) -> Node:
-    names = list(node)
-    if isinstance(node, MutableMapping):
-        rebuild = partial(_refilled, operator.setitem, node, names)
-    else:
-        rebuild = partial(_dict_of, names)
-    return Node(names, [node[name] for name in names], rebuild)
+_own: dict[type, Callable[[Any], Node]] = {}
+
+
+def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
+    """Register one of looplib's containers with the function that splits it."""
+    _own[kind] = take_apart
+
+
+def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | None:
+    """Split a container by one level, or return None for a leaf."""
+    if isinstance(tree, _LEAVES) or (is_leaf is not None and is_leaf(tree)):
+        return None
+    if type(tree) in _own:
+        return _own[type(tree)](tree)
+    if type(tree) in (list, tuple):
+        return Node(range(len(tree)), tree, type(tree))
+    if isinstance(tree, Mapping):
+        names = list(tree)
+        changeable = isinstance(tree, MutableMapping)
+        rebuild = partial(_refilled, operator.setitem, tree, names) if changeable else partial(_dict_of, names)
+        return Node(names, [tree[name] for name in names], rebuild)
+    registered: Any = namedtuple if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)
+    if (kind := pytree.SUPPORTED_NODES.get(registered)) is not None:
+        children, structure = kind.flatten_fn(tree)
+        with_keys = kind.flatten_with_keys_fn
+        keys = range(len(children)) if with_keys is None else [_name_of(key) for key, _ in with_keys(tree)[0]]
+        return Node(keys, children, lambda children: kind.unflatten_fn(children, structure))
+    if dataclasses.is_dataclass(tree):
+        fields = [Attribute(field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        rebuild = partial(_refilled, object.__setattr__, tree, fields)  # also if frozen
+        return Node(fields, [getattr(tree, name) for name in fields], rebuild)
+    return None
 
 
 def _dict_of(names: Sequence[Any], children: list[Any]) -> dict[Any, Any]:
     return dict(zip(names, children, strict=True))
-
-
-def _sequence(node: Sequence[Any]) -> Node:
-    return Node(range(len(node)), node, type(node))
-
-
-def _dataclass(node: Any) -> Node:
-    names = [Attribute(field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    rebuild = partial(_refilled, object.__setattr__, node, names)  # also if frozen
-    return Node(names, [getattr(node, name) for name in names], rebuild)
 
 
 def _refilled(put: Callable[..., Any], node: Any, names: Sequence[Any], children: list[Any]) -> Any:
@@ -99,82 +115,11 @@ def _refilled(put: Callable[..., Any], node: Any, names: Sequence[Any], children
     return new
 
 
-def _registered(node: Any) -> Node:
-    """A node of torch's pytrees."""
-    kind = pytree.SUPPORTED_NODES[type(node)]
-    children, structure = kind.flatten_fn(node)
-    names: Sequence[Any] = range(len(children))
-    if kind.flatten_with_keys_fn is not None:
-        names = [_name_of(key) for key, _ in kind.flatten_with_keys_fn(node)[0]]
-    return Node(names, children, lambda children: kind.unflatten_fn(children, structure))
-
-
 def _name_of(key: Any) -> Any:
     """The name in a key of torch's pytrees."""
     if isinstance(key, pytree.GetAttrKey):
         return Attribute(key.name)
     return getattr(key, "key", getattr(key, "idx", key))
-
-
-_LEAVES = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
-
-_own: dict[type, Callable[[Any], Node]] = {dict: _mapping, list: _sequence, tuple: _sequence}
-
-
-def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
-    """Register one of looplib's containers with the function that splits it."""
-    _own[kind] = take_apart
-
-
-def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | None:
-    """Split a container by one level, or return None for a leaf."""
-    if is_leaf is not None and is_leaf(tree):
-        return None
-    if (take_apart := _own.get(type(tree))) is not None:
-        return take_apart(tree)
-    if isinstance(tree, _LEAVES):
-        return None
-    if isinstance(tree, Mapping):
-        return _mapping(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return Node([*map(Attribute, tree._fields)], tree, type(tree)._make)  # type: ignore[attr-defined]
-    if isinstance(tree, (list, tuple)):
-        return _sequence(tree)
-    if dataclasses.is_dataclass(tree):
-        return _dataclass(tree)
-    return _registered(tree) if type(tree) in pytree.SUPPORTED_NODES else None
-
-
-def register_record(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
-    """Register a record as a pytree node.
-
-    For torch, its trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
-    `tree_map` therefore see only tensors, and a comparison sees every field.
-    """
-    counts = [name for name in fields if name not in trees]
-    attributes = [*map(Attribute, fields)]
-
-    def flatten(record: Any) -> tuple[list[Any], Any]:
-        # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
-        present = {name: tree for name in trees if (tree := getattr(record, name)) is not None}
-        return list(present.values()), (tuple(present), fields_of(record, counts))
-
-    def flatten_with_keys(record: Any) -> tuple[list[Any], Any]:
-        children, structure = flatten(record)
-        return list(zip(map(pytree.GetAttrKey, structure[0]), children, strict=True)), structure
-
-    def unflatten(children: Any, structure: Any) -> Any:
-        names, numbers = structure
-        return cls(**{**dict.fromkeys(trees), **dict(zip(names, children, strict=True)), **numbers})
-
-    pytree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        flatten_with_keys_fn=flatten_with_keys,
-        serialized_type_name=f"looplib.{cls.__name__}",
-    )
-    register(cls, lambda record: Node(attributes, [*fields_of(record, fields).values()], lambda values: cls(*values)))
 
 
 # ---- paths ----
@@ -262,6 +207,11 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not isinstance(node, torch.Size)
 
 
+def _holds_values(node: Any) -> bool:
+    """True for a list or tuple of strings, numbers or unknown objects."""
+    return _is_list(node) and all(_node_of(child) is None and not _is_array(child) for child in node)
+
+
 def batch_size(batch: Any) -> int:
     """Number of samples in a batch: the length of the first dimension of its first tensor or array.
 
@@ -285,12 +235,11 @@ def batch_size(batch: Any) -> int:
         first = next(iter(batch.values() if type(batch) is dict else batch))
     if isinstance(first, Tensor) and first.dim():
         return first.size(0)
-    for _, leaf in leaves(batch, _is_array):
-        if _is_array(leaf):
-            return len(leaf)
-    for _, leaf in leaves(batch, lambda node: _is_list(node) and all(_node_of(child) is None for child in node)):
-        if _is_list(leaf):
-            return len(leaf)
+    columns = [leaf for _, leaf in leaves(batch, lambda node: _is_array(node) or _holds_values(node))]
+    for is_column in (_is_array, _is_list):
+        for leaf in columns:
+            if is_column(leaf):
+                return len(leaf)
     try:
         return len(batch)
     except TypeError:
@@ -324,7 +273,8 @@ def split(
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
         return [batch]
-    parts = _cut(batch, count, partial(_slices, sizes), len(sizes))
+    ends = [0, *accumulate(sizes)]
+    parts = [_cut(batch, count, partial(_at, slice(low, high))) for low, high in pairwise(ends)]
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
@@ -335,11 +285,15 @@ def split(
     return parts
 
 
-def _slices(sizes: list[int], rows: Any) -> list[Any]:
-    if isinstance(rows, Tensor):
-        return list(torch.split(rows, sizes))
-    indexed = getattr(rows, "iloc", rows)  # pandas objects are indexed by position
-    return [indexed[low:high] for low, high in pairwise([0, *accumulate(sizes)])]
+def take(batch: Any, count: int, index: Sequence[int]) -> Any:
+    """Samples of a batch of `count` at these indices, in this order."""
+    return _cut(batch, count, partial(_at, list(index)))
+
+
+def _at(index: Any, rows: Any) -> Any:
+    if _is_list(rows) and isinstance(index, list):
+        return type(rows)(rows[i] for i in index)
+    return getattr(rows, "iloc", rows)[index]  # pandas objects are indexed by position
 
 
 def empty_batch(sample: Any) -> Any:
@@ -349,34 +303,21 @@ def empty_batch(sample: Any) -> Any:
 
 def padding_batch(batch: Any) -> Any:
     """Two samples of ones in place of a batch of none, with its dtypes and further dimensions."""
-    [ones] = _cut(batch, 0, _ones, 1)
-    return ones
+    return _cut(batch, 0, _ones)
 
 
-def _ones(rows: Any) -> list[Any]:
+def _ones(rows: Any) -> Any:
     check(
         isinstance(rows, Tensor),
         f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
         "place: give the loader drop_last=True, or another batch_size",
         TypeError,
     )
-    return [rows.new_ones(2, *rows.shape[1:])]
+    return rows.new_ones(2, *rows.shape[1:])
 
 
-def take(batch: Any, count: int, index: Sequence[int]) -> Any:
-    """Samples of a batch of `count` at these indices, in this order."""
-    [taken] = _cut(batch, count, partial(_at, list(index)), 1)
-    return taken
-
-
-def _at(index: list[int], rows: Any) -> list[Any]:
-    if _is_list(rows):
-        return [type(rows)(rows[i] for i in index)]
-    return [getattr(rows, "iloc", rows)[index]]
-
-
-def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, path: Path = ()) -> list[Any]:
-    """Copies of the tree, with the parts that `cut` makes of each array or list that holds samples."""
+def _cut(node: Any, count: int, cut: Callable[[Any], Any], path: Path = ()) -> Any:
+    """A copy of the tree, with `cut(rows)` in place of each array or list that holds samples."""
     is_array = _is_array(node)
     if is_array and len(node) != count:
         raise ValueError(
@@ -395,11 +336,9 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, pat
             "one item for each sample, or make it a dataclass or a registered pytree"
         )
     if inner is None or not inner.children:
-        return [node] * parts
-    columns = [
-        _cut(child, count, cut, parts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
-    ]
-    return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
+        return node
+    children = zip(inner.names, inner.children, strict=True)
+    return inner.rebuild([_cut(child, count, cut, (*path, name)) for name, child in children])
 
 
 def _hides_samples(leaf: Any, count: int) -> bool:

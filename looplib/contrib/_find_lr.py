@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check, check_argument, check_count
-from looplib._core.kinds import checked
+from looplib._core.kinds import check_kind
 from looplib._core.random import restored
 from looplib.log._plots import smoothed
 from looplib.metrics._mean import compute
@@ -96,7 +96,7 @@ def find_lr(
 
     Source: Smith, "Cyclical learning rates for training neural networks", 2017 (arXiv 1506.01186).
     """
-    grad_fn = checked(grad_fn, "find_lr", "grad_fn")
+    grad_fn = check_kind(grad_fn, "find_lr", "grad_fn")
     _check(optimizer_of_lr, state, low, high, steps, diverged)
     first = state.step
 

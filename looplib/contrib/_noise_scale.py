@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from looplib._core.mappings import stacked
 from looplib._core.records import Made, mark, with_repr
-from looplib._core.widening import stacked
 from looplib._wrapping import check_grad_fn
 from looplib.contrib._per_sample import _examples, _together
 from looplib.metrics._mean import Mean

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_argument
 from looplib._core.engines import RunningSum
+from looplib._core.mappings import stacked
 from looplib._core.random import mix
 from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import tracing
-from looplib._core.widening import stacked
 from looplib._objective import multiply
 from looplib._wrapping import check_grad_fn, check_parts, of_whole_step
 from looplib.contrib._per_sample import _examples, _sum, _together

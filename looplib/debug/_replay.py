@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.checks import check, check_type, is_count
-from looplib._core.kinds import checked
+from looplib._core.kinds import check_kind
 from looplib.metrics._mean import compute
 from looplib.state import copy_state, end_epoch
 from looplib.types import GradFn, Metric, TrainState, TrainStep
@@ -97,8 +97,8 @@ def replay(
         TypeError: `step` is not an int, or `state` is not a state.
     """
     if grad_fn is not None:
-        grad_fn = checked(grad_fn, "replay", "grad_fn")
-    train_step = checked(train_step, "replay", "train_step")
+        grad_fn = check_kind(grad_fn, "replay", "grad_fn")
+    train_step = check_kind(train_step, "replay", "train_step")
     check(is_count(step, -math.inf), f"step is {step!r}; give a whole number, as state.step counts them", TypeError)
     start = _nearest(_by_step(state), step)
     start = start if donate else copy_state(start)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.kinds import checked
+from looplib._core.kinds import check_kind
 from looplib._core.trees import batch_size, split
 from looplib.grads._clipping import global_norm
 from looplib.metrics._mean import compute
@@ -65,7 +65,7 @@ def worst_samples(
     Raises:
         ValueError: the number of indices is not the number of samples.
     """
-    grad_fn = checked(grad_fn, "worst_samples", "grad_fn")
+    grad_fn = check_kind(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)
     known = indices.tolist() if hasattr(indices, "tolist") else indices
     positions = [None] * count if known is None else list(known)

@@ -237,10 +237,10 @@ def watch(seconds: float) -> None:
     >>> ll.distributed.watch(seconds=30)
 
     Functions such as `evaluate`, `reduce`, `save` and a train step on several ranks wait until all ranks call them.
-    If one does not, each rank that waits warns after this time: in which function it is, at which line of your file,
-    which ranks are missing, and where they wait. The time-out of the process group (`setup(timeout=...)`, 30 minutes
-    by default with gloo) then raises RuntimeError with the same words. If the ranks call different functions, all of
-    them raise at once.
+    If one does not, each rank that waits warns after this time: in which function it is, and at which line of your
+    file. The ranks that say nothing, or name another call, are missing. The time-out of the process group
+    (`setup(timeout=...)`, 30 minutes by default with gloo) then raises RuntimeError with the same words. If the ranks
+    call different functions, all of them raise at once.
 
     Only looplib's own calls are watched. The calls that DDP and FSDP2 make in their forward and backward passes are
     not, and neither are background saves.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check
-from looplib._core.kinds import checked
+from looplib._core.kinds import check_kind
 from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.trees import batch_size
@@ -170,7 +170,7 @@ def _measured(
     count: Callable[[Any], None] | None = None,
 ) -> dict[str, Metric]:
     """Metrics of all batches and ranks together. `count` is called with each batch that counts."""
-    eval_step = checked(eval_step, function, "eval_step")
+    eval_step = check_kind(eval_step, function, "eval_step")
     held: list[Metrics] = []
     metrics: Metrics | None = None
     with ranks_of(reading, state)():

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from looplib._core.checks import check_optional_count
 from looplib._core.errors import half, out_of_memory
-from looplib._core.kinds import checked, kind_of
+from looplib._core.kinds import check_kind, kind_of
 from looplib._core.records import Made, mark, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -54,7 +54,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         TypeError: the output of a batch that was split contains something other than tensors.
     """
     check_optional_count("size", size, advice="give a whole number of samples, at least 1")
-    step = checked(step, "split_on_oom", "eval_step", "predict_step")
+    step = check_kind(step, "split_on_oom", "eval_step", "predict_step")
     fitting = size
 
     def splitting(state: TrainState, batch: Any) -> Any:

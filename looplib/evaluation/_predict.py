@@ -12,7 +12,7 @@ from torch import Tensor
 from looplib._core import random as draws
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.kinds import checked
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import gather, is_distributed
 from looplib._core.trees import batch_size
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
@@ -62,7 +62,7 @@ def predict(
         ValueError: the loader shuffles.
     """
     check_order("predict", predict_step, state)
-    predict_step = checked(predict_step, "predict", "predict_step")
+    predict_step = check_kind(predict_step, "predict", "predict_step")
     reading = Reading(batches, limit, "prediction" if progress else None, divide, start)
     for _, output in predicted(predict_step, state, reading, device):
         yield output

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.collective import together
-from looplib._core.kinds import checked
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import is_first
 from looplib.evaluation._batches import Reading, is_loader
 from looplib.evaluation._evaluate import check_order
@@ -80,7 +80,7 @@ def predict_to(
         TypeError: an output contains something other than tensors and lists of strings.
     """
     check_order("predict_to", predict_step, state, "path, ")
-    predict_step = checked(predict_step, "predict_to", "predict_step")
+    predict_step = check_kind(predict_step, "predict_to", "predict_step")
     check_unshuffled(batches)
     folder, described = Path(path), description(state, batches)
     done = together().on_rank0(lambda: resume(folder, described))

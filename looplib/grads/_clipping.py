@@ -15,9 +15,9 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check_argument
+from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 from looplib._core.records import with_repr
-from looplib._core.widening import stacked
 from looplib._objective import multiply
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.metrics._mean import Mean

@@ -6,14 +6,14 @@ import inspect
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from looplib._core.descriptions import command_without_secrets, described, without_secrets
+from looplib._core.descriptions import described, without_secrets
 from looplib._core.provenance import described_model, provenance_of
 from looplib._core.ranks import world_size
 from looplib.types import TrainState, check_state
@@ -77,7 +77,7 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         "ranks": world_size(),
         "versions": _versions(),
         "device": _device(),
-        "command": " ".join([Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]),
+        "command": " ".join([Path(sys.argv[0]).name, *_command_without_secrets(sys.argv[1:])]),
         **({"git_commit": commit} if commit else {}),
         **{
             name: described_model(value) if isinstance(value, nn.Module) else without_secrets(described(value), name)
@@ -128,3 +128,20 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
+
+
+def _command_without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command, with *** in place of values whose names say that they are secret.
+
+    >>> _command_without_secrets(["--lr", "0.1", "--hf-token", "abc", "wandb.api_key=abc", "--pad-token", "<pad>"])
+    ['--lr', '0.1', '--hf-token', '***', 'wandb.api_key=***', '--pad-token', '<pad>']
+    """
+    shown, name = [], ""
+    for argument in arguments:
+        before, equals, value = argument.partition("=")
+        if name and not argument.startswith("--"):
+            shown.append(without_secrets(argument, name))
+        else:
+            shown.append(f"{before}={without_secrets(value, before)}" if equals else without_secrets(argument))
+        name = argument if argument.startswith("-") and not equals else ""
+    return shown

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from looplib._core.widening import wide_dtype
+from looplib._core.mappings import wide_dtype
 from looplib.metrics._scores import _fit, _integers
 
 

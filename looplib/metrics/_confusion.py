@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.widening import wide_dtype
+from looplib._core.mappings import wide_dtype
 from looplib.metrics._scores import _wide, fit_labels
 
 

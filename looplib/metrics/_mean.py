@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check
-from looplib._core.widening import wide_dtype
+from looplib._core.mappings import wide_dtype
 from looplib.metrics._cat import Cat
 from looplib.types import Metric, Metrics
 

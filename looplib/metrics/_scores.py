@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_argument
-from looplib._core.widening import wide_dtype
+from looplib._core.mappings import wide_dtype
 from looplib.metrics._mean import Mean
 
 

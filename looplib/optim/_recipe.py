@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from looplib._core.advice import SCHEDULES
 from looplib._core.checks import check, few, named
 from looplib._core.updates import keywords
 from looplib.types import Params
@@ -295,10 +294,9 @@ def check_lr(lr: Any) -> None:
     check(lr is not NotGiven.LR, f"ll.optimizer needs a learning rate: give lr=, {advice}", TypeError)
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
-        instead = SCHEDULES.get(scheduler.__name__, SCHEDULES["LRScheduler"])
         raise TypeError(
-            f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
-            f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
+            f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step, such as "
+            "lr=ll.warmup_cosine(...) or another one of ll.schedules. There is no step() to call"
         )
     check(not isinstance(lr, _NO_RATES), f"lr is {named(lr)}; give {advice}", TypeError)
     if callable(lr):

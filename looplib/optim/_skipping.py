@@ -16,10 +16,10 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_argument, check_count, few
+from looplib._core.mappings import stacked
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import tracing
 from looplib._core.updates import Decision
-from looplib._core.widening import stacked
 from looplib._objective import value_over_ranks
 from looplib.optim._wrap import kept_by_wrappers, wrap, zero_count
 from looplib.types import Grads, Metrics, Optimizer, Params

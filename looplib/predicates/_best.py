@@ -15,9 +15,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from looplib._core.checks import check_type, few, is_count, named, warn
-from looplib._core.directions import mode_of
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
+from looplib.predicates._directions import mode_of
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 

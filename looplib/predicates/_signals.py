@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from looplib._core.collective import together
 from looplib._core.interrupts import Listener
-from looplib._core.kinds import check_kind, checked, kind_of
+from looplib._core.kinds import check_kind, kind_of
 from looplib._core.records import Made, mark
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -147,7 +147,7 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
     The state does not change, so training can continue from it. The interrupted evaluation is not repeated
     automatically.
     """
-    step = checked(step, "stop_when", "eval_step", "predict_step", "train_step")
+    step = check_kind(step, "stop_when", "eval_step", "predict_step", "train_step")
     check_kind(predicate, "stop_when", "predicate")
 
     def watched(state: TrainState, batch: Any) -> R:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -58,7 +57,7 @@ def seed_streams(seed: int) -> None:
 def module_values(step: Any) -> dict[str, Any]:
     """Parameters, buffers, gradients and modes of the modules that a step refers to, by path."""
     values: dict[str, Any] = {}
-    for variable in walk(step, in_whole=_is_searched):
+    for variable in walk(step):
         if isinstance(model := variable.value, nn.Module):
             root = type(model).__name__
             values |= {f"{path}.training": module.training for path, module in model.named_modules(prefix=root)}
@@ -67,8 +66,3 @@ def module_values(step: Any) -> dict[str, Any]:
                     about = {"numbers": tensor, "requires_grad": tensor.requires_grad}
                     values[path] = copied({**about, "grad": tensor.grad if tensor.is_leaf else None})
     return values
-
-
-def _is_searched(value: Any) -> bool:
-    """True if all attributes of an object are to be searched, and not only those named in code."""
-    return not isinstance(value, (type, TrainState)) and (dataclasses.is_dataclass(value) or callable(value))

@@ -2,7 +2,7 @@
 
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_step import compile_blocks, compile_step
-from looplib.transforms._differentiable import differentiable, unroll
+from looplib.transforms._differentiable import differentiable
 from looplib.transforms._stacks import (
     compute_members,
     members_of,
@@ -24,7 +24,6 @@ __all__ = [
     "per_member",
     "select_members",
     "stack_states",
-    "unroll",
     "unstack_states",
     "vmap_step",
 ]

@@ -47,13 +47,13 @@ def compile_step(
     Args:
         step: a step from `make_train_step`, `make_eval_step`, `make_predict_step` or `vmap_step`.
         mode: of `torch.compile`: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-            "reduce-overhead" records the step as a CUDA graph, so that its kernels are launched at once.
+            "reduce-overhead" records a pure step as a CUDA graph, so that its kernels are launched at once.
         options: Inductor's options, by name.
         backend: name of a `torch.compile` backend. "eager" generates no machine code: see below.
 
     Raises:
         TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
-            an option.
+            an option; or a donated step is to be a CUDA graph.
         UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
             ranks (use `compile_blocks` for the model there).
 
@@ -69,8 +69,7 @@ def compile_step(
 
     **Kernels.** On a CPU, an update of 64 parameters or more calls the optimizer's fused kernel, if there is one
     (SGD, Adam, AdamW, Adagrad), and has its bits. Fewer parameters are updated by generated code, which is faster but
-    takes long to compile for many. `foreach=` of the optimizer asks for generated code with any number. In a CUDA
-    graph, a donated step copies only the batch into the graph; a pure step copies the state in and out.
+    takes long to compile for many. `foreach=` of the optimizer asks for generated code with any number.
 
     **Time to compile.** On a terminal or in a notebook, a line before and one after show that the step compiles with
     Inductor and how long that took. `backend="eager"` takes about a second: it runs the graph's operations one after
@@ -79,6 +78,12 @@ def compile_step(
     gradients.
     """
     parts = spec_of(step, "compile_step")
+    check(
+        not (parts.donate and mode == "reduce-overhead"),
+        'mode="reduce-overhead" records a CUDA graph, which torch does not let write to a donated state: leave out '
+        "donate=True or mode=",
+        TypeError,
+    )
     chosen = {"mode": mode, "options": options, "backend": backend}
     if parts.compiler is not None:
         compiler = parts.compiler.compiled(chosen)

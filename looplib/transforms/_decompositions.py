@@ -84,7 +84,6 @@ def mappable() -> dict[Any, Callable[..., Any]]:
     return {
         **_simple(),
         aten.index_put.default: _put,
-        aten._amp_update_scale.default: _scale_updated,
         aten.native_dropout.default: _dropout,
         aten.bernoulli.default: lambda rates: (torch.rand_like(rates) < rates).to(rates.dtype),
     }
@@ -95,19 +94,6 @@ def _put(into: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumul
     if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.dim() or accumulate:
         return NotImplemented
     return torch.where(mask.reshape(mask.shape + (1,) * (into.dim() - mask.dim())), values, into)
-
-
-def _scale_updated(
-    scale: Tensor, tracker: Tensor, overflow: Tensor, growth: float, backoff: float, interval: int
-) -> tuple[Tensor, Tensor]:
-    good = tracker + 1
-    grows, grown = good == interval, scale * growth
-    larger = torch.where(grows & grown.isfinite(), grown, scale)
-    overflows = overflow > 0
-    return (
-        torch.where(overflows, scale * backoff, larger),
-        torch.where(overflows | grows, torch.zeros_like(good), good).to(tracker.dtype),
-    )
 
 
 def _dropout(values: Tensor, rate: float, train: bool | None) -> Any:

@@ -1,17 +1,15 @@
 """Differentiable steps: gradients through training, over one step or many.
 
 A step is a function of a state and a batch, and its graph consists of differentiable operations, so `torch.func.grad`
-can differentiate it. `unroll` takes many steps in a row. Memory then holds the operations of all steps, or with
-recomputation, those of one segment of steps: gradient checkpointing over training.
+can differentiate it, over as many steps in a row as a loop takes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import compress, count, filterfalse
 from typing import Any
 
 import torch
@@ -25,16 +23,13 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.checks import check, check_optional_count
-from looplib._core.cuts import STOPS, refuse_strangers
-from looplib._core.kinds import checked
+from looplib._core.checks import check
 from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.tracing import UntraceableError
+from looplib._core.tracing import STOPS, UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
 from looplib.transforms import _decompositions
@@ -43,7 +38,7 @@ from looplib.transforms._compiler import CompiledProgram, Compiler, Ready, seed_
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import Core, HostInput, Inputs, examples_of, memory_like, program_of
 from looplib.transforms._trace import trace
-from looplib.types import Metric, TrainState, TrainStep
+from looplib.types import TrainState, TrainStep
 
 
 def differentiable(train_step: TrainStep) -> TrainStep:
@@ -105,6 +100,11 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     computes under `no_grad`, stay cut off. An `autograd.Function` is differentiated as the operations it consists of.
     Attention uses its plain form, because fused kernels have no second derivative. Nothing is written in place, even
     with `donate`.
+
+    Memory holds the operations of all steps. To compute those of a segment of steps again in the backward pass instead,
+    call a function of the segment through `torch.utils.checkpoint.checkpoint(segment, state, batches,
+    use_reentrant=False)`: for `backward()`, as an outer train step calls it, but not under `torch.vmap` or
+    `torch.func.grad`, where torch raises.
 
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
@@ -172,12 +172,8 @@ class _Differentiable(Compiler):
 
 
 def _with_detached_buffers(out: Outcome) -> Outcome:
-    return out._replace(buffers=detached(out.buffers))
-
-
-def detached(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Buffers without gradients, as usual in torch, whose batch norm refuses running statistics that require one."""
-    return mapped(Tensor.detach, buffers)
+    return out._replace(buffers=mapped(Tensor.detach, out.buffers))
 
 
 @contextmanager
@@ -250,133 +246,3 @@ class _Pure(torch.fx.Interpreter):
 
 def _stops(node: Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(STOPS))
-
-
-# Many steps in a row
-
-
-def unroll(
-    train_step: TrainStep, state: TrainState, batches: Sequence[Any], *, recompute_every: int | None = None
-) -> tuple[TrainState, list[dict[str, Metric]]]:
-    """Unroll a train step over several batches, and return the last state and the metrics of each step.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    >>> inner_step = ll.transforms.differentiable(ll.make_train_step(grad_fn, optimizer))
-    >>> start, batches = ll.init_state(model, optimizer), [torch.ones(4, 2)] * 6
-    >>> def loss(params):
-    ...     state, metrics = ll.transforms.unroll(inner_step, start.replace(params=params), batches, recompute_every=3)
-    ...     return metrics[-1]["loss"].compute()
-    >>> params = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    >>> sorted(torch.func.grad(loss)(params))
-    ['bias', 'weight']
-
-    With `recompute_every`, the backward pass holds the states between segments and the operations of one segment,
-    which it computes again. Memory is smallest for segments of about the square root of the number of steps, and the
-    time is that of about one more forward pass. The gradient is bitwise the same, because the same operations run
-    again. Only `backward()`, as called by an outer train step, saves memory: `torch.func.grad` records its own backward
-    pass, which keeps everything. The gradient reaches tensors in state and batches, not those that functions close over.
-
-    Args:
-        train_step: from `differentiable`, or any train step if no gradient is needed.
-        state: the initial state.
-        batches: one batch for each step.
-        recompute_every: number of steps in a segment. None keeps the operations of all steps.
-
-    Raises:
-        ValueError: a segment has less than one step, or recomputation would lose the gradient of a tensor that a loss
-            function or a schedule closes over.
-
-    Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
-    """
-    train_step = checked(train_step, "unroll", "train_step")
-    check_optional_count("recompute_every", recompute_every, advice="give at least 1 step, or None")
-    batches = list(batches)
-    if recompute_every is None:
-        return _in_a_row(train_step, state, batches)
-    metrics: list[dict[str, Metric]] = []
-    for begin in range(0, len(batches), recompute_every):
-        state, more = _recomputed(train_step, state, batches[begin : begin + recompute_every])
-        metrics += more
-    return state, metrics
-
-
-def _in_a_row(
-    train_step: TrainStep, state: TrainState, batches: list[Any]
-) -> tuple[TrainState, list[dict[str, Metric]]]:
-    metrics = []
-    for batch in batches:
-        state, one = train_step(state, batch)
-        metrics.append(one)
-    return state, metrics
-
-
-def _recomputed(
-    train_step: TrainStep, state: TrainState, batches: list[Any]
-) -> tuple[TrainState, list[dict[str, Metric]]]:
-    trees = expression(((state.params, state.buffers, state.opt_state), batches))
-    build = trees.build()
-    rebuild: list[Callable[[Sequence[Tensor]], Any]] = []
-
-    def run(*flat: Tensor) -> tuple[Tensor, ...]:
-        (params, buffers, opt_state), segment = build(flat)
-        start = state.replace(params=params, buffers=buffers, opt_state=opt_state)
-        out = expression(_in_a_row(train_step, start, segment))
-        rebuild[:] = [out.build()]
-        return tuple(out.tensors)
-
-    flat = _Segment.apply(run, *trees.tensors)  # type: ignore[no-untyped-call]
-    new, of_steps = rebuild[0](flat)
-    return new.replace(buffers=detached(new.buffers)), of_steps
-
-
-class _WithoutStrangers(TorchFunctionMode):
-    """Refuse tensors that would lose their gradient, like `cuts_marked`, in schedules too."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not tracing.differentiated():
-            refuse_strangers(args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-class _Segment(torch.autograd.Function):
-    """Several steps, of which the backward pass is given only the start."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(run: Callable[..., tuple[Tensor, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
-        with torch.enable_grad(), _WithoutStrangers():
-            outputs = run(*map(Tensor.detach, flat))
-        if any(tensor.requires_grad for tensor in outputs):
-            raise ValueError(
-                "a loss function or a schedule closes over a tensor that requires a gradient, which recompute_every "
-                "would keep from it: give it in the batches, or as a hyperparameter in the state (ll.optim.injected), or "
-                "leave out recompute_every"
-            )
-        return tuple(map(Tensor.clone, outputs))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.run = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*filterfalse(_is_smooth, output))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        indices = [*compress(count(), ctx.needs_input_grad[1:])]
-
-        def run(*varied: Tensor) -> tuple[Tensor, ...]:
-            inputs = {**dict(enumerate(flat)), **dict(zip(indices, varied, strict=True))}
-            return tuple(filter(_is_smooth, ctx.run(*inputs.values())))
-
-        flat = ctx.saved_tensors
-        _, pull_back = torch.func.vjp(run, *map(flat.__getitem__, indices))[:2]
-        grad_of = dict(zip(indices, pull_back(tuple(filter(_is_smooth, grads))), strict=True))
-        return None, *map(grad_of.get, range(len(flat)))
-
-
-def _is_smooth(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -36,7 +36,6 @@ from looplib.transforms._program import Program, examples_of
 R = TypeVar("R")
 Compiled = Callable[[list[Tensor]], Any]
 
-_ALIGNMENT = 16  # bytes, of the widest loads
 _SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_")}
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -65,7 +64,7 @@ def _built(compile_graph: Callable[..., Compiled], program: Program) -> Compiled
     without_alpha(program.graph)
     powers_once(program.graph)
     with torch.no_grad():
-        return compile_graph(program.graph, examples_of(program.graph), program.in_place)
+        return compile_graph(program.graph, examples_of(program.graph))
 
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Compiled]:
@@ -78,28 +77,26 @@ def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[.
 
 
 def _by_inductor(
-    mode: str, chosen: dict[str, Any], cuda_graphs: bool, graph: Any, examples: list[Tensor], in_place: list[int]
+    mode: str, chosen: dict[str, Any], cuda_graphs: bool, graph: Any, examples: list[Tensor]
 ) -> Compiled:
     from torch._inductor import compile_fx as inductor
 
-    def at_fixed_addresses(lowered: Any, inputs: Any, **settings: Any) -> Any:
-        # Inductor runs no CUDA graph that writes to its inputs, unless it knows that they stay where they are. It
-        # then records the graph again for a state at other addresses. Tensors of the graph itself come first.
-        own = len(inputs) - len(examples)
-        fixed = [*range(own), *(own + index for index in in_place)]
-        return inductor.compile_fx_inner(lowered, inputs, **{**settings, "static_input_idxs": fixed})
-
-    inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
     patches = {**torch._inductor.list_mode_options(mode), **chosen}
 
     def compiled_with(settings: dict[str, Any]) -> Any:
-        return inductor.compile_fx(graph, examples, config_patches={**patches, **settings}, **inner)
+        return inductor.compile_fx(graph, examples, config_patches={**patches, **settings})
 
     with compiled_together():
         compiled = without_isa_check(compiled_with, chosen)
-    if cuda_graphs and any(example.is_cuda for example in examples):
-        return partial(_run_apart, compiled, in_place)
-    return lambda values: compiled(*values)
+    if not cuda_graphs:
+        return lambda values: compiled(*values)
+
+    def run(values: list[Tensor]) -> list[Tensor]:
+        """Copies of the outputs of what may be a CUDA graph, since its next run would overwrite them."""
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return [tensor.clone() for tensor in compiled(*values)]
+
+    return run
 
 
 def _by_name(name: str) -> Callable[..., Compiled]:
@@ -107,24 +104,11 @@ def _by_name(name: str) -> Callable[..., Compiled]:
         raise TypeError(f"torch has no backend {name!r}: give inductor, or one of {', '.join(known)}")
     compiled_by: Any = torch._dynamo.lookup_backend(name)
 
-    def compile_graph(graph: Any, examples: list[Tensor], in_place: list[int]) -> Compiled:
+    def compile_graph(graph: Any, examples: list[Tensor]) -> Compiled:
         compiled = compiled_by(graph, examples)
         return lambda values: compiled(*values)
 
     return compile_graph
-
-
-def _run_apart(compiled: Callable[..., Any], in_place: Sequence[int], values: list[Tensor]) -> list[Tensor]:
-    """Copy the outputs of what may be a CUDA graph, since its next run would overwrite them."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    # Inductor does not check the alignment of inputs at fixed addresses, and its kernels rely on it.
-    shifted = {index: values[index] for index in in_place if values[index].data_ptr() % _ALIGNMENT}
-    for index, tensor in shifted.items():  # such as the weights of a GRU, views of one buffer
-        values[index] = tensor.clone()
-    outputs = [tensor.clone() for tensor in compiled(*values)]
-    for index, tensor in shifted.items():
-        tensor.copy_(values[index])
-    return outputs
 
 
 def without_alpha(graph: GraphModule) -> None:

@@ -42,7 +42,7 @@ def modules_read(constants: Iterable[Tensor], *functions: Any) -> list[nn.Module
 
 def changed(held: Iterable[Variable]) -> list[str]:
     """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
-    return [path for _, _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
+    return [path for _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
 
 
 def _alike(now: Any, value: Any) -> bool:
@@ -131,7 +131,6 @@ class Program:
         rebuild: `rebuild(result, values, counts) -> (outcome, arguments of checks)`, from the graph's result and all
             that the traced graph takes.
         written: names of the parameters that it writes in place.
-        in_place: indices of the arguments that are tensors of a donated state, which keep their addresses.
         traced: the step that it was made from.
     """
 
@@ -139,7 +138,6 @@ class Program:
     inputs: list[int]
     rebuild: Callable[[Any, Any, Any], tuple[Any, Any]]
     written: set[str]
-    in_place: list[int]
     traced: Traced
 
 
@@ -185,13 +183,11 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
         code = f"r[{computed[node]}]"
         return f"{code}.requires_grad_()" if index in traced.trained else code
 
-    kept = {*old.values()} if donate else set()
     return Program(
         graph=traced.graph,
         inputs=[values[node] for node in needed],
         rebuild=expression(traced.outcome, code_of).build("r, v, n"),
         written=names,
-        in_place=[index for index, node in enumerate(needed) if node in kept],
         traced=traced,
     )
 

@@ -161,7 +161,7 @@ def _tidied(
             first.prepend(node)
     # Tensors that the step holds in Python are read at each run.
     constants: list[Callable[[], Tensor]] = []
-    reads = {id(value): read for _, _, _, read, value in held if isinstance(value, Tensor)}
+    reads = {id(value): read for _, _, read, value in held if isinstance(value, Tensor)}
     for node in nodes.find_nodes(op="get_attr"):
         if isinstance(value := getattr(graph, str(node.target), None), Tensor):
             with nodes.inserting_before(next(iter(nodes.nodes))):

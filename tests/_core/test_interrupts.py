@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import itertools
+import operator
 import os
 import signal
 import sys
@@ -324,6 +325,14 @@ def test_within_the_update_a_signal_waits_until_the_variable_holds_the_result(na
     state = train(state, parts.step, parts.batches[at - 1 : at], lambda state: time.sleep(500), Stop)
     assert record(state) == expected[at]
     assert record(train(state, parts.step, parts.batches[at:])) == expected[BATCHES]
+
+
+def test_a_signal_waits_where_a_donated_step_returns_to_until_its_result_has_a_name():
+    parts, frame = Parts(), sys._getframe()
+    calls = [(parts.step, parts.state, parts.batches[0]), (_interrupts.held, frame)]
+    _, waits = itertools.starmap(operator.call, calls)  # both calls from one instruction of this frame
+    assert waits
+    assert not _interrupts.held(frame)
 
 
 def test_signals_that_come_together_within_an_update_all_get_to_their_handlers():

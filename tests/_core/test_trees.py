@@ -209,6 +209,7 @@ def test_a_state_keeps_its_counts_and_its_type():
     assert trees.map_leaves(lambda leaf: leaf, state).params["w"] is state.params["w"]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("batch", "count"),
     [
@@ -219,6 +220,7 @@ def test_a_state_keeps_its_counts_and_its_type():
         ({"text": ["a", "b", "c"]}, 3),
         ({"language": "en", "text": ("a", "b")}, 2),
         (([["a"], ["b"]], 1), 1),
+        ({"classes": ["a", "b"], "x": torch.zeros(5)}, 5),
     ],
 )
 def test_samples_are_counted(batch, count):
@@ -238,6 +240,13 @@ class Bag:
         return len(self.items)
 
 
+@pytest.mark.parametrize("way", [lambda batch: trees.split(batch, 4, 2), lambda batch: trees.take(batch, 4, [0])])
+def test_a_tensor_of_another_length_is_refused(way):
+    with pytest.raises(ValueError, match=r"batch\['y'\]\[0\] has shape \(6, 2\), and the batch 4 samples"):
+        way({"x": torch.zeros(4), "y": [torch.zeros(6, 2)]})
+
+
+@pytest.mark.every_case
 @pytest.mark.parametrize("hidden", [Boxes(torch.zeros(4, 2)), Bag([1, 2, 3, 4]), {1, 2, 3, 4}])
 def test_an_object_that_hides_samples_is_refused(hidden):
     """Each part would have the samples of all, and train on them without a word."""

@@ -175,8 +175,9 @@ def looplib_maml(compiled: bool) -> Prepared:
         params = dict(model.named_parameters())
 
         def error(x: Tensor, y: Tensor) -> Tensor:
-            batches = [(x[:10], y[:10])] * INNER_STEPS
-            state, _ = ll.transforms.unroll(inner_step, start.replace(params=params), batches)
+            state = start.replace(params=params)
+            for _ in range(INNER_STEPS):
+                state, _ = inner_step(state, (x[:10], y[:10]))
             return F.mse_loss(functional_call(model, state.params, x[10:]), y[10:])
 
         return vmap(error)(*tasks).mean()

@@ -57,7 +57,7 @@ DIFFERENT = [
     (
         {"outputs": 2, "engine": None},
         {"outputs": 3, "engine": None},
-        ["params/weight is float32 (2, 8)", "params/bias"],
+        ["weight is float32 (2, 8)", "bias"],
     ),
     ({"seed": 0}, {"seed": 1}, ["state.seed is 0"]),
     ({"step": 0}, {"step": 2}, ["state.step is 0"]),
@@ -75,15 +75,15 @@ DIFFERENT = [
         {"wrap": clipped(2.0), "engine": None},
         ["grad_fn is clip_by_global_norm(..., 1.0, "],
     ),
-    ({"loaders": [loader(0)]}, {"loaders": [loader(1)]}, ["the loader's seed is 0"]),
+    ({"loaders": [loader(0)]}, {"loaders": [loader(1)]}, ["loader 1's seed is 0"]),
     (
         {"loaders": [loader(0)], "engine": None},
         {"loaders": [loader(1)], "engine": None},
-        ["the loader's seed is 0"],
+        ["loader 1's seed is 0"],
     ),
     ({"loaders": [loader(5), loader(0)]}, {"loaders": [loader(5), loader(1)]}, ["loader 2's seed is 0"]),
-    ({"loaders": [loader()]}, {"loaders": [loader(order=ll.data.in_order())]}, ["the loader's order is shuffled()"]),
-    ({"loaders": [loader()]}, {"loaders": [loader(divide=False)]}, ["the loader's seed is 0"]),
+    ({"loaders": [loader()]}, {"loaders": [loader(order=ll.data.in_order())]}, ["loader 1's order is shuffled()"]),
+    ({"loaders": [loader()]}, {"loaders": [loader(divide=False)]}, ["loader 1's seed is 0"]),
 ]
 # A rank with less memory may cut its batch into more microbatches, and each rank may choose its own batches.
 ALIKE = [

@@ -574,16 +574,17 @@ def _(device):
     return stack, ll.transforms.unstack_states(stack), ll.transforms.select_members(stack, [2, 0]), numbers
 
 
-@case("transforms.differentiable", "transforms.unroll")
+@case("transforms.differentiable")
 def _(device):
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     model, state = started(device, optimizer, plain)
     step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer))
 
     def loss(params):
-        start = state.replace(params=params)
-        _, metrics = ll.transforms.unroll(step, start, batches(device), recompute_every=2)
-        return metrics[-1]["loss"].compute()
+        new = state.replace(params=params)
+        for batch in batches(device):
+            new, metrics = step(new, batch)
+        return metrics["loss"].compute()
 
     return torch.func.grad(loss)({name: tensor.detach() for name, tensor in model.named_parameters()})
 

@@ -133,6 +133,8 @@ COMPILED = {"default": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
 def test_compiled_steps_agree_with_the_raw_loop(compiling_device, mode, dtype, donate):
     """Inductor fuses operations and adds up in another order, so 4 steps agree to 4 digits, and to 2 in bfloat16."""
     device = compiling_device
+    if donate and mode == "reduce-overhead":
+        pytest.skip("a donated step is no CUDA graph")
     options = COMPILED[mode] if device.type != "cpu" else {"backend": "eager"}
     model, batches = convolutions().to(device), batches_for("convolutions", device)
     other = copy.deepcopy(model)
@@ -148,13 +150,12 @@ def test_compiled_steps_agree_with_the_raw_loop(compiling_device, mode, dtype, d
     )  # Inductor counts what it did not record
 
 
-@both_steps
-def test_cuda_graphs_run(compiling_device, donate):
+def test_cuda_graphs_run(compiling_device):
     """A step compiled for CUDA graphs launches graphs on CUDA, and gives its own results to each step."""
     device = compiling_device
     options = {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "eager"}
     model, batches, optimizer = mlp().to(device), batches_for("mlp", device), ll.optimizer(torch.optim.AdamW, lr=0.01)
-    step = ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=donate)
+    step = ll.make_train_step(ll.make_grad_fn(model, classify), optimizer)
     step, state, kept = ll.compile_step(step, **options), ll.init_state(model, optimizer), []
     for _ in range(3):
         for batch in batches:
@@ -193,7 +194,7 @@ def test_members_of_a_stack_agree_with_their_own_runs(compiling_device, donate, 
     stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=5) for model in models])
     step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(models[0], classify), optimizer, donate=donate))
     if compiled and device.type != "cpu":
-        step = ll.compile_step(step, mode="reduce-overhead")
+        step = ll.compile_step(step, mode=None if donate else "reduce-overhead")
     for batch in batches:
         stack, _ = step(stack, batch)
     for model, member in zip(models, ll.transforms.unstack_states(stack), strict=True):

@@ -12,13 +12,34 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transform_cases import MODELS, OPTIMIZERS, ROUGH, WRAPPERS, batches, encoder, seeded, with_a_number
 from transform_cases import classify as loss_fn
 
 import looplib as ll
 
-unroll, injected = ll.transforms.unroll, ll.optim.injected
+injected = ll.optim.injected
 UNTRACEABLE = ll.transforms.UntraceableError
+
+
+def in_a_row(step, state, data):
+    metrics = []
+    for batch in data:
+        state, of_step = step(state, batch)
+        metrics.append(of_step)
+    return state, metrics
+
+
+def unroll(step, state, data, every=None):
+    """The last state and the metrics of all steps; with `every`, segments of that length are computed again."""
+    if every is None:
+        return in_a_row(step, state, data)
+    metrics = []
+    for begin in range(0, len(data), every):
+        segment = data[begin : begin + every]
+        state, more = checkpoint(in_a_row, step, state, segment, use_reentrant=False)
+        metrics += more
+    return state, metrics
 
 
 def net():
@@ -46,7 +67,7 @@ def after(model, step, start, data, every=None, loss_fn=loss_fn):
     """The loss on the first batch of the model that training has made, as a function of its first weights."""
 
     def objective(params):
-        state, _ = unroll(step, start.replace(params=params), data, recompute_every=every)
+        state, _ = unroll(step, start.replace(params=params), data, every)
         return loss_fn(lambda *x: functional_call(model, {**state.params, **state.buffers}, x), data[0])
 
     return objective
@@ -351,11 +372,12 @@ def test_models(name):
 def test_backward_and_torch_func_agree_to_the_bit():
     model, data = net(), batches(3)
     step, _, start = make(model, optimizer=adamw())
+    expected = grad(after(model, step, start, data))(start.params)
     for every in (None, 2):
         function = after(model, step, start, data, every)
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in start.params.items()}
         function(leaves).backward()
-        assert equal({name: leaf.grad for name, leaf in leaves.items()}, grad(function)(start.params))
+        assert equal({name: leaf.grad for name, leaf in leaves.items()}, expected)
     state, _ = step(ll.init_state(model, adamw()), data[0])  # of a state that holds the module's own parameters
     loss_fn(lambda x: functional_call(model, state.params, x), data[0]).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -367,22 +389,20 @@ def test_second_derivatives_and_vectors_through_them():
     model, data = nn.Linear(4, 3, bias=False).double(), batches(3)
     step, _, start = make(model, optimizer=sgd(0.3, momentum=0.9))
     params, way = start.params, {"weight": torch.randn(3, 4).double()}
-    whole, segments = (after(model, step, start, data, every) for every in (None, 2))
+    whole = after(model, step, start, data)
     expected = jacrev(grad(whole))(params)["weight"]
     close(hessian(whole)(params)["weight"], expected, 1e-10)
-    close(jacrev(grad(segments))(params)["weight"], expected, 1e-10)
     product = {"weight": torch.einsum("abcd,cd->ab", expected["weight"], way["weight"])}
 
     def along(params):
-        return (grad(segments)(params)["weight"] * way["weight"]).sum()
+        return (grad(whole)(params)["weight"] * way["weight"]).sum()
 
     close(jvp(grad(whole), (params,), (way,))[1], product, 1e-10)
     close(grad(along)(params), product, 1e-10)
     check(along, params)
 
 
-@pytest.mark.parametrize("every", [None, 2])
-def test_tasks_under_vmap_equal_tasks_one_by_one(every):
+def test_tasks_under_vmap_equal_tasks_one_by_one():
     model, data = net(), batches(3)
     step, plain, start = make(model, optimizer=adamw(injected(0.02), weight_decay=injected(0.1)))
     start, _ = unroll(plain, start, data)
@@ -392,7 +412,7 @@ def test_tasks_under_vmap_equal_tasks_one_by_one(every):
 
     def loss(params, values, x):
         state = with_hyperparameters(start.replace(params=params), values)
-        state, _ = unroll(step, state, list(zip(x, ys, strict=True)), recompute_every=every)
+        state, _ = unroll(step, state, list(zip(x, ys, strict=True)))
         return loss_fn(lambda x: functional_call(model, state.params, x), (x[0], ys[0]))
 
     slopes = grad(loss, argnums=(0, 1))
@@ -477,7 +497,7 @@ def peak(steps, every):
     data = [torch.randn(256, 8)] * steps  # so that what a step saves outweighs what a state holds
 
     def function(params):
-        _, metrics = unroll(step, start.replace(params=params), data, recompute_every=every)
+        _, metrics = unroll(step, start.replace(params=params), data, every)
         return metrics[-1]["loss"].compute()
 
     step(start, data[0])
@@ -511,20 +531,21 @@ def test_recomputation_changes_no_bit_and_each_step_draws_what_the_plain_one_doe
     torch.manual_seed(seed)
     data, stream = [torch.randn(2 + place % 2, 3).double() for place in range(count)], torch.get_rng_state()
 
-    def function(params, every=None):
+    def gradient(every=None):
+        params = {name: tensor.clone().requires_grad_() for name, tensor in start.params.items()}
         first = start.replace(params=params, seed=seed)
-        state, metrics = unroll(step, first, data, recompute_every=every)
+        state, metrics = unroll(step, first, data, every)
         assert (state.step, state.samples, len(metrics)) == (count, sum(map(len, data)), count)
         losses = [record["loss"].compute() for record in metrics]
-        return sum(losses) + sum(
+        total = sum(losses) + sum(
             tensor.square().sum() for tensor in [*state.params.values(), *state.buffers.values()]
         )
+        total.backward()
+        return {"total": total.detach(), **{name: leaf.grad for name, leaf in params.items()}}
 
-    assert equal(grad(function)(start.params), grad(lambda params: function(params, every))(start.params))
-    assert torch.equal(function(start.params), function(start.params, every))
+    assert equal(gradient(), gradient(every))
     first = start.replace(seed=seed)
-    expected, _ = unroll(plain, first, iter(data), recompute_every=every)
-    close(unroll(step, first, data, recompute_every=every)[0].params, expected.params, 1e-9)
+    close(unroll(step, first, data)[0].params, unroll(plain, first, data)[0].params, 1e-9)
     assert torch.equal(torch.get_rng_state(), stream)
 
 
@@ -544,9 +565,8 @@ def test_options_of_the_step_that_is_given(options):
 def test_one_trace_for_each_shape():
     model, data = net(), batches(3)
     step, _, start = make(model, optimizer=adamw(ll.schedules.cosine(0.1, total=20)))
-    for every in (None, 2):
-        for _ in range(3):
-            grad(after(model, step, start, data, every))(start.params)
+    for _ in range(3):
+        grad(after(model, step, start, data))(start.params)
     step(ll.init_state(model, adamw()), data[0])  # a bound state, whose tensors require a gradient
     assert step.compiler.compilations == 1
     step(start, batches(1, size=4)[0])
@@ -578,11 +598,6 @@ def scaled_by(temperature):
     return last(differentiable_step(lambda model, batch: loss_fn(model, batch) * temperature, sgd()), START, DATA)
 
 
-def trained_at(lr, every=1):
-    step = differentiable_step(loss_fn, sgd(lambda count: lr * 0.5**count))
-    return unroll(step, START, DATA, recompute_every=every)[1][-1]["loss"].compute()
-
-
 def that_may_skip():
     step, _, start = make(MODEL, optimizer=ll.optim.apply_if_finite(sgd(), 3))
     function = after(MODEL, step, start, DATA)
@@ -607,15 +622,8 @@ REFUSED = {  # name -> (call, type, what the message names)
     "a value": (step_that_reads, UNTRACEABLE, ["in read_in_the_loss: `return value * 2 if"]),
     "a class": (lambda: ll.transforms.differentiable(torch.optim.SGD), TypeError, ["ll.make_train_step"]),
     "a function": (lambda: ll.transforms.differentiable(lambda state, batch: 0), TypeError, ["ll.make_train_step"]),
-    "no step": (
-        lambda: unroll(*make(MODEL)[1:], DATA, recompute_every=0),
-        ValueError,
-        ["recompute_every is 0", "1 step, or None"],
-    ),
     "closed over, in grad": (lambda: grad(scaled_by)(LR), UNTRACEABLE, ["torch.func", "the batch"]),
     "closed over, in vmap": (lambda: vmap(scaled_by)(LR[None]), UNTRACEABLE, ["torch.func", "the batch"]),
-    "not recomputed": (lambda: trained_at(LR.clone().requires_grad_()), ValueError, ["recompute_every", "injected"]),
-    "not recomputed, in grad": (lambda: grad(trained_at)(LR), UNTRACEABLE, ["torch.func"]),
     "skipping under vmap": (skipping_under_vmap, UNTRACEABLE, ["apply_if_finite", "torch.vmap"]),
     "skipping in a graph": (skipping_in_a_graph, UNTRACEABLE, ["apply_if_finite", "ll.compile_step"]),
 }

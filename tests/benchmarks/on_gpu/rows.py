@@ -76,8 +76,7 @@ SMALL: dict[str, Make] = {
     "looplib, eager": contenders.looplib(),
     "looplib, pure, eager": contenders.looplib(donate=False),
     "looplib, compiled": contenders.looplib(compiled="whole"),
-    "looplib, CUDA graphs": contenders.looplib(compiled="whole", mode=GRAPHS),
-    "looplib, pure, CUDA graphs": contenders.looplib(False, compiled="whole", mode=GRAPHS),
+    "looplib, CUDA graphs": contenders.looplib(donate=False, compiled="whole", mode=GRAPHS),
 }
 
 
