@@ -51,7 +51,9 @@ class Settings:
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
         known = restored_into(template, saved, str(path), counts["step"])
-        if any(name in saved for name in self._loaders):  # they have been compared, and need not be when they yield batches
+        if any(
+            name in saved for name in self._loaders
+        ):  # they have been compared, and need not be when they yield batches
             known = replace(known, restored="")
         return Run({**counts, "epoch_length": length}, known, warning)
 
