@@ -132,11 +132,11 @@ def value_of(loss: Any) -> Tensor:
 
 def _cause(value: Any) -> str:
     """Likely cause of a loss that is no tensor."""
-    unlabeled = ", which is None here: without labels in the batch, a model computes no loss"
     if value is None:
         return ": is its last line `return loss`? (The loss of a transformers model is None without labels in the batch.)"
     if hasattr(value, "loss"):
-        return "; for a model's output, return output.loss" + (unlabeled if value.loss is None else "")
+        unlabeled = ", which is None here: without labels in the batch, a model computes no loss"
+        return "; for a model's output, return output.loss" + unlabeled * (value.loss is None)
     return '; for values beside the loss, return loss, {"name": value}' if isinstance(value, Mapping) else ""
 
 

@@ -302,8 +302,8 @@ def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
     its own dtype anyway.
 
     `opt_state` and `extra` are those of `state`, so torch's optimizers refuse to train on with moments of a different
-    dtype. To continue training, create them again with `state.replace(opt_state=optimizer.init(state.params))`, with
-    `master_weights` around the optimizer if the weights are half precision.
+    dtype. To continue training, create them again with `state.replace(opt_state=optimizer.init(state.params))`. In
+    half precision, small updates are then rounded away.
 
     Args:
         state: the state to cast. For averaged weights, pass `ll.eval_state(optimizer, state)`.

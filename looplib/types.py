@@ -262,7 +262,22 @@ def check_state(value: Any, call: str) -> None:
 
 
 Params = dict[str, Tensor]
+"""Parameters by name, as `named_parameters` gives them.
+
+>>> import looplib as ll, torch
+>>> sorted(ll.init_state(torch.nn.Linear(2, 1)).params)
+['bias', 'weight']
+"""
+
 Grads = dict[str, Tensor]
+"""Gradients by the name of their parameter.
+
+>>> import looplib as ll, torch
+>>> model = torch.nn.Linear(2, 1)
+>>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).sum())
+>>> grad_fn(ll.init_state(model), torch.ones(3, 2)).grads["bias"]
+tensor([3.])
+"""
 
 LossFn = Callable[[Any, Any], Any]
 """Loss function: `loss_fn(model, batch)`, for `make_grad_fn`.
@@ -383,6 +398,12 @@ class Metric(Protocol):
 
 
 Metrics = Mapping[str, Metric]
+"""Metrics of a batch by name, as a step returns them; `ll.compute` turns them into numbers.
+
+>>> import looplib as ll
+>>> ll.compute({"loss": ll.Mean(6.0, 3)}, prefix="train/")
+{'train/loss': 2.0}
+"""
 
 
 class Init(Protocol):

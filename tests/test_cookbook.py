@@ -288,6 +288,7 @@ HOLDS = {
         "Train without a schedule (schedule-free) 1", n, raw_schedule_free
     ),
     f"{BITS} 1": lambda n: beside(f"{BITS} 1", n, raw_few_bits),
+    "Keep activations on the host 1": lambda n: beside("Keep activations on the host 1", n, raw_adamw),
     "Clip gradients 2": lambda n: beside("Clip gradients 2", n, raw_clipped),
     f"{ONE_PASS} 1": lambda n: close(n["state"].params, at_their_old_weights(f"{ONE_PASS} 1")),
     "Give each network a schedule of its own 1": lambda n: (

@@ -34,12 +34,13 @@ def page(tmp_path_factory):
         return run({}, *BLOCKS), folder
 
 
-def adapted(page):
+def adapted(page, attention="sdpa"):
     """The page's names up to the model, in float64 and without dropout."""
     names, folder = page
     names = {**names}
     with contextlib.chdir(folder):
-        run(names, LORA.replace("lora_dropout=0.05", "lora_dropout=0.0"))
+        block = LORA.replace("lora_dropout=0.05", "lora_dropout=0.0")
+        run(names, block.replace('("base"', f'("base", attn_implementation="{attention}"'))
     # One of LoRA's matrices begins as zero, and gives the other no gradient.
     generator = torch.Generator().manual_seed(1)
     for name, tensor in names["model"].named_parameters():
@@ -72,8 +73,11 @@ def trained(model):
     return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
-def test_the_gradient_of_packed_rows_is_that_of_the_padded_batch(page):
-    names = adapted(page)
+@pytest.mark.every_case
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_gradient_of_packed_rows_is_that_of_the_padded_batch(page, attention):
+    names = adapted(page, attention)
+    assert names["model"].config._attn_implementation == attention
     run(names, TRAIN.partition("ckpt = ")[0])
     samples = next(batches_of(names, 1))
     rows = names["collate_fn"](samples)
@@ -150,6 +154,18 @@ def test_what_is_written_is_what_the_loaded_model_generates(page):
         with torch.no_grad():
             logits = adapter(expected[None]).logits
             torch.testing.assert_close(merged(expected[None]).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_answers_that_are_drawn_follow_from_the_state_and_an_index(page):
+    names = adapted(page)
+    ll, model = names["ll"], names["model"]
+    draw = ll.make_predict_step(
+        model, lambda model, asked: model.generate(**asked, max_new_tokens=20, do_sample=True)
+    )
+    state, asked = ll.init_state(model), dict(names["asked"])
+    first, again, second = (draw(ll.state.fold_in(state, index), asked) for index in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not (first.shape == second.shape and torch.equal(first, second))
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(page, tmp_path, monkeypatch):

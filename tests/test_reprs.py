@@ -50,9 +50,9 @@ OPTIMIZERS = [
     "ll.optimizer(SGD, lr=ll.warmup_cosine(peak=0.001, warmup=10, total=100, final=0.0))",
     "ll.ema(ll.optimizer(AdamW, lr=0.001), decay=0.9)",
     "ll.ema(ll.optimizer(AdamW, lr=0.001))",
-    "ll.optim.swa(ll.optim.skip_spikes(ll.optimizer(AdamW, lr=0.001), sigmas=4.0), start=10)",
+    "ll.optim.swa(ll.optimizer(AdamW, lr=0.001), start=10)",
     "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen=frozen)",
-    "ll.optim.master_weights(ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100))",
+    "ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100)",
     "ll.contrib.lookahead(ll.optimizer(AdamW, lr=0.001), sync_period=5)",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
 ]
@@ -86,7 +86,6 @@ LOADERS = [
     "ll.make_loader(TensorDataset, batch_size=4, order=ll.data.in_order())",
     "ll.make_loader(range, batch_size=2, order=ll.data.sampler(days))",
     "ll.make_loader(TensorDataset, order=ll.data.growing({0: 2, 9: 4}, order=ll.data.with_replacement(num_samples=7)))",
-    "ll.data.without_samples(ll.make_loader(TensorDataset, batch_size=4), [1, 5])",
 ]
 SCHEDULES_AND_PREDICATES = [
     "warmup_cosine(peak=0.001, warmup=10, total=100, final=0.0)",

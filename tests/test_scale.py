@@ -187,7 +187,6 @@ with ll.distributed.setup():
         found[f"ddp evaluation with buffers, {rounds}"] = each(evaluated("ddp", rounds * world, buffers=True))
     found["fsdp ema"] = each(looped("fsdp", around=lambda inner: ll.ema(inner, 0.9)))
     found["ddp clipped"] = each(looped("ddp", **ways["clipped"]))
-    found["ddp spikes"] = each(looped("ddp", around=ll.optim.skip_spikes))
     clock = ll.predicates.after_seconds(1000)
     found["clock"] = each(lambda: clock(ll.TrainState()))
     found["clock, seldom asked"] = each(lambda: (ll.every_n_steps(10) & clock)(ll.TrainState(step=11, batch_steps=1)))
@@ -304,7 +303,6 @@ def test_what_stands_around_a_step_sends_numbers_and_no_tensors(counted):
     assert sent["clock"] == sent["gathered"]  # where each rank is, and its answer
     assert sent["clock, seldom asked"] == [0] * ranks
     assert sent["ddp finite"] == sent["ddp scaled"] == plus(sent["ddp mean"], sent["flag"])
-    assert sent["ddp spikes"] == plus(sent["ddp mean"], sent["pair"])
     assert sent["fsdp finite"] == sent["fsdp scaled"] == plus(sent["fsdp mean"], sent["flag"])
     # Samples, weight and one number for each tensor in one all-reduce; a weight on the device in one of its own.
     assert sent["reduce mean"] == sent["reduce pieces"] == plus(sent["ddp uncounted raw"], sent["reached"])

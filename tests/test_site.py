@@ -92,8 +92,8 @@ def test_a_page_of_the_reference_opens_with_a_table_of_its_names(site):
         text = (folder / f"looplib/{room}.html").read_text()
         table = text[text.index('<table class="names">') : text.index("</table>")]
         rows = re.findall(r'<tr>\s*<td><code><a href="#(\w+)">\1</a></code></td>\s*<td>(.*?)</td>', table, re.S)
-        assert {name for name, _ in rows} >= {name for name in module.__all__ if getattr(module, name).__doc__}, room
-        assert [name for name, line in rows if not line.strip()] == []
+        assert sorted(name for name, _ in rows) == sorted(module.__all__), room
+        assert [name for name, line in rows if not re.sub("<[^>]*>", "", line).strip()] == []
         sections = re.findall(r'<section id="(\w+)">', text)
         assert sections == [name for name, _ in rows]
         if room in ("data", "checkpoint", "schedules"):
@@ -107,7 +107,7 @@ def test_the_reference_shows_no_attribute_that_only_raises_and_no_private_class(
     for room in ROOMS:
         assert explained.isdisjoint(pages[f"looplib/{room}.html"].anchors)
         text = (folder / f"looplib/{room}.html").read_text()
-        signatures = re.findall(r'<span class="signature[^"]*">(.*?)</span>\s*</div>', text)
+        signatures = re.findall(r'<span class="signature[^"]*">(.*)', text)
         plain = [re.sub("<[^>]*>", "", signature) for signature in signatures]
         assert [signature for signature in plain if re.search(r"looplib\.|&lt;f|\b_[a-z]|\bself\b", signature)] == []
     signatures = re.findall(

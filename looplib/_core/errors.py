@@ -66,8 +66,7 @@ def fold(error: BaseException) -> None:
 def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Add a description of the batch to an error from the user's function or torch, and of the layer that raised it."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    raised_here = str(frames[-1].f_globals.get("__name__")).startswith("looplib.")
-    if raised_here or out_of_memory(error):
+    if str(frames[-1].f_globals.get("__name__")).startswith("looplib.") or out_of_memory(error):
         return
     note = f"The batch was {described_batch(batch)}."
     names = {id(layer): name for name, layer in layers}

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
 from looplib._core.checks import few, warn
+from looplib._core.checksums import has_values
 from looplib._core.modules import running
-from looplib._core.ranks import is_sharded
 from looplib._core.reached import Reach
 from looplib._core.records import chain
 from looplib._core.torch_private import version
@@ -185,7 +185,7 @@ def _writes(module: nn.Module) -> list[tuple[int, int]]:
     return [
         (tensor.data_ptr(), 0 if tensor.is_inference() else version(tensor))
         for tensor in module.parameters()
-        if tensor.requires_grad and not is_sharded(tensor)
+        if tensor.requires_grad and has_values(tensor)
     ]
 
 

@@ -116,13 +116,15 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
     lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
 
 
-def restored_into(template: Leased, saved: Mapping[str, Any], path: str, step: int) -> Provenance:
+def restored_into(
+    template: Leased, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
+) -> Provenance:
     """Provenance of a restored state; `saved` is the manifest's entry."""
     known = replace(provenance_of(template), reading=None)
     optimizer, loaders = saved.get("optimizer"), saved.get("loaders")
     if known.optimizer is None and isinstance(optimizer, Mapping):
         known = replace(known, optimizer=optimizer)
-    if not isinstance(loaders, list):
+    if loader_is_compared or not isinstance(loaders, list):
         return known
     described = tuple(loader for loader in loaders if isinstance(loader, Mapping))
     return replace(known, loaders=described, restored=path if described else "", at_step=step)

@@ -147,7 +147,7 @@ def _matched(
     opt_state = _innermost(state.opt_state)
     title, params = f"this {type(torch_optimizer).__name__}", _params_of(torch_optimizer)
     check(
-        not opt_state.keys() & {"groups", "shared"},
+        "groups" not in opt_state,
         f"{title} keeps values in its groups or for all parameters together, which are not converted: continue with the "
         "library that began the run, or load the weights alone",
     )

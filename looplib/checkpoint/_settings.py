@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +49,9 @@ class Settings:
         changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
-        known = restored_into(template, saved, str(path), counts["step"])
-        if any(
-            name in saved for name in self._loaders
-        ):  # they have been compared, and need not be when they yield batches
-            known = replace(known, restored="")
+        # A described loader has been compared, and need not be when it yields batches.
+        is_compared = any(name in saved for name in self._loaders)
+        known = restored_into(template, saved, str(path), counts["step"], is_compared)
         return Run({**counts, "epoch_length": length}, known, warning)
 
     def _compared(self, state: TrainState) -> dict[str, Any]:

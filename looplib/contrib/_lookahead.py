@@ -25,7 +25,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     >>> optimizer = ll.contrib.lookahead(ll.optimizer(torch.optim.SGD, lr=0.1), sync_period=6, slow_step_size=0.5)
 
     The slow weights are in `opt_state["slow"]`, and `eval_state` evaluates with them. A parameter without a gradient
-    at a slow update waits for the next one. Put it inside `master_weights`, so that it moves the masters.
+    at a slow update waits for the next one.
 
     Args:
         optimizer: the optimizer that makes the fast updates. Its moments are not reset.
@@ -33,7 +33,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         slow_step_size: fraction of the way, above 0 and at most 1.
 
     Raises:
-        ValueError: an argument is out of range, or it is put around `master_weights`.
+        ValueError: an argument is out of range.
 
     Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
     `optax.lookahead`.
@@ -45,11 +45,6 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     )
 
     check_kind(optimizer, "lookahead", "optimizer")
-    check(
-        "master_weights" not in optimizer.description,  # which would not notice that the weights were moved
-        "lookahead around master_weights would move the rounded weights, and the next update overwrites "
-        "those: put it inside, master_weights(lookahead(optimizer))",
-    )
 
     def first_weights(params: Params, **extra: Any) -> Params:
         return detached_copies(params)

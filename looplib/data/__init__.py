@@ -17,7 +17,6 @@ from looplib.data._orders import (
 )
 from looplib.data._position import with_position
 from looplib.data._windows import windows
-from looplib.data._without_samples import without_samples
 
 __all__ = [
     "Loader",
@@ -36,5 +35,4 @@ __all__ = [
     "windows",
     "with_position",
     "with_replacement",
-    "without_samples",
 ]

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, check, check_optional_count, few, is_column, is_count, named
-from looplib.data._orders import Order, check_undivided, in_order, shuffled
+from looplib._core.checks import are_columns, check, check_optional_count, few, is_column, named
+from looplib.data._orders import Order, check_undivided
 
 
 class NotGiven(Enum):
@@ -22,11 +22,7 @@ class NotGiven(Enum):
 
 
 _INSTEAD = {
-    "weights": "order=ll.data.weighted(weights, num_samples=...)",
-    "num_samples": "order=ll.data.weighted(weights, num_samples=...)",
-    "replacement": "order=ll.data.with_replacement(num_samples)",
-    "lengths": "order=ll.data.by_length(lengths, pool=...)",
-    "pool": "order=ll.data.by_length(lengths, pool=...)",
+    "shuffle": "order=ll.data.shuffled(), which is the default, or order=ll.data.in_order()",
     "sampler": "order=ll.data.sampler(...)",
     "batch_sampler": "order=ll.data.batch_sampler(...)",
     "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
@@ -76,12 +72,8 @@ def check_batch_size(
     return cast(int | None, batch_size)
 
 
-def order_of(order: Any, shuffle: Any) -> Order | None:
-    """The order, or that of `shuffle`. Raises TypeError for an `order` that is not an Order."""
-    check(shuffle in (None, True, False), f"shuffle is {named(shuffle)}; give True or False", TypeError)
-    check(order is None or shuffle is None, f"order={order} and shuffle={shuffle} are given: give one of them")
-    if shuffle is not None:
-        return shuffled() if shuffle else in_order()
+def check_order(order: Any) -> None:
+    """Raise TypeError for an `order` that is not an Order."""
     check(
         order is None or isinstance(order, Order),
         f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), in_order(), "
@@ -90,7 +82,6 @@ def order_of(order: Any, shuffle: Any) -> Order | None:
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
         TypeError,
     )
-    return cast(Order | None, order)
 
 
 def check_stream(dataset: Any, order: Order | None, limit: int | None, num_workers: int, divide: bool) -> None:
@@ -120,29 +111,8 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
     )
 
 
-def check_dataset_alone(dataset: Any = None, *misplaced: Any, **_: Any) -> None:
-    """Raise TypeError for positional arguments other than the dataset."""
-    if not misplaced:
-        return
-    if is_count(misplaced[0]):
-        raise TypeError(f"make_loader takes the batch size by name: make_loader(dataset, batch_size={misplaced[0]})")
-    data = _tensor_dataset(1 + len(misplaced)) if is_column(dataset) else "dataset"
-    raise TypeError(
-        f"make_loader takes one dataset, found {named(dataset)} and {named(misplaced[0])}: write "
-        f"make_loader({data}, batch_size=...)"
-    )
-
-
-def _tensor_dataset(columns: int) -> str:
-    return f"torch.utils.data.TensorDataset({', '.join('xyz'[:columns] or '...')})"
-
-
-def check_samples(dataset: Any, order: Order | None, collated: bool = False) -> None:
-    """Raise TypeError if the columns of a dataset, several datasets or a name are passed instead of one dataset.
-
-    A list of tensors may also be a list of samples, unless `default_collate` could not stack them. `collated` is True
-    if a different function collates them. A dict may also be read by its indices, or by the keys that a sampler draws.
-    """
+def check_samples(dataset: Any) -> None:
+    """Raise TypeError if the columns of a dataset, several datasets or a name are passed instead of one dataset."""
     check(
         not isinstance(dataset, (str, bytes)),
         f"dataset is {named(dataset)}, whose samples would be characters; give the dataset itself",
@@ -154,17 +124,18 @@ def check_samples(dataset: Any, order: Order | None, collated: bool = False) -> 
         "torch.utils.data.ConcatDataset([loader.dataset for loader in loaders])",
         TypeError,
     )
-    instead = _tensor_dataset(len(dataset)) if isinstance(dataset, (tuple, list)) else ""
-    if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
-        return
-    if instead and all(map(is_column, dataset)) and len({*map(len, dataset)}) == 1:
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(dataset[0])} samples "
-            f"each, so its items would be whole columns; write make_loader({instead}, batch_size=...)"
-        )
-    by_index = order is None or order.source is None
-    if by_index and isinstance(dataset, Mapping) and not dataset.keys() >= {*range(len(dataset))}:
-        raise TypeError(
+    # A list of tensors that `default_collate` could stack may be one of samples.
+    columns = isinstance(dataset, tuple) and all(map(is_column, dataset)) and len({*map(len, dataset)}) == 1
+    check(
+        not columns and not are_columns(dataset),
+        f"dataset is {named(dataset)} of tensors or arrays of the same length, so its items would be whole columns; write "
+        "make_loader(torch.utils.data.TensorDataset(x, y), batch_size=...)",
+        TypeError,
+    )
+    if isinstance(dataset, Mapping):
+        check(
+            dataset.keys() >= {*range(len(dataset))},
             f"dataset is {named(dataset)} with the keys {few(dataset)}, and samples are read by their index: give one of "
-            "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=..."
+            "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=...",
+            TypeError,
         )

@@ -27,7 +27,7 @@ def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
     return split(batch, count, [low, high - low, count - high])[1], count
 
 
-def without_samples_of(part: Any, size: int, ranks: int) -> Any:
+def empty_part(part: Any, size: int, ranks: int) -> Any:
     """A batch of no samples, for a rank that has none of a batch of `size` samples and holds its first one."""
     try:
         return empty_batch(part)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
-from looplib._core.advice import explain_arguments
 from looplib._core.checks import check, check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
@@ -28,7 +27,7 @@ from looplib._core.provenance import note_loader, note_reading, warn_of_two_step
 from looplib._core.records import Call, Code, with_repr
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
-from looplib.data._divide import rank_and_ranks, without_samples_of
+from looplib.data._divide import empty_part, rank_and_ranks
 from looplib.data._from_dataloader import settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import Epochs
@@ -63,7 +62,6 @@ class Loader:
         drop_last: True if an incomplete last batch is dropped.
         limit: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
-        left_out: samples that `without_samples` has removed from all batches.
     """
 
     dataset: Any
@@ -75,7 +73,6 @@ class Loader:
     divide: bool
     source: Samples | Streamed
     _move: Callable[[Any], Any]
-    left_out: frozenset[Any] = frozenset()
     call: Call | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
@@ -98,7 +95,7 @@ class Loader:
         """
         return interruptible(self._batches(state, pairs=True))
 
-    def indices(self, state: TrainState) -> Tensor | list[Any] | None:
+    def indices(self, state: TrainState) -> Tensor | None:
         """Dataset indices of the samples in the next batch, without reading them.
 
         >>> import looplib as ll, torch
@@ -106,8 +103,8 @@ class Loader:
         >>> loader.indices(ll.TrainState(batch=1))
         tensor([4])
 
-        The result is an int64 tensor of shape (samples,), or a list of keys if a sampler gives keys that are not
-        ints. It covers this rank's part of the batch. Streams return None, since their samples have no indices.
+        The result is an int64 tensor of shape (samples,). It covers this rank's part of the batch. Streams return None,
+        since their samples have no indices.
         """
         if not isinstance(self.source, Samples):
             return None
@@ -151,8 +148,7 @@ class Loader:
                 f"a loader over a stream ({type(self.dataset).__name__}) cannot continue a run that began with another "
                 "batch size within an epoch; at the end of one, there is nothing to change"
             )
-        same_order = source.order.any_batch_size and not self.left_out
-        return resumed(state, source.plan(state.epoch), source.length, self.batch_size, source.order, same_order)
+        return resumed(state, source.plan(state.epoch), source.length, self.batch_size, source.order)
 
     @functools.cached_property
     def description(self) -> dict[str, str | int | bool | None]:
@@ -161,7 +157,7 @@ class Loader:
         >>> import looplib as ll
         >>> ll.make_loader(range(10), batch_size=4, seed=3).description
         {'dataset': 'range', 'samples': 10, 'order': 'shuffled()', 'seed': 3, 'batch_size': 4, 'drop_last': False,
-         'limit': None, 'left_out': 0}
+         'limit': None}
 
         Compare it when resuming. Long weights and lengths, and the indices that a sampler gives for epoch 0, are
         represented by a checksum. The contents of the dataset are not described.
@@ -175,7 +171,6 @@ class Loader:
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "limit": self.limit,
-            "left_out": len(self.left_out),
             **({} if self.divide else {"divide": False}),
         }
 
@@ -196,7 +191,7 @@ class Loader:
             part, counts = self._move(read[0]), rank < read[1] or ranks == 1
             if pairs:
                 return part, counts
-            return part if counts else without_samples_of(part, read[1], ranks)
+            return part if counts else empty_part(part, read[1], ranks)
 
         return map(delivered, self.source.read(state, rank, ranks))
 
@@ -232,13 +227,11 @@ class Loader:
         return f"{self.call}  # {batches}"
 
 
-@explain_arguments(_arguments.check_dataset_alone)
-def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
+def make_loader(
     dataset: Any,
     *,
     batch_size: int | NotGiven | None = NotGiven.BATCH_SIZE,
     order: Order | None = None,
-    shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = False,
     limit: int | None = None,
@@ -274,7 +267,6 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
         order: `ll.data.shuffled()` (the default), `in_order()`, `with_replacement(num_samples)`, `weighted(weights)`,
             `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
             `batch_sampler(...)`. A stream has its own order.
-        shuffle: True for `order=shuffled()`, False for `order=in_order()`.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
         limit: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
@@ -328,19 +320,19 @@ def make_loader(  # noqa: PLR0913 - `shuffle` is short for two orders
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {"batch_size": batch_size, "order": order, "shuffle": shuffle, "drop_last": drop_last or None}
+        given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None}
         _arguments.check_beside_dataloader(dataset, {**given, "collate_fn": collate_fn, **dataloader_options})
         settings = settings_of(dataset)
         return make_loader(dataset.dataset, seed=seed, limit=limit, device=device, divide=divide, **settings)
 
     _arguments.check_dataloader_options(dataloader_options)
-    order = _arguments.order_of(order, shuffle)
+    _arguments.check_order(order)
     check_optional_count("limit", limit, advice="expected a number of batches, at least 1, or None for all")
     if _arguments.is_stream(dataset):
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
-        _arguments.check_samples(dataset, order, collated=collate_fn is not None)
+        _arguments.check_samples(dataset)
         order = order or shuffled()
         if divide:
             check_undivided(repr(order), order.source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 from typing import Any
 
 from looplib._core.checks import check, check_optional_count
@@ -32,30 +32,30 @@ class collate_microbatches:
     Args:
         collate_fn: makes one microbatch of a list of samples, such as a collator of transformers.
         microbatches: number of microbatches; the first ones may have one sample more.
-        size: samples per microbatch.
         tokens: most tokens per microbatch: samples times the longest length, or with `packed`, the sum of lengths. A
             longer sample is a microbatch by itself.
         packed: if True, `collate_fn` packs without padding.
         length: length of a sample. Defaults to the length of its `input_ids`, or of itself if it is not a mapping.
 
     Raises:
-        ValueError: not exactly one of `microbatches`, `size` and `tokens` is given, or it is below 1.
+        ValueError: not exactly one of `microbatches` and `tokens` is given, or it is below 1.
     """
 
     collate_fn: Callable[[list[Any]], Any]
     microbatches: int | None = None
     _: KW_ONLY
-    size: int | None = None
     tokens: int | None = None
     packed: bool = False
     length: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
-        ways = {"microbatches": self.microbatches, "size": self.size, "tokens": self.tokens}
-        given = [name for name, value in ways.items() if value is not None]
-        check(len(given) == 1, f"give one of {', '.join(ways)}, not {' and '.join(given) or 'none'}")
-        for name, value in ways.items():
-            check_optional_count(name, value)
+        microbatches, tokens = self.microbatches, self.tokens
+        check(
+            (microbatches is None) != (tokens is None),
+            f"microbatches={microbatches}, tokens={tokens}: give one of both",
+        )
+        check_optional_count("microbatches", microbatches)
+        check_optional_count("tokens", tokens)
 
     def __call__(self, samples: list[Any]) -> list[Any]:
         length = self.length or _length
@@ -66,8 +66,6 @@ class collate_microbatches:
     def _sizes(self, lengths: list[int]) -> Iterable[int]:
         if self.tokens is not None:
             return _within(self.tokens, lengths, self.packed)
-        if self.size is not None:
-            return repeat(self.size, -(-len(lengths) // self.size))
         count = min(self.microbatches or 1, len(lengths))
         return (len(lengths) // count + (k < len(lengths) % count) for k in range(count))
 

@@ -197,10 +197,8 @@ def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Ord
     [6, 6]
 
     The samples are shuffled, then sorted by length within pools of several batches. Then the batches are shuffled,
-    except for the first: it is a full batch with the longest sample of the epoch, so that a run that does not fit
-    into memory fails at its first batch. (The batch with that sample is swapped with the first. If the sample is in
-    an incomplete last batch, only the sample is swapped.) An incomplete last batch stays last. The batches are those
-    of `group_by_length` in transformers.
+    except that the full batch with the longest sample is swapped with the first, so that a run that does not fit into
+    memory fails at its first batch. An incomplete last batch stays last.
 
     Args:
         lengths: (len(dataset),) length of each sample.
@@ -228,21 +226,13 @@ def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Ord
         keys = keys[order][pools[order].argsort(stable=True)]
         full = len(keys) // size
         batches = keys[: full * size].view(full, size)[torch.randperm(full, generator=epoch.generator)]
-        return _longest_first(batches, keys[full * size :], numbers)
+        if full:
+            first = int(numbers[batches].amax(1).argmax())
+            batches[[0, first]] = batches[[first, 0]]
+        return torch.cat([batches.flatten(), keys[full * size :]])
 
     text = f"by_length({_shown(numbers[:7].tolist())}{'' if pool is None else f', pool={pool}'})"
     return Order(text, draw, shuffles=True, distinct=True, any_batch_size=False, numbers=numbers)
-
-
-def _longest_first(batches: Tensor, rest: Tensor, lengths: Tensor) -> Tensor:
-    """Keys of the full batches and of the rest, with the longest sample in the first batch."""
-    if len(batches):
-        first = int(lengths[batches].amax(1).argmax())
-        batches[[0, first]] = batches[[first, 0]]
-        if len(rest) and lengths[rest].max() > lengths[batches[0]].max():
-            ours, theirs = lengths[batches[0]].argmax(), lengths[rest].argmax()
-            batches[0, ours], rest[theirs] = rest[theirs].clone(), batches[0, ours].clone()
-    return torch.cat([batches.flatten(), rest])
 
 
 def sampler(source: Sampler) -> Order:
@@ -257,9 +247,8 @@ def sampler(source: Sampler) -> Order:
 
     Args:
         source: `(epoch, generator) -> indices`, or an iterable with a length, such as a torch Sampler or a list. Its
-            draws from the global streams, from the given generator, or from a torch `generator` that it holds are
-            seeded by (seed, epoch). It must give the same indices each time it is asked for an epoch. Indices may be
-            any keys that the dataset accepts.
+            draws from the global streams or from the given generator are seeded by (seed, epoch). It must give the
+            same indices each time it is asked for an epoch, so a torch Sampler has no `generator` of its own.
 
     Raises:
         TypeError: `source` is an iterator or has no length, so it could be read only once or might never end.
@@ -280,6 +269,13 @@ def batch_sampler(source: Sampler) -> Order:
     [[0, 1, 2], [3]]
 
     It replaces `batch_size` and `drop_last`.
+
+    To leave samples out, such as those of a loss spike, and keep the batches, their order and the draws of all other
+    samples, cut the permutation that `shuffled()` draws. (No batch may lose all of its samples.)
+
+        def batches(epoch, generator):
+            order = torch.randperm(len(dataset), generator=generator)
+            return [batch[~torch.isin(batch, bad)] for batch in order.split(64)]
 
     Args:
         source: as for `sampler`, but of lists of indices.
@@ -309,21 +305,10 @@ def _draw_of(source: Any) -> Callable[[Epoch], Any]:
 
 
 def _listed_once(source: Any, epoch: Epoch) -> list[Any]:
-    """The elements of an iterable, which draws from the global streams, seeded for the epoch, or from generators.
-
-    Torch generators that it or its inner samplers hold are seeded here, and restored.
-    """
+    """The elements of an iterable, which draws from the global streams, seeded for the epoch."""
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch.number)
-    held = [getattr(part, "generator", None) for part in _with_inner(source)]
-    states = [(own, own.get_state()) for own in held if isinstance(own, torch.Generator)]
-    for own, _ in states:
-        own.set_state(epoch.generator.get_state())
-    try:
-        return list(source)
-    finally:
-        for own, state in states:
-            own.set_state(state)
+    return list(source)
 
 
 def check_undivided(title: str, source: Any) -> None:

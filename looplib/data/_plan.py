@@ -7,11 +7,10 @@ are the same for any number of either, and a run can start at any batch without 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, compress, islice
+from itertools import accumulate, chain, islice
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -39,13 +38,13 @@ class Plan:
     """Global batches of one epoch, as keys of the dataset.
 
     Attributes:
-        keys: every sample of the epoch in order: int64 of shape (samples,), or a list if keys are not ints.
+        keys: every sample of the epoch in order: int64 of shape (samples,).
         ends: index in `keys` at which each batch ends; the last one may lie beyond the end.
         visits: (samples,) number of earlier occurrences of that key in the epoch; None if all are distinct.
         drawn: number of samples that the order has drawn, of which `drop_last` and `limit` leave out the last.
     """
 
-    keys: Tensor | list[Any]
+    keys: Tensor
     ends: Sequence[int]
     visits: Tensor | None
     drawn: int
@@ -61,21 +60,6 @@ class Plan:
         """Positions of one rank's part of a batch."""
         low, high = own_rows(self.size(k), rank, ranks)
         return slice(self.start(k) + low, self.start(k) + high)
-
-    def without(self, keys: Collection[Any]) -> Plan:
-        """The same batches without these keys. A batch that would be empty takes a key from its neighbors."""
-        if isinstance(self.keys, Tensor):
-            kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
-            left: Tensor | list[Any] = self.keys[kept]
-        else:
-            kept = torch.tensor([key not in keys for key in self.keys])
-            left = [*compress(self.keys, kept)]
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
-        ends = before[torch.tensor(self.ends).clamp_(max=len(self.keys))]
-        batches = torch.arange(len(ends))
-        most = ends[-1] - batches.flip(0)  # leaves at least one for each of the following batches
-        ends = torch.minimum((ends - batches).clamp_(min=1).cummax(0).values + batches, most)
-        return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept], self.drawn)
 
     @property
     def listed(self) -> tuple[list[Any], list[int]]:
@@ -129,15 +113,7 @@ def listed(values: Any) -> Any:
     return values.tolist() if isinstance(values, Tensor) else values
 
 
-def number_of(key: Any) -> int:
-    """A number to seed the draws of a sample with."""
-    try:
-        return operator.index(key)
-    except TypeError:
-        return crc32(repr(key).encode())
-
-
-def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
+def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor:
     if isinstance(drawn, Tensor):
         check(
             drawn.dim() == 1 and not drawn.is_floating_point() and drawn.dtype != torch.bool,
@@ -146,16 +122,11 @@ def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
             TypeError,
         )
         return drawn.cpu().long()
-    keys = list(drawn)
-    try:
-        return torch.tensor([operator.index(key) for key in keys], dtype=torch.int64)
-    except TypeError:
-        return keys
+    return torch.tensor([operator.index(key) for key in drawn], dtype=torch.int64)
 
 
-def _visits(keys: Tensor | list[Any]) -> Tensor:
-    numbers = keys if isinstance(keys, Tensor) else torch.tensor([*map(number_of, keys)], dtype=torch.int64)
-    ranked, positions = numbers.sort(stable=True)
+def _visits(keys: Tensor) -> Tensor:
+    ranked, positions = keys.sort(stable=True)
     visits = torch.empty_like(positions)
     visits[positions] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
     return visits

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from looplib._core.checks import check, warn
+from looplib._core.checks import check
 from looplib._core.collective import together_with_data
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import rank, world_size
@@ -43,20 +43,14 @@ def check_position(state: TrainState, count: int, length: int) -> None:
         "epoch_length out of init_state, and call state = ll.end_epoch(state) after the for loop",
     )
     check(
-        state.batch != count,
-        f"the state stands at the end of epoch {state.epoch} (batch {count} of {count}); make it with "
-        "init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
-    )
-    check(
         state.batch < count,
-        f"state.batch is {state.batch}, but epoch {state.epoch} has {count} batches; is this the loader, with the data "
-        "and the batch_size, that the run began with?",
+        f"the state is at batch {state.batch} of epoch {state.epoch}, which has {count} batches: at the end of an epoch, "
+        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop; "
+        "else, is this the loader, with the data and the batch_size, that the run began with?",
     )
 
 
-def resumed(
-    state: TrainState, plan: Plan, length: int, batch_size: int | None, order: Order, same_order: bool
-) -> TrainState:
+def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, order: Order) -> TrainState:
     """The state at the same sample, with its position and `epoch_length` counted in a loader's batches.
 
     Args:
@@ -65,7 +59,6 @@ def resumed(
         length: batches in an epoch of the loader.
         batch_size: samples in a batch of the loader; None if that varies.
         order: order of the samples.
-        same_order: True if the samples come in the same order in batches of another size.
     """
     if state.batch == 0:
         return state.replace(epoch_length=length)
@@ -77,7 +70,7 @@ def resumed(
     batch = bisect_right(plan.ends, consumed)
     for holds, reason in (
         (
-            same_order and (batch_size or order.whole_batches),
+            order.any_batch_size and (batch_size or order.whole_batches),
             f"{order} has other batches with another batch_size or dataset",
         ),
         (
@@ -192,25 +185,10 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
             f"the state is at batch {state.batch} of epoch {state.epoch}, and the loader has yielded {batch} of epoch "
             f"{epoch}: call with_position between two batches, with the newest state",
         )
-        if (size := _shuffle_buffer(dataset)) > 1:
-            warn(
-                f"the position of this {type(dataset).__name__} leaves out its shuffle buffer of {size} samples: a resumed "
-                "run fills it with the samples that follow, and those in it are lost until the next epoch. Shuffle the "
-                "shards alone (dataset.shuffle(buffer_size=1)), or save without with_position, and a resumed run reads "
-                "past what was seen"
-            )
         own = dataset.state_dict()
         ranks = [own] if loader.divide else together_with_data().gather(own)
         text = json.dumps({"epoch": epoch, "batch": batch, "ranks": ranks})
     return state.replace(extra={**extra, KEY: text})
-
-
-def _shuffle_buffer(stream: Any) -> int:
-    """Size of the largest shuffle buffer in a stream of Hugging Face `datasets`, which is made of nested iterables."""
-    inner = [getattr(stream, name) for name in ("_ex_iterable", "ex_iterable") if hasattr(stream, name)]
-    sizes = [_shuffle_buffer(part) for part in (*inner, *getattr(stream, "ex_iterables", ()))]
-    own: int = stream.buffer_size if type(stream).__name__ == "BufferShuffledExamplesIterable" else 1
-    return max(own, *sizes, 1)
 
 
 def stored_position(state: TrainState, name: str, divide: bool) -> Any:

@@ -8,7 +8,7 @@ samples in the batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 
 from looplib._core.random import mix
 from looplib.data._divide import own_part
-from looplib.data._plan import listed, number_of
+from looplib.data._plan import listed
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
 
 
@@ -53,7 +53,7 @@ class Reader(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
         self.collate_draws = collate not in (default_collate, default_convert)
-        self.dataset_draws = not _draws_nothing(dataset)
+        self.dataset_draws = type(dataset) not in (list, tuple, range, Tensor, TensorDataset)
 
     def read(self, job: Any) -> tuple[list[Any], int] | None:
         """This rank's items of a batch, and the number of samples in the batch; None at the end of a stream."""
@@ -76,11 +76,7 @@ class Reader(Dataset[Any]):
             # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
             drawn_by = [job.rank] if job.rank and self.batched else []
             seed_streams(mix(COLLATE, self.seed, job.epoch, job.batch, *drawn_by))
-        try:
-            batch = self.collate(items if self.batched else items[0])
-        except Exception as error:
-            _note_text(error, items)
-            raise
+        batch = self.collate(items if self.batched else items[0])
         return (batch, size) if self.batched or job.ranks == 1 else own_part(batch, job.rank, job.ranks)
 
 
@@ -95,7 +91,7 @@ class Items(Reader):
         if not self.dataset_draws or not keys:
             return [dataset[key] for key in keys], job.size
         visits = itertools.repeat(0) if job.visits is None else listed(job.visits)
-        seeds = map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), map(number_of, keys), visits)
+        seeds = map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), keys, visits)
         if self.batched and _reads_lists(dataset):
             seed_streams(next(seeds))
             return dataset.__getitems__(keys), job.size
@@ -148,26 +144,4 @@ def _reads_lists(dataset: Any) -> bool:
     method = getattr(type(dataset), "__getitems__", None)
     if method is Subset.__getitems__:
         return _reads_lists(dataset.dataset)
-    if method is StackDataset.__getitems__:
-        parts = dataset.datasets
-        return any(map(_reads_lists, parts.values() if isinstance(parts, dict) else parts))
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def _draws_nothing(dataset: Any) -> bool:
-    """True for datasets of torch's or Python's own that cannot draw."""
-    if type(dataset) is Subset:
-        return _draws_nothing(dataset.dataset)
-    if type(dataset) is TensorDataset:
-        return all(type(tensor) is Tensor for tensor in dataset.tensors)
-    return type(dataset) in (list, tuple, range, Tensor)
-
-
-def _note_text(error: Exception, items: list[Any]) -> None:
-    """Add to an error of `collate_fn` which columns of the samples are text, since few collators can take them."""
-    first = items[0] if items else None
-    if isinstance(first, Mapping) and (text := [str(name) for name in first if isinstance(first[name], str)]):
-        error.add_note(
-            f"The samples have columns of text: {', '.join(text)}. If collate_fn cannot take them, tokenize or remove "
-            "them: dataset.remove_columns([...]) of a Hugging Face dataset."
-        )
+    return method is not StackDataset.__getitems__ and callable(getattr(dataset, "__getitems__", None))

@@ -2,8 +2,8 @@
 
 from looplib.debug._differences import LeafDifference, differences
 from looplib.debug._fingerprint import fingerprint, read_fingerprints
-from looplib.debug._first_difference import Difference, Run, first_difference
-from looplib.debug._keep import keep, nbytes, saved_states
+from looplib.debug._first_difference import Difference, first_difference
+from looplib.debug._keep import keep, nbytes
 from looplib.debug._replay import Replayed, replay
 from looplib.debug._seeds import step_seed
 from looplib.debug._worst_samples import SampleScore, worst_samples
@@ -12,7 +12,6 @@ __all__ = [
     "Difference",
     "LeafDifference",
     "Replayed",
-    "Run",
     "SampleScore",
     "differences",
     "fingerprint",
@@ -21,7 +20,6 @@ __all__ = [
     "nbytes",
     "read_fingerprints",
     "replay",
-    "saved_states",
     "step_seed",
     "worst_samples",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,6 @@ from looplib._core.checks import check, check_optional_count
 from looplib._core.lease import tensors_in
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import local
-from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._fingerprint import same_bits
 from looplib.state import copy_state
 from looplib.types import TrainState
@@ -107,51 +106,3 @@ def nbytes(tree: Any) -> int:
         storage = local(leaf).untyped_storage()
         storages[storage.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-class _Saved(Mapping[int, TrainState]):
-    """Checkpoints by step, each read on demand."""
-
-    def __init__(self, ckpt: CheckpointIO, state: TrainState) -> None:
-        self._ckpt = ckpt
-        self._like = copy_state(state)  # which is not bound to a module that a restore would write to
-
-    def __getitem__(self, step: int) -> TrainState:
-        if step not in self:
-            raise KeyError(step)
-        return self._ckpt.restore(self._like, which=step, quiet=True)
-
-    def __contains__(self, step: object) -> bool:
-        return step in list(self)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted({checkpoint.step for checkpoint in self._ckpt.steps()}))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def saved_states(ckpt: CheckpointIO, state: TrainState) -> Mapping[int, TrainState]:
-    """Checkpoints as a mapping from steps to states, each read on demand.
-
-    >>> import looplib as ll, tempfile, torch
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> ckpt = ll.checkpoint_io(folder.name)
-    >>> state = ll.init_state(torch.nn.Linear(2, 1))
-    >>> for step in (0, 500):
-    ...     path = ckpt.save(state.replace(step=step))
-    >>> states = saved_states(ckpt, state)
-    >>> list(states), states[500].step
-    ([0, 500], 500)
-    >>> folder.cleanup()
-
-    For example, `replay(train_step, saved_states(ckpt, state), loader, 730)` starts at the checkpoint of step 500.
-    The module that `state` is bound to is not written to.
-
-    Args:
-        ckpt: from `checkpoint_io`.
-        state: any state of the same structure, such as that of `init_state`. It can still be used afterwards.
-
-    Reading a step raises the errors of `ckpt.restore`, and KeyError if there is no such checkpoint.
-    """
-    return _Saved(ckpt, state)

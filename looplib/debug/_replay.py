@@ -22,9 +22,6 @@ from looplib.types import GradFn, Metric, TrainState, TrainStep
 Batches = Callable[[TrainState], Iterable[Any]]
 
 
-States = TrainState | Mapping[int, TrainState]
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Replayed:
     """A replayed step of a run.
@@ -52,7 +49,7 @@ class Replayed:
 
 def replay(
     train_step: TrainStep,
-    state: States,
+    state: TrainState | Mapping[int, TrainState],
     loader: Batches,
     step: int,
     *,
@@ -73,7 +70,8 @@ def replay(
     >>> found.batch.shape, sorted(found.grads), found.after.step, kept.step
     (torch.Size([4, 1]), ['bias', 'weight'], 8, 0)
 
-    Training is repeated from the nearest kept state before the step, through the step. Step 7 is the update from a
+    Training is repeated from the nearest given state before the step, through the step; from a checkpoint, give
+    `ckpt.restore(ll.copy_state(state), which=500)`. Step 7 is the update from a
     state at step 7 to one at step 8. If its batch was skipped (`found.after.skipped`),
     `replay(train_step, found.after, loader, 7)` gives the next batch that was tried at the same step.
 
@@ -84,7 +82,7 @@ def replay(
 
     Args:
         train_step: train step of the run.
-        state: a state of the run, or a mapping from steps to states, as returned by `keep` and `saved_states`.
+        state: a state of the run, such as one of a checkpoint, or a mapping from steps to states, as returned by `keep`.
         loader: loader of the run: a function from a state to the rest of its epoch.
         step: the step to replay, as counted by `state.step`.
         grad_fn: gradient function of the step, to get the gradients too.
@@ -100,26 +98,21 @@ def replay(
         grad_fn = check_kind(grad_fn, "replay", "grad_fn")
     train_step = check_kind(train_step, "replay", "train_step")
     check(is_count(step, -math.inf), f"step is {step!r}; give a whole number, as state.step counts them", TypeError)
-    start = _nearest(_by_step(state), step)
-    start = start if donate else copy_state(start)
-    positions = _walk(train_step, start, loader)
-    now, batch, _ = next(position for position in positions if position[0].step >= step)
+    states = {state.step: state} if isinstance(state, TrainState) else state
+    check_type("state is", states, Mapping, "give a TrainState, or a mapping from steps to these")
+    start = _nearest(states, step)
+    positions = _walk(train_step, start if donate else copy_state(start), loader)
+    now, batch = next(position for position in positions if position[0].step >= step)
     check(
         now.step <= step,
         f"no batch begins at step {step}: one begins before it and ends at step {now.step}, as several updates are made "
         "on each; give the step at which that batch begins",
     )
     before = copy_state(now)
+    indices = loader.indices(before) if hasattr(loader, "indices") else None
     grads = None if grad_fn is None else grad_fn(before, batch).grads
     after, metrics = train_step(now, batch)
-    return Replayed(before, _indices(loader, before), batch, metrics, grads, after)
-
-
-def _by_step(states: Any) -> Mapping[int, Any]:
-    if isinstance(states, TrainState):
-        return {states.step: states}
-    check_type("state is", states, Mapping, "give a TrainState, or a mapping from steps to these")
-    return states  # type: ignore[no-any-return]
+    return Replayed(before, indices, batch, metrics, grads, after)
 
 
 def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
@@ -133,21 +126,14 @@ def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
     return states[max(before)]
 
 
-def _walk(
-    train_step: TrainStep, state: TrainState, loader: Batches
-) -> Iterator[tuple[TrainState, Any, dict[str, Metric] | None]]:
-    """An endless run: each state, its batch, and the metrics of the previous step."""
-    metrics: dict[str, Metric] | None = None
+def _walk(train_step: TrainStep, state: TrainState, loader: Batches) -> Iterator[tuple[TrainState, Any]]:
+    """An endless run: each state with its batch."""
     while True:
         empty = True
         for batch in loader(state):
             empty = False
-            yield state, batch, metrics
-            state, metrics = train_step(state, batch)
+            yield state, batch
+            state, _ = train_step(state, batch)
         check(not empty, f"the loader gave no batch for {state}; is it the run's own?")
         if state.epoch_length is None:
             state = end_epoch(state)
-
-
-def _indices(loader: Any, state: TrainState) -> Any:
-    return loader.indices(state) if hasattr(loader, "indices") else None

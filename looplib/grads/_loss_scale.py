@@ -37,8 +37,8 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         grad_fn: gradient function whose loss is scaled.
 
     Raises:
-        ValueError: the state has no loss scale; the gradients are float16 because the weights are (those need
-            `accumulate(..., dtype=torch.float32)` and `master_weights`); or the wrapper is used inside `accumulate`.
+        ValueError: the state has no loss scale; the gradients are float16 because the weights are; or the wrapper is
+            used inside `accumulate`.
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
@@ -58,8 +58,7 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         if half := [name for name, grad in out.grads.items() if grad.dtype is torch.float16]:
             raise ValueError(
                 f"gradients of {', '.join(half)} are in float16, where small ones become 0 when divided by the "
-                "scale: keep the weights in float32 and compute in float16, ll.autocast(loss_fn, torch.float16); or "
-                "add up in float32, scale_loss(accumulate(grad_fn, ..., dtype=torch.float32)), with master_weights"
+                "scale: keep the weights in float32 and compute in float16, ll.autocast(loss_fn, torch.float16)"
             )
         factor = scale.double().reciprocal().float()
         # All are NaN after an overflow, so that clipping around this cannot turn infinite gradients into finite ones.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 
 import torch
@@ -15,14 +14,14 @@ def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
     >>> ll.log.memory()["host_peak_bytes"] > 1e6
     True
 
-    `host_peak_bytes` is resident memory; it is missing on Windows. `device_peak_bytes` is the memory given out by
+    `host_peak_bytes` is resident memory; it is missing where there is no
+    `/proc`. `device_peak_bytes` is the memory given out by
     torch's allocator on the current device. Reading them does not wait for the device.
 
     Args:
         reset: if True, reset the peaks after reading them, so that each log entry covers its own window. The peaks
             are shared by the process, so everything else that reads them is affected too. The CPU's peak can be reset
-            only on Linux, where `/proc/self/clear_refs` is writable; elsewhere it is the peak since the process
-            started.
+            where `/proc/self/clear_refs` is writable; elsewhere it is the peak since the process started.
         prefix: string put before each name.
     """
     peak = _host_peak()
@@ -42,9 +41,4 @@ def _host_peak() -> float | None:
         for line in file:
             if line.startswith("VmHWM:"):
                 return float(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return None

@@ -85,8 +85,7 @@ def plot(
     logs = logs if isinstance(logs, Mapping) else {"": logs}
     runs = {label: curves_of(_rows(log), x) for label, log in logs.items()}
     available = list(dict.fromkeys(chain.from_iterable(runs.values())))
-    labels = ", ".join(map(repr, filter(None, runs))) or "the log"
-    check(available, f"there is nothing to draw: no row of {labels} has a number beside its {x!r}")
+    check(available, f"there is nothing to draw: no row has a number beside its {x!r}")
     names = [names] if isinstance(names, str) else names
     for name in names or ():
         check(matches(name, available), f"no log has {name!r}; there are {', '.join(available)}")

@@ -1,7 +1,7 @@
 """Sink wrappers: functions from a sink to a sink.
 
-They take means over steps, select and rename values, and keep a sink's failures or delays away from the loop. `safely` and `in_background`
-report and count failures; without them, failures are raised.
+They take means over steps, select and rename values, and keep a sink's failures or delays away from the loop. `safely`
+and `in_background` report and count failures; without them, failures are raised.
 """
 
 from __future__ import annotations
@@ -200,6 +200,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0
     >>> log = ll.log.in_background(ll.jsonl(path))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
     >>> log.flush()
+    True
     >>> ll.log.read_jsonl(path)[0]["train/loss"]
     0.5
 
@@ -256,13 +257,25 @@ class Background:
         if not self._told:
             self._tell_losses()
 
-    def flush(self) -> None:
-        """Wait until all calls so far are written, and warn about those that are lost."""
-        self._wait()
+    def flush(self) -> bool:
+        """Wait until all calls so far are written, and warn about those that are lost. False if it waited too long."""
+        if not self._thread.is_alive():
+            return True
+        reached = threading.Event()
+        self._calls.put(reached)
+        finished = reached.wait(self._patience)
+        if not finished:
+            waiting = self._calls.qsize()  # without the call that the thread is busy with, and with `reached`
+            message = (
+                f"{self._sink!r} has not written {waiting} of {self._given} calls after {self._patience} seconds"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self._tell_losses()
+        return finished
 
     def close(self) -> None:
         """Flush and end the thread."""
-        if self._wait():
+        if self.flush() and self._thread.is_alive():
             self._calls.put(None)
             self._thread.join()
 
@@ -281,22 +294,6 @@ class Background:
                 self._reason = self._reason or f"at step {state.step} it failed with {error!r}"
                 self._failed += 1
             del call, state, values
-
-    def _wait(self) -> bool:
-        """Wait for the thread; return True if it has finished everything so far."""
-        if not self._thread.is_alive():
-            return False
-        reached = threading.Event()
-        self._calls.put(reached)
-        finished = reached.wait(self._patience)
-        if not finished:
-            waiting = self._calls.qsize()  # without the call that the thread is busy with, and with `reached`
-            message = (
-                f"{self._sink!r} has not written {waiting} of {self._given} calls after {self._patience} seconds"
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-        self._tell_losses()
-        return finished
 
     def _tell_losses(self) -> None:
         lost = self._dropped + self._failed

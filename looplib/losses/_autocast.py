@@ -2,9 +2,8 @@
 
 `autocast` wraps only the function that calls the model, so the backward pass runs outside it, as torch recommends.
 float16 also needs loss scaling: `scale_loss` multiplies the loss and divides the gradients, and `dynamic_loss_scale`
-around the optimizer keeps the scale, adapts it, and skips updates that overflowed. Weights in bfloat16 need
-`master_weights`, because small updates would be rounded away. `cast` makes a state with such weights for evaluation
-and export.
+around the optimizer keeps the scale, adapts it, and skips updates that overflowed. Keep the weights in float32:
+bfloat16 would round small updates away. `cast` makes a state with such weights for evaluation and export.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ def autocast(
     """
     check_kind(function, "autocast", "loss_fn")
     if dtype not in (torch.bfloat16, torch.float16):
-        plain = "; float32 is what there is without autocast: leave it out, or give enabled=False"
-        raise ValueError(
-            f"autocast to {dtype}: give torch.bfloat16 or torch.float16{plain if dtype is torch.float32 else ''}"
-        )
+        raise ValueError(f"autocast to {dtype}: give torch.bfloat16 or torch.float16, or enabled=False for float32")
 
     def casted(model: nn.Module, batch: Any) -> R:
         device = next(model.parameters()).device.type

@@ -10,6 +10,8 @@ from torch import nn
 
 from looplib._core import modules as _modules
 from looplib._core.checks import check
+from looplib._core.kinds import check_kind
+from looplib._core.records import with_repr
 
 R = TypeVar("R")
 
@@ -20,18 +22,20 @@ def with_forwards(
     loss_fn: Callable[[nn.Module, Any], R],
     modules: Classes | Callable[[str, nn.Module], bool],
     wrap: Callable[[nn.Module], Callable[..., Any]],
-    who: str,
+    made_by: Callable[..., Any],
 ) -> Callable[[nn.Module, Any], R]:
     """A loss function during which `wrap(module)` replaces the forward pass of each outermost chosen module.
 
     Without gradients, as in evaluation, nothing is replaced.
     """
+    name = made_by.__name__
+    check_kind(loss_fn, name, "loss_fn")
     choose = choice(modules)
 
     def wrapped(model: nn.Module, batch: Any) -> R:
         if not torch.is_grad_enabled():
             return loss_fn(model, batch)
-        chosen = outermost(model, choose, who)
+        chosen = outermost(model, choose, name)
         forwards = [vars(module).get("forward") for module in chosen]
         try:
             for module in chosen:
@@ -39,34 +43,24 @@ def with_forwards(
             return loss_fn(model, batch)
         finally:
             _hold_signals = True
-            _put_back(chosen, forwards)
+            for module, forward in zip(chosen, forwards, strict=True):
+                vars(module)["forward"] = forward
+                if forward is None:  # it had none of its own
+                    del vars(module)["forward"]
 
-    return wrapped
-
-
-def _put_back(modules: list[nn.Module], forwards: list[Any]) -> None:
-    """Restore the entries `forward` of modules' dictionaries. None stands for a module that had none."""
-    for module, forward in zip(modules, forwards, strict=True):
-        vars(module)["forward"] = forward
-        if forward is None:
-            del vars(module)["forward"]
+    return with_repr(wrapped, made_by, loss_fn, modules)
 
 
 def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
-    classes = modules if isinstance(modules, tuple) else (modules,)
-    if classes and all(map(_is_module_class, classes)):
-        return lambda name, module: isinstance(module, classes)
+    if isinstance(modules, (type, tuple)):
+        return lambda name, module: isinstance(module, modules)
     check(
-        callable(modules) and not isinstance(modules, (type, nn.Module)),
+        callable(modules) and not isinstance(modules, nn.Module),
         f"modules is {modules!r}; give a class of modules, a tuple of classes, or a function (name, module) -> bool",
         TypeError,
     )
     predicate: Callable[[str, nn.Module], bool] = modules
     return predicate
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool], who: str) -> list[nn.Module]:

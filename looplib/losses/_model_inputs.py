@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from looplib._core.checks import check, warn
-from looplib._core.mappings import pick, without
+from looplib._core.mappings import without
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,21 +23,31 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     >>> ll.losses.model_inputs(Net(), {"pixels": torch.ones(2), "mask": None})
     {'pixels': tensor([1., 1.]), 'mask': None}
 
-    It looks through DDP, peft and torch.compile. If it leaves a column out, it warns about it by name, once for each
-    set of columns. If `forward` has `**kwargs` beside other arguments, these get no columns, as in transformers'
-    Trainer. If it has `**kwargs` alone, they get all.
+    It looks through DDP, peft and torch.compile. If it leaves a column out, it warns about it by name. If `forward` has
+    `**kwargs` beside other arguments, these get no columns, as in transformers' Trainer. If it has `**kwargs` alone, they
+    get all.
 
     Args:
         model: the model that will be called with the result: `model(**ll.losses.model_inputs(model, batch))`.
         batch: columns by name.
 
     Raises:
-        TypeError: the batch is not a mapping, or an argument of `forward` without a default is missing.
+        TypeError: the batch is not a mapping.
     """
-    advice = "give a dict whose keys are arguments of the model"
-    check(isinstance(batch, Mapping), f"the batch is a {type(batch).__name__}; {advice}", TypeError)
+    check_columns(batch)
     inner: Any = innermost(model)
-    return pick(batch, _taken(type(inner).forward, type(inner).__name__, tuple(map(str, batch))))
+    takes = arguments_of(type(inner).forward)
+    if takes == {"**"}:
+        return dict(batch)
+    if left_out := [name for name in batch if name not in takes]:
+        named = ", ".join(sorted(takes - {"**"})) or "no arguments by name"
+        warn(f"columns left out of the batch: {', '.join(left_out)}; {type(inner).__name__}.forward takes {named}")
+    return without(batch, left_out)
+
+
+def check_columns(batch: Any) -> None:
+    found = type(batch).__name__
+    check(isinstance(batch, Mapping), f"the batch is a {found}; give a dict of arguments of the model", TypeError)
 
 
 def innermost(model: Any) -> Any:
@@ -52,43 +62,11 @@ def _inner(model: Any) -> Any:
         return get_base_model()
     if compiled := getattr(model, "_orig_mod", None):
         return compiled
-    return getattr(model, "module", None) if isinstance(model, _WRAPPERS) else None
-
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
-def text_columns(columns: Mapping[str, Any]) -> list[str]:
-    """Names of columns of strings."""
-    return [name for name, column in columns.items() if isinstance(_first(column), str)]
-
-
-def _first(column: Any) -> Any:
-    return next(iter(column), None) if isinstance(column, list | tuple) else column
+    return getattr(model, "module", None) if isinstance(model, nn.parallel.DistributedDataParallel) else None
 
 
 @cache
-def arguments_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Arguments that a `forward` takes by name, and "**" if it takes any other name."""
+def arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments of a `forward`, and "**" if it takes any other name."""
     parameters = [*inspect.signature(forward).parameters.values()][1:]  # after self
-    return {
-        "**" if p.kind is p.VAR_KEYWORD else p.name: p
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)
-    }
-
-
-@cache
-def _taken(forward: Callable[..., Any], name: str, columns: tuple[str, ...]) -> tuple[str, ...]:
-    arguments = arguments_of(forward)
-    if [*arguments] == ["**"]:
-        return columns
-    named = without(arguments, {"**"})
-    takes = f"{name}.forward takes {', '.join(named) or 'no arguments by name'}"
-    required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
-    missing = ", ".join(name for name in required if name not in columns)
-    given = ", ".join(columns) or "nothing"
-    check(not missing, f"{takes}; the batch has {given}, but not {missing}", TypeError)
-    if left_out := [name for name in columns if name not in named]:
-        warn(f"columns left out of the batch: {', '.join(left_out)}; {takes}")
-    return tuple(name for name in columns if name in named)
+    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)

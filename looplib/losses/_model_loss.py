@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core.checks import check
-from looplib.losses._model_inputs import arguments_of, innermost, text_columns
+from looplib.losses._model_inputs import arguments_of, check_columns, innermost
 from looplib.metrics._mean import Mean
 
 
@@ -44,22 +43,17 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
 
     Raises:
         TypeError: the model is of another kind, so the count is unknown: write a loss function that returns
-            `ll.Mean(loss * count, count)`. Or the batch has no labels, has text, or is not a mapping.
+            `ll.Mean(loss * count, count)`. Or the batch is not a mapping.
+        KeyError: the batch has no labels.
 
     Source: transformers' `num_items_in_batch`, which its Trainer hands to the model in the same way.
     """
-    message = f"model_loss got a batch of type {type(batch).__name__}; give a dict of the model's arguments"
-    check(isinstance(batch, Mapping), message, TypeError)
-    if text := text_columns(batch):
-        raise TypeError(
-            f"the batch has columns of text: {', '.join(text)}; tokenize them, remove them from the dataset, or pick the "
-            "model's arguments by ll.losses.model_inputs(model, batch)"
-        )
+    check_columns(batch)
     base = innermost(model)
     count = _count_of(base)(base, batch).clamp(min=1)
     arguments = dict(batch)
     takes = arguments_of(type(base).forward)
-    if {"num_items_in_batch", "**"} & takes.keys() and getattr(base, "accepts_loss_kwargs", True):
+    if takes & {"num_items_in_batch", "**"} and getattr(base, "accepts_loss_kwargs", True):
         arguments["num_items_in_batch"] = count
     if "use_cache" in takes:  # with a cache, transformers lets documents that are packed into a row see each other
         arguments.setdefault("use_cache", False)
@@ -93,28 +87,16 @@ def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(code.co_names if code else ())
 
 
-def _labels(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    if not isinstance(labels := batch.get("labels"), Tensor):
-        raise TypeError(
-            f"model_loss got a batch with the columns {sorted(batch)} for {type(model).__name__}; its loss needs a "
-            "tensor `labels`"
-        )
-    return labels
+def _next_labels(model: Any, batch: Mapping[str, Any]) -> Any:
+    return (batch["labels"][..., 1:] != -100).sum()
 
 
-def _next_labels(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    if isinstance(shifted := batch.get("shift_labels"), Tensor):
-        return (shifted != -100).sum()
-    return (_labels(model, batch)[..., 1:] != -100).sum()
+def _all_labels(model: Any, batch: Mapping[str, Any]) -> Any:
+    return (batch["labels"] != -100).sum()
 
 
-def _all_labels(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    return (_labels(model, batch) != -100).sum()
-
-
-def _samples(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    labels = _labels(model, batch)
-    config = model.config
+def _samples(model: Any, batch: Mapping[str, Any]) -> Any:
+    labels, config = batch["labels"], model.config
     kind = config.problem_type or ("single_label_classification" if config.num_labels > 1 else "regression")
     if kind == "single_label_classification" and not labels.is_floating_point():
         return (labels != -100).sum()
@@ -138,6 +120,4 @@ _BY_CLASS = {
     "ForImageClassification": _samples,
     "MarianMTModel": _all_labels,
     "EncoderDecoderModel": _all_labels,  # of text, speech or images
-    "XLMWithLMHeadModel": _all_labels,  # which does not shift them
-    "FlaubertWithLMHeadModel": _all_labels,
 }

@@ -7,7 +7,8 @@ before dividing. The logits of a whole vocabulary take most of a step's memory. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from looplib._core.checks import check
+from looplib._core.checks import check, check_count
 from looplib.metrics._mean import Mean
 
 
@@ -27,7 +28,6 @@ def next_token_loss(
     shift: bool = True,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     chunk_size: int = 1024,
 ) -> Mean:
     """Next-token cross-entropy for language models, as a sum over tokens and their number.
@@ -46,8 +46,8 @@ def next_token_loss(
 
     With `head`, only one chunk's logits are in memory at a time. Gradients are computed together with the loss,
     unless none are needed, and `backward` only scales them. This takes three times the memory of one chunk's logits
-    (they, their softmax and their gradient), and that of the head's gradient in float32. The result can be
-    differentiated only once, and not with `torch.func`.
+    (they, their softmax and their gradient), and that of the head's gradient, once in float32 and once for the chunk in
+    the head's dtype. The result can be differentiated only once, and not with `torch.func`.
 
     Args:
         inputs: logits of shape (batch, length, vocabulary), or with `head`, hidden states of shape (batch, length,
@@ -58,33 +58,26 @@ def next_token_loss(
             shifted.
         ignore_index: label to ignore, such as that of padding.
         label_smoothing: fraction of the target, from 0 to 1, that is spread evenly over the vocabulary.
-        z_loss: coefficient of the squared log of the softmax's denominator, added for each token to keep logits
-            small.
         chunk_size: number of positions whose logits are computed at a time, with `head`.
 
     Raises:
-        ValueError: shapes or dtypes do not match, or an argument is out of range.
+        ValueError: shapes or dtypes of inputs and labels do not match, or an argument is out of range.
         TypeError: `head` is neither a Linear nor a tensor.
 
-    Source: chunking as in Hsu et al., "Liger kernel", 2024; z-loss from Chowdhery et al., "PaLM", 2022, section 5.
+    Source: chunking as in Hsu et al., "Liger kernel", 2024.
     """
     weight, bias = _weight_and_bias(head)
-    _check_shapes(inputs, labels, weight)
-    check(
-        0 <= label_smoothing <= 1 and z_loss >= 0 and chunk_size >= 1,
-        f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
-        "z_loss at least 0, and a chunk at least 1 position",
-    )
+    _check_shapes(inputs, labels)
+    check_count("chunk_size", chunk_size)
     if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     tokens, labels = inputs.flatten(0, 1), labels.flatten()
-    terms: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    loss_of = partial(F.cross_entropy, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
     if weight is None:
-        with torch.autocast(tokens.device.type, enabled=False):
-            total = _of_logits(tokens.to(_wide(tokens)), labels, **terms)
+        total = loss_of(tokens.to(_wide(tokens)), labels)
     else:
         differentiate = torch.is_grad_enabled()  # not known within the function
-        total = _ChunkedLoss.apply(tokens, weight, bias, labels, terms, chunk_size, differentiate)  # type: ignore[no-untyped-call]
+        total = _ChunkedLoss.apply(tokens, weight, bias, labels, loss_of, chunk_size, differentiate)  # type: ignore[no-untyped-call]
     return Mean(total, (labels != ignore_index).sum())
 
 
@@ -96,58 +89,23 @@ def _weight_and_bias(head: Any) -> tuple[Tensor | None, Tensor | None]:
     return head, None
 
 
-def _check_shapes(inputs: Tensor, labels: Tensor, weight: Tensor | None) -> None:
-    shape, last = tuple(inputs.shape), "vocabulary" if weight is None else "width"
+def _check_shapes(inputs: Tensor, labels: Tensor) -> None:
+    shape = tuple(inputs.shape)
     floats = inputs.dim() == 3 and inputs.is_floating_point()
-    check(floats, f"inputs have shape {shape} and dtype {inputs.dtype}; give floats (batch, length, {last})")
+    check(
+        floats,
+        f"inputs have shape {shape} and dtype {inputs.dtype}; give floats (batch, length, vocabulary), or with head=, "
+        "(batch, length, width)",
+    )
     check(
         labels.shape == shape[:2] and labels.dtype == torch.int64,
         f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape {shape} need {shape[:2]} and "
         "torch.int64",
     )
-    if weight is not None:
-        head = tuple(weight.shape)
-        wanted = f"hidden states of shape {shape} need (vocabulary, {shape[2]})"
-        check(head[1:] == shape[2:], f"the head's weight has shape {head}; {wanted}")
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _of_logits(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
-    total = F.cross_entropy(
-        logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
-    if z_loss:
-        squares = logits.logsumexp(-1).square()
-        total = total + z_loss * squares.masked_fill(labels == ignore_index, 0).sum()
-    return total
-
-
-def _grads(needs: Sequence[bool], tensors: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    """Tensors for the requested gradients of hidden states, which are written once, and of weight and bias."""
-    makers = (torch.empty_like, torch.zeros_like, torch.zeros_like)
-    rows = zip(needs, makers, tensors, dtypes, strict=True)
-    return [make(tensor, dtype=dtype) if need else None for need, make, tensor, dtype in rows]
-
-
-def _add_gradients(
-    grads: list[Tensor | None], rows: slice, by_logits: Tensor, hidden: Tensor, weight: Tensor
-) -> None:
-    """Add a chunk's contribution to the requested gradients of hidden states, weight and bias."""
-    of_hidden, of_weight, of_bias = grads
-    if of_bias is not None:
-        of_bias += by_logits.sum(0)
-    by_logits = by_logits.to(hidden.dtype)
-    if of_hidden is not None:
-        torch.mm(by_logits, weight, out=of_hidden[rows])
-    if of_weight is None:
-        return
-    if hidden.dtype == of_weight.dtype:
-        of_weight.addmm_(by_logits.T, hidden)
-    else:
-        of_weight += by_logits.T @ hidden
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -160,38 +118,37 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        terms: dict[str, Any],
+        loss_of: Callable[[Tensor, Tensor], Tensor],
         chunk_size: int,
         differentiate: bool,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:3] if differentiate else (False, False, False)
-        device, wide = hidden.device, _wide(hidden)
-        low = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(device.type) if low else hidden.dtype
-        ctx.dtypes = [getattr(tensor, "dtype", None) for tensor in (hidden, weight, bias)]
-        total = torch.zeros((), dtype=wide, device=device)
-        grads = _grads(needs, (hidden, weight, bias), (dtype, wide, wide))
-        with torch.autocast(device.type, enabled=False):
-            # Cast once instead of in each chunk, as autocast would.
-            weight, bias = (weight.to(dtype), None if bias is None else bias.to(dtype)) if low else (weight, bias)
-            for begin in range(0, len(hidden), chunk_size):
-                rows = slice(begin, begin + chunk_size)
-                x = hidden[rows].to(dtype)
-                logits = F.linear(x, weight, bias).to(wide).requires_grad_(any(needs))
-                with torch.set_grad_enabled(any(needs)):
-                    loss = _of_logits(logits, labels[rows], **terms)
-                total += loss.detach()
-                if any(needs):
-                    _add_gradients(grads, rows, torch.autograd.grad(loss, logits)[0], x, weight)
-                del logits, loss  # free these logits before computing the next chunk's
-        ctx.save_for_backward(*grads)
+        needs = [need and differentiate for need in ctx.needs_input_grad[:3]]
+        wide = _wide(hidden)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        # The head's gradients add up over chunks; those of hidden states are written once.
+        of_hidden = torch.zeros_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+        weight = weight.detach().requires_grad_(needs[1])
+        bias = None if bias is None else bias.detach().requires_grad_(needs[2])
+        for begin in range(0, len(hidden), chunk_size):
+            rows = slice(begin, begin + chunk_size)
+            with torch.set_grad_enabled(any(needs)):
+                x = hidden[rows].detach().requires_grad_(needs[0])
+                loss = loss_of(F.linear(x, weight, bias).to(wide), labels[rows])
+            total += loss.detach()
+            of_chunk = None if of_hidden is None else of_hidden[rows]
+            pairs: Any = ((x, of_chunk), (weight, of_weight), (bias, of_bias))
+            wanted = [(leaf, grad) for leaf, grad in pairs if grad is not None]
+            if wanted:
+                parts = torch.autograd.grad(loss, [leaf for leaf, _ in wanted])
+                for (_, grad), part in zip(wanted, parts, strict=True):
+                    grad += part
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [
-            None if grad is None else (grad * scale).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return *grads, None, None, None, None
+        grads = (None if grad is None else grad * scale for grad in ctx.saved_tensors)
+        return *grads, None, None, None, None  # autograd casts them to the dtypes of the inputs

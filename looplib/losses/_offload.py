@@ -12,8 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check, is_plain
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
 from looplib.losses._chosen_modules import Classes, with_forwards
 
 R = TypeVar("R")
@@ -57,8 +55,7 @@ def offload(
 
     Source: `torch.autograd.graph.save_on_cpu`, which also copies the parameters, and waits for each copy.
     """
-    check_kind(loss_fn, "offload", "loss_fn")
-    return with_repr(with_forwards(loss_fn, modules, _offloaded, "offload"), offload, loss_fn, modules)
+    return with_forwards(loss_fn, modules, _offloaded, offload)
 
 
 def _offloaded(module: nn.Module) -> Callable[..., Any]:

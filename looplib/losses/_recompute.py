@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
 from looplib.losses._chosen_modules import Classes, with_forwards
 
 R = TypeVar("R")
@@ -62,17 +60,13 @@ def recompute(
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016; `torch.utils.checkpoint`.
     """
-    check_kind(loss_fn, "recompute", "loss_fn")
-
-    def wrap(module: nn.Module) -> Callable[..., Any]:
-        # Derivatives of a whole step need the whole graph.
-        return module.forward if _tracing.differentiated() else _recomputed(module)
-
-    return with_repr(with_forwards(loss_fn, modules, wrap, "recompute"), recompute, loss_fn, modules)
+    return with_forwards(loss_fn, modules, _recomputed, recompute)
 
 
 def _recomputed(module: nn.Module) -> Callable[..., Any]:
     forward = module.forward
+    if _tracing.differentiated():  # derivatives of a whole step need the whole graph
+        return forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         # Pass them all by position: only there does torch look for devices whose random state to save.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._cat import Cat
 from looplib.types import Metric, Metrics
@@ -98,10 +98,7 @@ def _sum(values: Sequence[Tensor | float], times: Sequence[int]) -> Tensor | flo
     if not tensors:
         return number
     counts = [n for value, n in pairs if isinstance(value, Tensor)]
-    wide = _wide(torch.stack(tensors))
-    if len(set(counts)) == 1:
-        return wide.sum(0) * counts[0] + number
-    terms = torch_private.foreach_mul(wide.unbind(), counts)
+    terms = torch_private.foreach_mul(_wide(torch.stack(tensors)).unbind(), counts)
     return torch.stack(terms).sum(0) + number
 
 
@@ -154,17 +151,6 @@ def _check_metrics(metrics: Metrics) -> None:
         )
 
 
-def _instead_of(metrics: Any) -> str:
-    """Advice for a value passed to `compute` that is not a dict of metrics."""
-    if hasattr(metrics, "metrics"):
-        return "window.metrics()"
-    if isinstance(metrics, Mean):
-        return "all of them, ll.compute(metrics), or write metrics['loss'].item() for one value"
-    if isinstance(metrics, tuple):
-        return "the second value that a train step returns, state, metrics = train_step(state, batch)"
-    return '{"loss": ll.Mean(total, weight)}'
-
-
 def _numbers(tensors: list[Tensor]) -> list[Any]:
     """The numbers of scalar tensors, in one transfer if they are on one device."""
     wide = [_wide(tensor) for tensor in tensors]
@@ -189,14 +175,15 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {_instead_of(metrics)}"
+            f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give the second value that a step "
+            "returns, or window.metrics(). The number of one Mean is metrics['loss'].item()"
         )
     _check_metrics(metrics)
     values = {name: metric.compute() for name, metric in metrics.items() if not isinstance(metric, Cat)}
     for name, value in values.items():
         check(
             hasattr(value, "__float__"),
-            f"{name!r} computes {value!r}, and not one number: make a record of each number, such as "
+            f"{name!r} computes {named(value)}, and not one number: make a record of each number, such as "
             "Corpus.of(lambda *columns: function(*columns)['rouge1'], *columns)",
             TypeError,
         )
@@ -206,7 +193,8 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         if tensor.numel() != 1:
             raise ValueError(
                 f"{name!r} has the shape {tuple(tensor.shape)}, and not one value: of the step of a stack "
-                "(ll.vmap_step) ll.transforms.compute_members gives the values of each member"
+                "(ll.vmap_step) ll.transforms.compute_members gives the values of each member; of another record, read one "
+                "number by ll.metrics.Reading(record, lambda record: record.value()[0])"
             )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]
     values.update(zip(tensors, _numbers(waiting), strict=True))

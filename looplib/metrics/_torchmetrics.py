@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 
 
 class TorchMetric(NamedTuple):
@@ -28,42 +28,34 @@ class TorchMetric(NamedTuple):
 
     Attributes:
         host: the metric that updates and computes. It is empty between calls.
-        states: name -> state of the metric; None if inputs are kept.
-        inputs: (args, kwargs) of each update, for a metric whose inputs are kept.
+        states: name -> state of the metric.
         updates: number of batches.
     """
 
     host: Any
-    states: Mapping[str, Any] | None
-    inputs: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
+    states: Mapping[str, Any]
     updates: int = 0
 
     def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
         """Record of a batch, from the arguments of the metric's `update`."""
         args, kwargs = trees.map_tensors(Tensor.detach, (args, kwargs))
-        if self.states is None:
-            kept = trees.map_tensors(Tensor.clone, (args, kwargs))
-            return TorchMetric(self.host, None, (kept,), 1)
         try:
             self.host.update(*args, **kwargs)
             # Copies, because a reset clears the metric's lists, which may contain the batch itself.
             states = trees.map_tensors(Tensor.clone, self.host.metric_state)
         finally:
             self.host.reset()
-        return TorchMetric(self.host, states, (), 1)
+        return TorchMetric(self.host, states, 1)
 
     def merge(self, other: TorchMetric) -> TorchMetric:
         # An empty record does not have the others' device and dtype yet.
         if not self.updates or not other.updates:
             return self if self.updates else other
-        updates = self.updates + other.updates
-        if self.states is None or other.states is None:
-            return TorchMetric(self.host, None, self.inputs + other.inputs, updates)
         states = {}
         for name, mine in self.states.items():
             merge = _REDUCTIONS.get(_name_of(self.host._reductions[name]), operator.add)  # lists are concatenated
             states[name] = merge(mine, other.states[name])
-        return TorchMetric(self.host, states, (), updates)
+        return TorchMetric(self.host, states, self.updates + other.updates)
 
     def value(self) -> Any:
         """The metric's own value: a tensor of any shape, or a dict.
@@ -76,12 +68,6 @@ class TorchMetric(NamedTuple):
             f"this {type(self.host).__name__} was given no batch: return metric.of(predictions, labels), or what its "
             "update takes, and not the metric itself, from the function of the model and the batch",
         )
-        if self.states is None:
-            # A reset does not clear all of such a metric: MinMaxMetric keeps its extremes.
-            metric = copy.deepcopy(self.host)
-            for args, kwargs in self.inputs:
-                metric.update(*args, **kwargs)
-            return metric.compute()
         try:
             for name, state in self.states.items():
                 setattr(self.host, name, list(state) if isinstance(state, list) else state)
@@ -91,15 +77,8 @@ class TorchMetric(NamedTuple):
             self.host.reset()
 
     def compute(self) -> Any:
-        """The value, which must be a single number."""
-        value = self.value()
-        shape = tuple(value.shape) if isinstance(value, Tensor) else value
-        check(
-            isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1),
-            f"{type(self.host).__name__} computes a {type(value).__name__}, {shape}, not a number: read one from it, "
-            "as by ll.metrics.Reading(record, lambda record: record.value()[0])",
-        )
-        return value
+        """The value, which must be a single number for `ll.compute`."""
+        return self.value()
 
 
 def torchmetric(metric: Any) -> TorchMetric:
@@ -114,39 +93,32 @@ def torchmetric(metric: Any) -> TorchMetric:
     It returns the record without batches; `.of(...)` takes the arguments of the metric's `update`. The given metric
     is copied and never changed. Most metrics keep their state in sums, extremes or lists, which are merged, and memory
     is that of the state. For any other metric, such as a running correlation, a composition or a wrapper around
-    another metric, the inputs are kept, and the metric is updated with all of them when it is computed.
+    another metric, collect the samples: `ll.metrics.Corpus.of(function, predictions, labels)`, with a function that
+    updates the metric with all of them and computes it.
 
     Return the record from your metric function, not the metric's own value: a scalar such as `f1(logits, y)` would be
     averaged over batches, and for F1 or AUC such a mean of means is a different number.
 
     Args:
-        metric: a torchmetrics metric, or an object with the same `update()`, `reset()` and `compute()`, on the device
-            of its inputs. For a `MetricCollection`, make a record of each of its metrics.
+        metric: a torchmetrics metric, on the device of its inputs. For a `MetricCollection`, make a record of each of
+            its metrics.
 
     Raises:
-        TypeError: `metric` is something different, or a collection.
+        TypeError: `metric` is something different, a collection, or has a state that cannot be merged.
         ValueError: when computed, if the metric has several numbers (use `Reading` to take one from its `value()`),
             or the record has no batches because `.of(...)` was forgotten.
     """
-    kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
     check(
-        not isinstance(metric, type) and all(hasattr(metric, name) for name in ("update", "compute", "reset")),
-        f"found {kind}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
-        "such as torchmetrics.classification.BinaryF1Score()",
-        TypeError,
-    )
-    check(
-        not hasattr(metric, "compute_groups"),  # which let metrics share a state that may differ later
-        f"found {kind}; make a record of each of its metrics: "
-        "{name: ll.metrics.torchmetric(metric) for name, metric in collection.items()}",
+        not isinstance(metric, type) and _merges(metric),
+        f"found {named(metric)}, not a metric of torchmetrics whose state is sums, extremes or lists; give an instance of one, such "
+        "as torchmetrics.classification.BinaryF1Score(). Of a MetricCollection, make a record of each metric. Of another "
+        "metric, collect the samples by ll.metrics.Corpus.of(function, predictions, labels)",
         TypeError,
     )
     host = copy.deepcopy(metric)
-    for part in host.modules() if isinstance(host, nn.Module) else ():
-        if hasattr(part, "sync_on_compute"):  # merging adds up the ranks, so torchmetrics must not do it too
-            vars(part).update(sync_on_compute=False, _to_sync=False)
+    vars(host).update(sync_on_compute=False, _to_sync=False)  # merging adds up the ranks, so torchmetrics must not
     host.reset()
-    return TorchMetric(host, host.metric_state if _merges(host) else None)
+    return TorchMetric(host, host.metric_state)
 
 
 # By name, since torchmetrics is not imported. A mean of means has no weights, so it is not included.

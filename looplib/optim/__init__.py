@@ -4,8 +4,8 @@ from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
 from looplib.optim._optimizer import optimizer
-from looplib.optim._parameters import freeze, master_weights, own_steps, partition
-from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale, skip_spikes
+from looplib.optim._parameters import freeze, own_steps, partition
+from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale
 
 __all__ = [
     "NonFiniteGradientsError",
@@ -17,12 +17,10 @@ __all__ = [
     "freeze",
     "hyperparameters",
     "injected",
-    "master_weights",
     "optimizer",
     "own_steps",
     "partition",
     "set_hyperparameters",
-    "skip_spikes",
     "swa",
     "where",
 ]

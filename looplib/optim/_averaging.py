@@ -7,7 +7,7 @@ interrupted and checkpointed with them. It counts the updates of the optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from looplib._core.checks import check, check_argument, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
+from looplib._core.records import with_repr
 from looplib._core.tracing import on_host
-from looplib._core.trees import map_leaves
 from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
 from looplib.types import Grads, Optimizer, Params, TrainState
 
@@ -68,12 +68,70 @@ def ema(
     """
     advice = "give a number from 0 to 1, or a function of the averages so far"
     check_argument(callable(decay) or 0 <= decay <= 1, "decay", decay, advice)
+    check(
+        is_count(start, 0) and is_count(every),
+        f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1",
+    )
 
-    def weight(count: int) -> float:
-        return 1 - (decay(count) if callable(decay) else decay)
+    def moment(before: Tensor) -> tuple[Tensor, float | None]:
+        """Updates so far, and the weight of the trained weights in the average; None if none is due."""
+        updates = int(before) + 1
+        count, rest = divmod(updates - start, every)
+        if count < 0 or rest:
+            return torch.tensor(updates), None
+        kept = (decay(count) if callable(decay) else decay) if count else 0  # the first average is a copy
+        return torch.tensor(updates), float(1 - kept)
+
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
+        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
+        opt_state["updates"], weight = on_host(moment, opt_state["updates"])
+        if weight is not None:
+            now = {"params": params, "buffers": info.get("buffers") or {}}
+            for kind, average in opt_state["average"].items():
+                _move(average, now[kind], weight)
+        return params, opt_state, more
 
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
-    return _averaging(optimizer, ema, settings, weight)
+
+    def first_average(params: Params, buffers: Tensors | None = None, **extra: Any) -> dict[str, Tensors]:
+        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
+        if settings["buffers"]:
+            floats = {name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()}
+            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floats.items()}
+        return averaged
+
+    keeps: dict[str, First] = {"average": first_average, "updates": lambda params, **extra: torch.tensor(0)}
+    return wrap(optimizer, ema, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer, start))
+
+
+def _evaluated(
+    optimizer: Optimizer, start: int, params: Params, buffers: Tensors, opt_state: Any
+) -> tuple[Params, Tensors]:
+    """The averages, or before the first average, the weights that the optimizer itself evaluates with."""
+    begun, average = opt_state["updates"] >= start, opt_state["average"]
+    if not begun.any():
+        return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+    check(begun.all(), "only some members of this stack have an average so far: ask for one of unstack_states(stack)")
+    statistics = in_dtypes_of(average.get("buffers", {}), buffers)
+    return {**params, **in_dtypes_of(average["params"], params)}, {**buffers, **statistics}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.detach().float() if half else tensor.detach()
+
+
+def _move(average: Tensors, now: Tensors, weight: float | Tensor) -> None:
+    """Move averages towards the values, in place."""
+    if not average:  # a model without floating-point buffers; kernels over lists refuse empty ones
+        return
+    with torch.no_grad():
+        old, new = shards(average.values()), shards(map(_wide, pick(now, average).values()))
+        if isinstance(weight, Tensor):  # in a graph
+            for before, after in zip(old, new, strict=True):
+                before.lerp_(after, weight.to(before))
+        else:
+            torch_private.foreach_lerp_(old, new, weight)
 
 
 def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | None = None) -> Callable[[int], float]:
@@ -127,96 +185,16 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
         ValueError: an argument is out of range.
 
     Source: Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018. The result is
-    bitwise that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, except for float64 weights,
-    where torch rounds each contribution to float32.
+    that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, bit by bit for weights of at most
+    float32.
     """
-    settings = {"start": start, "every": every, "buffers": buffers}
-    return _averaging(optimizer, swa, settings, lambda count: 1 / (count + 1))
+    averages = ema(optimizer, _equal, start=start, every=every, buffers=buffers)
+    return with_repr(averages, swa, optimizer, start=start, every=every, buffers=buffers)
 
 
-def _averaging(
-    optimizer: Optimizer,
-    factory: Callable[..., Optimizer],
-    settings: Mapping[str, Any],
-    weight: Callable[[int], float],
-) -> Optimizer:
-    start, every = settings["start"], settings["every"]
-    check(
-        is_count(start, 0) and is_count(every),
-        f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1",
-    )
-
-    def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
-        """Counters after this update, and the averaging plan (first average?, weight), or None for no average."""
-        updates = int(before) + 1
-        count, rest = divmod(updates - start, every)
-        if count < 0 or rest:
-            return {"updates": torch.tensor(updates)}, None
-        counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
-        return counted, (count == 0, float(weight(count)) if count else 1.0)
-
-    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
-        counters, plan = on_host(moment, opt_state["updates"])
-        opt_state.update(counters)
-        if plan is not None:
-            now = {"params": params, "buffers": info.get("buffers") or {}}
-            for kind, average in opt_state["average"].items():
-                _move(average, now[kind], *plan)
-        return params, opt_state, more
-
-    def first_average(params: Params, buffers: Tensors | None = None, **extra: Any) -> dict[str, Tensors]:
-        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
-        if settings["buffers"]:
-            floats = {name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()}
-            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floats.items()}
-        return averaged
-
-    keeps: dict[str, First] = {
-        "average": first_average,
-        "updates": lambda params, **extra: torch.tensor(0),
-        "n_averaged": lambda params, **extra: torch.tensor(int(start == 0)),
-    }
-    return wrap(optimizer, factory, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer))
-
-
-def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
-    """The averages, or before the first average, the weights that the optimizer itself evaluates with."""
-    begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
-    without = optimizer.evaluation(params, buffers, opt_state["inner_state"])
-    if not begun.any():
-        return without
-    statistics = in_dtypes_of(average.get("buffers", {}), buffers)
-    averaged = {**params, **in_dtypes_of(average["params"], params)}, {**buffers, **statistics}
-    if begun.all():
-        return averaged
-
-    def of_member(one: Tensor, other: Tensor) -> Tensor:
-        return torch.where(begun.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one.detach(), other.detach())
-
-    # Only some members of a stack have an average so far.
-    return map_leaves(of_member, averaged, without)  # type: ignore[no-any-return]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    half = tensor.dtype in (torch.bfloat16, torch.float16)
-    return tensor.detach().float() if half else tensor.detach()
-
-
-def _move(average: Tensors, now: Tensors, first: bool, weight: float) -> None:
-    """Move averages towards the values, in place; the first ones are the values."""
-    if not average:  # a model without floating-point buffers; kernels over lists refuse empty ones
-        return
-    with torch.no_grad():
-        old, new = [*average.values()], [*map(_wide, pick(now, average).values())]
-        if first:
-            torch_private.foreach_copy_(shards(old), shards(new))
-        elif isinstance(weight, Tensor):  # while tracing
-            for before, after in zip(old, new, strict=True):
-                # Without `to`, a tensor without dimensions would take the weight's dtype.
-                before.add_((after - before) * weight.to(before.dtype))
-        else:
-            torch_private.foreach_lerp_(shards(old), shards(new), weight)
+def _equal(count: int) -> float:
+    """Decay of an equal average, of which there have been so many terms."""
+    return count / (count + 1)
 
 
 def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ Members = Sequence[Sequence[str]]
 
 def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int] = frozenset()) -> States:
     """State that one of torch's classes keeps for each parameter. `fused` has the groups that take a fused kernel."""
-    return _OF_CLASS.get(recipe.cls, _of_torch)(recipe, params, members, fused)
-
-
-def _of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int]) -> States:
-    """State that torch's classes create at a parameter's first gradient, of which only the presence matters."""
+    if recipe.cls is torch.optim.LBFGS:
+        return first_state_of_lbfgs(recipe, params, members)
+    if recipe.cls is torch.optim.SGD:
+        return _of_sgd(recipe, params, members)
+    if recipe.cls is torch.optim.SparseAdam:
+        zeros = torch.zeros_like
+        return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
+    # The others create state at a parameter's first gradient, of which only the presence matters.
     made = recipe.build(params, members, fused)
     for tensor in params.values():
         tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
@@ -35,7 +38,7 @@ def _of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int])
     return {name: dict(made.state[tensor]) for name, tensor in params.items()}
 
 
-def _of_sgd(recipe: Recipe, params: Params, members: Members, fused: Set[int]) -> States:
+def _of_sgd(recipe: Recipe, params: Params, members: Members) -> States:
     """Momentum buffers for SGD, if there is momentum or a schedule may introduce it.
 
     A buffer starts as -0.0: applying momentum and adding the first gradient then gives the gradient's own bits, for
@@ -46,19 +49,6 @@ def _of_sgd(recipe: Recipe, params: Params, members: Members, fused: Set[int]) -
         for name in names if momentum else ():
             states[name] = {"momentum_buffer": torch.full_like(params[name], -0.0)}
     return states
-
-
-def _of_sparse_adam(recipe: Recipe, params: Params, members: Members, fused: Set[int]) -> States:
-    zeros = torch.zeros_like
-    return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
-
-
-# Classes that create state in another way than the others of torch.optim.
-_OF_CLASS: dict[Any, Callable[[Recipe, Params, Members, Set[int]], States]] = {
-    torch.optim.SGD: _of_sgd,
-    torch.optim.SparseAdam: _of_sparse_adam,
-    torch.optim.LBFGS: first_state_of_lbfgs,
-}
 
 
 # Parameters whose state the class creates in their own first update

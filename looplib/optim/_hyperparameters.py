@@ -11,8 +11,7 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.kinds import check_kind
-from looplib._core.trees import map_leaves
-from looplib.optim._recipe import Recipe, value_at
+from looplib.optim._recipe import Recipe
 from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, TrainState
 
@@ -35,13 +34,14 @@ class injected:
         value: initial value, a number.
 
     Raises:
-        TypeError: `value` is not a number. `init_state` raises it for a member of a tuple, such as one of `betas`.
+        TypeError: `value` is not a number.
 
     Source: `optax.inject_hyperparams`.
     """
 
     def __init__(self, value: float) -> None:
-        check(_is_real(value), f"injected got a {type(value).__name__}; give a number", TypeError)
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        check(real, f"injected got a {type(value).__name__}; give a number", TypeError)
         self.value = float(value)
 
     def __repr__(self) -> str:
@@ -53,13 +53,6 @@ class injected:
 
 def values_to_inject(moving: Mapping[str, Any]) -> dict[str, Tensor]:
     """The injected among a group's moving hyperparameters, as they are kept in the state."""
-    for key, value in moving.items():
-        check(
-            callable(value) or injected not in map(type, value),
-            f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a number or a "
-            "schedule there",
-            TypeError,
-        )
     values = {key: value.value for key, value in moving.items() if isinstance(value, injected)}
     return {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
 
@@ -81,8 +74,8 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     ll.compute(metrics) | ll.optim.hyperparameters(optimizer, state))`.
 
     A plain name is the default group's value. `lr/0` is the value of the first entry of `groups` if it has its own,
-    `lr/matrices` that of the optimizer with this label in a `partition`, and `betas[0]` a member of a tuple.
-    Constants other than `lr` are left out. Schedules are evaluated on the host when you call this, so steps are not
+    `lr/matrices` that of the optimizer with this label in a `partition`. Constants other than `lr`, and tuples such as
+    `betas`, are left out. Schedules are evaluated on the host when you call this, so steps are not
     slowed down.
 
     Args:
@@ -113,28 +106,15 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
-    nothing: list[dict[str, Any]] = [{} for _ in recipe.values]
+    values = recipe.values_at(recipe.values, opt_state, step)
     for number in (-1, *range(len(recipe.groups))):  # defaults come first
-        given, injected_values = recipe.values[number], opt_state.get("hyperparameters", nothing)[number]
-        values = {**given, **opt_state.get("groups", nothing)[number], **injected_values}
-        suffix, own = (f"/{number}", {*recipe.overrides[number], *injected_values}) if number >= 0 else ("", given)
-        for key in dict.fromkeys(["lr", *recipe.moving[number]]):
-            if key in own:
-                numbers |= _named(key, suffix, value_at(values[key], step), given[key])
+        moving, given = recipe.moving[number], recipe.values[number]
+        suffix, own = (f"/{number}", recipe.overrides[number]) if number >= 0 else ("", given)
+        for key in dict.fromkeys(["lr", *moving]):
+            if key in own or isinstance(moving.get(key), injected):
+                value = values[number][key]
+                numbers |= {key + suffix: float(value)} if isinstance(value, (Real, Tensor)) else {}
     return numbers
-
-
-def _named(key: str, suffix: str, value: Any, given: Any) -> dict[str, float]:
-    """A hyperparameter as numbers: its value, or those members of a tuple that are schedules."""
-    if isinstance(value, (Real, Tensor)):
-        return {key + suffix: _number(value)}
-    if isinstance(value, tuple):
-        return {f"{key}[{i}]{suffix}": _number(value[i]) for i, member in enumerate(given) if callable(member)}
-    return {}
-
-
-def _number(value: Any) -> float:
-    return float(value.detach().item() if isinstance(value, Tensor) else value)
 
 
 Value = float | Tensor | Callable[[Tensor], float | Tensor]
@@ -152,9 +132,8 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     >>> ll.optim.hyperparameters(optimizer, state)
     {'lr': 0.01}
 
-    A name sets the hyperparameter everywhere: in all groups, and in all optimizers of a `partition`. A longer name,
-    as given by `ll.optim.hyperparameters`, sets it only there and below: `lr=1e-3, **{"lr/0": 1e-4}`. The given state
-    is unchanged, and the two states share all other tensors.
+    A name sets the hyperparameter everywhere: in all groups, and in all optimizers of a `partition`; a function keeps
+    their ratios. The given state is unchanged, and the two states share all other tensors.
 
     Args:
         state: a state with `ll.optim.injected` hyperparameters, with any wrappers around the optimizer, or a stack of
@@ -165,56 +144,41 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
             reach a learned rate (`ll.transforms.differentiable`); otherwise, pass `tensor.detach()`.
 
     Raises:
-        ValueError: the hyperparameter is not injected, or the tensor has a different shape.
-        TypeError: the value is neither a number nor a tensor.
+        ValueError: the hyperparameter is not injected, or the value is no number and no tensor of its shape.
     """
-    opt_state = map_leaves(lambda leaf: leaf, state.opt_state)  # new containers of the same tensors
-    present = _present(opt_state)
-    used: set[str] = set()
-    for name, (numbers, key) in present.items():
-        if given := [given for given in values if f"{name}/".startswith(f"{given}/")]:
-            numbers[key] = _alike(name, values[max(given, key=len)], numbers[key])
-            used.update(given)
-    if unknown := sorted(values.keys() - used):
+    unknown = set(values)
+
+    def changed(record: Any) -> Any:
+        match record:
+            case {"inner_state": inner}:
+                return {**record, "inner_state": changed(inner)}
+            case {"inner_states": members}:
+                return {"inner_states": {key: changed(member) for key, member in members.items()}}
+            case {"hyperparameters": groups}:
+                unknown.difference_update(*groups)
+                return {**record, "hyperparameters": [_changed(group, values) for group in groups]}
+        return record
+
+    opt_state = changed(state.opt_state)
+    if unknown:
+        names = ", ".join(sorted(unknown))
         raise ValueError(
-            f"{', '.join(unknown)} does not stand in this state, of which {', '.join(sorted(present)) or 'nothing'} "
-            f"is injected: make the state by an optimizer with {unknown[0].partition('/')[0]}=ll.optim.injected(...)"
+            f"{names} does not stand in this state: make the state by an optimizer with {min(unknown)}=ll.optim.injected(...)"
         )
     return state.replace(opt_state=opt_state)
 
 
-def _present(record: Any, label: str = "") -> dict[str, tuple[dict[str, Tensor], str]]:
-    """Injected hyperparameters by name, within wrappers and partitions: the dict that holds each, and its key there."""
-    present: dict[str, tuple[dict[str, Tensor], str]] = {}
-    if not isinstance(record, dict):
-        return present
-    groups = record.get("hyperparameters", [])
-    for number, numbers in enumerate(groups):
-        ending = label if number == len(groups) - 1 else f"{label}/{number}"  # the defaults come last
-        present |= {key + ending: (numbers, key) for key in numbers}
-    present |= _present(record.get("inner_state"), label)
-    for key, member in record.get("inner_states", {}).items():
-        present |= _present(member, f"{label}/{key}")
-    return present
+def _changed(numbers: Mapping[str, Tensor], values: Mapping[str, Value]) -> dict[str, Tensor]:
+    return {key: _alike(key, values[key], old) if key in values else old for key, old in numbers.items()}
 
 
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """Convert a value to a tensor like the one it replaces."""
-    if callable(value):
-        value = value(old)
-    if _is_real(value):
-        return torch.full_like(old, float(value))
-    kind = type(value).__name__
-    message = f"{name} is a {kind}; give a number, a tensor, or a function that gives one"
-    check(isinstance(value, Tensor), message, TypeError)
-    check(
-        value.shape in (old.shape, ()),
-        f"{name} has shape {tuple(value.shape)}, and in this state {tuple(old.shape)}: give one number, or in a "
-        "stack one for each member",
-    )
-    tensor: Tensor = value.to(old.device, old.dtype).expand(old.shape).clone()
+    given = value(old) if callable(value) else value
+    try:
+        tensor: Tensor = torch.as_tensor(given, dtype=old.dtype, device=old.device).expand(old.shape).clone()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is {given!r}; give a number, or a tensor of shape {tuple(old.shape)} or ()"
+        ) from error
     return tensor
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss at different parameters: LBFGS, and third-party classes that require a closure.
+"""LBFGS, which evaluates the loss at different parameters.
 
 For this, `update` is given `evaluate(params) -> (loss, grads)`, as `optax.lbfgs` is given `value_fn`. LBFGS's state is
 kept in tensors of fixed shapes, although torch's history grows.
@@ -6,7 +6,7 @@ kept in tensors of fixed shapes, although torch's history grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,45 +16,14 @@ from looplib._core.checks import check
 from looplib._core.mappings import mapped, pick
 from looplib._objective import loss_over_ranks
 from looplib.optim._recipe import Recipe, drop_grads, restored_grads
-from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Params
-
-Evaluate = Callable[[Params], tuple[Any, Grads]]
 
 _NUMBERS = ("func_evals", "n_iter")
 _FLAT = ("d", "prev_flat_grad", "H_diag")  # tensors; the history is in tensors of `history_size` rows
 _ROWS = ("old_dirs", "old_stps", "ro")
 
 
-def closure_over(evaluate: Any, cls: type, tensors: Params, known: list[Any]) -> Callable[[], Any]:
-    """Make the `closure()` that a step calls: it returns the loss at the current tensors and sets their `.grad`.
-
-    `known` holds losses and gradients that need not be computed, with the next one last.
-    """
-    check(
-        evaluate,
-        f"{cls.__name__} evaluates the loss at other parameters, so its update needs evaluate=: a function "
-        "from params to (loss, grads). A train step gives one; a wrapper hands it on with **extra",
-        TypeError,
-    )
-
-    def closure() -> Any:
-        drop_grads(tensors.values())
-        with torch.enable_grad():
-            loss, grads = known.pop() if known else evaluate(dict(tensors))
-        for name, tensor in tensors.items():
-            tensor.grad = grads.get(name)
-        return loss
-
-    return closure
-
-
-def is_lbfgs(recipe: Recipe) -> bool:
-    """True for torch's LBFGS, whose history grows from update to update."""
-    return recipe.cls is torch.optim.LBFGS
-
-
-def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any, fused: Any) -> dict[str, dict[str, Any]]:
+def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any) -> dict[str, dict[str, Any]]:
     """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
     size = int(recipe.build(params, members).param_groups[0]["history_size"])
     flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
@@ -67,14 +36,6 @@ def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any, fused: An
     return {**{name: {} for name in params}, next(iter(params)): state}
 
 
-def check_lbfgs(opt_state: Any) -> None:
-    """Raise for the state of another optimizer."""
-    match opt_state:
-        case {"state": dict(states)} if states and "old_dirs" in next(iter(states.values())):
-            return
-    raise wrong_state(opt_state, "LBFGS", _ROWS)
-
-
 def lbfgs_update(
     recipe: Recipe,
     grads: Grads,
@@ -85,6 +46,12 @@ def lbfgs_update(
     evaluate: Any,
 ) -> tuple[Params, Any]:
     """LBFGS update by torch's own step, in place. `metrics` are those of `grads`, if they are known."""
+    check(
+        evaluate,
+        "LBFGS evaluates the loss at other parameters, so its update needs evaluate=: a function from params to (loss, "
+        "grads). A train step gives one; a wrapper hands it on with **extra",
+        TypeError,
+    )
     states = opt_state["state"]
     tensors = pick(params, states)
     first = next(iter(states))
@@ -93,8 +60,17 @@ def lbfgs_update(
     instance.state[tensors[first]] = _unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
     known = [(loss_over_ranks(metrics), grads)] if metrics else []
+
+    def closure() -> Any:
+        drop_grads(tensors.values())
+        with torch.enable_grad():
+            loss, at_tensors = known.pop() if known else evaluate(dict(tensors))
+        for name, tensor in tensors.items():
+            tensor.grad = at_tensors.get(name)
+        return loss
+
     with restored_grads(tensors.values()):
-        instance.step(closure_over(evaluate, recipe.cls, tensors, known))
+        instance.step(closure)
     states[first] = _packed_into(states[first], instance.state[tensors[first]])
     return params, opt_state
 

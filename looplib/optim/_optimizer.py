@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
 from looplib._core.descriptions import described
@@ -16,15 +18,15 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import kernel_name
-from looplib.optim._lbfgs import check_lbfgs, is_lbfgs, lbfgs_update
-from looplib.optim._recipe import Groups, NotGiven, Recipe, check_class, check_groups, check_lr
+from looplib.optim._lbfgs import lbfgs_update
+from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr
 from looplib.optim._third_party import check_against_raw_loop, evaluated
 from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
 @explain_arguments(check_class)
-def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
@@ -50,18 +52,19 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         groups: list of `(predicate(name, tensor), {hyperparameter: value or schedule})`. The first match wins; the
             other parameters use the defaults. A third-party class may read group keys that its constructor does not
             accept, such as GaLore's `rank`; those are passed to it in the group.
-        hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
-            be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
+        hyperparameters: further arguments of the class. Each of them may be a schedule, that of `betas` one that
+            returns a tuple. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
             and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
             `repr(optimizer)` says which.
 
     Raises:
-        TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
-            third-party class, almost spelled like a known one. From `init`: the class keeps state outside `state` and
-            `param_groups`, in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps
-            more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. This is
-            found by three steps on the smallest parameters, which are compared with a raw loop.
+        TypeError: `cls` is not an optimizer class, or needs a closure and is not LBFGS; `lr` is missing; a
+            hyperparameter is unknown, or, in a group of a third-party class, almost spelled like a known one. From
+            `init`: the class keeps state outside `state` and `param_groups`, for all parameters together, or in types
+            other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few updates
+            than after one; or it draws from Python's or NumPy's random streams. This is found by three steps on the
+            smallest parameters, which are compared with a raw loop.
         ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
             depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
@@ -88,7 +91,6 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)
     recipe.check()
     plans: list[Plan] = []
-    lbfgs = is_lbfgs(recipe)
 
     def begin(params: Params) -> dict[str, Any]:
         check(params, f"{cls.__name__} got no parameters to optimize")
@@ -103,10 +105,7 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     def decide(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[bool, Any]:
-        if lbfgs:
-            check_lbfgs(opt_state)
-        else:
-            check_update(plans, recipe, grads, opt_state, params, step)
+        check_update(plans, recipe, grads, opt_state, params, step)
         return True, opt_state
 
     def update_(
@@ -125,9 +124,14 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             from looplib.optim._traced_update import traced_update
 
             return traced_update(recipe, grads, opt_state, params, step)
-        if lbfgs:
+        if cls is torch.optim.LBFGS:
             return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
-        return eager_update(plans, recipe, grads, opt_state, params, step, seed, evaluate)
+        return eager_update(plans, recipe, grads, opt_state, params, step, seed)
+
+    def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
+        if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
+            return params, buffers
+        return evaluated(plan_for(plans, recipe, params, opt_state["state"]), params, opt_state), buffers
 
     description = {"class": described(cls), **described(recipe.defaults)}
     for number, (predicate, values) in enumerate(groups):
@@ -136,7 +140,7 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         init,
         update_,
         decide,
-        lambda params, buffers, opt_state: (evaluated(recipe, params, opt_state), buffers),
+        evaluation,
         partial(numbers_of, recipe),
         description,
         partial(kernel_name, recipe, plans),

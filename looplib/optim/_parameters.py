@@ -1,4 +1,4 @@
-"""Wrappers that choose what an optimizer updates: some of the parameters, for some of the steps, or float32 copies of them."""
+"""Wrappers that choose what an optimizer updates: some of the parameters, for some of the steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_type
-from looplib._core.mappings import in_dtypes_of, mapped, pick
+from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib._core.tracing import on_host, tracing
-from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, leaves_of, update_where
+from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, update_where
 from looplib.optim._recipe import chosen_by_kind
-from looplib.optim._wrap import Updated, name_of, update_within, wrap, wrong_state
+from looplib.optim._wrap import Updated, update_within, wrap, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
@@ -70,15 +70,13 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 states, flags = dict(before), {}
             case _:
                 own = ["inner_states of " + ", ".join(optimizers)]
-                raise wrong_state(opt_state, name_of(description, "partition"), own)
+                raise wrong_state(opt_state, repr(made), own)
         checks: list[Any] = []
         for key, (mine, subset) in parts(grads, params).items():
             decision, states[key] = call_decide(optimizers[key], mine, states[key], metrics, subset, step)
             flags[key] = flags_of(decision)
             checks += decision.checks if isinstance(decision, Decision) else ()
-        if any(states[key] is not before[key] for key in states):
-            opt_state = {"inner_states": states}
-        return all(flag is True for flag in flags.values()) or Decision(flags, checks), opt_state
+        return all(flag is True for flag in flags.values()) or Decision(flags, checks), {"inner_states": states}
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
         states, metrics = opt_state["inner_states"], {}
@@ -99,7 +97,7 @@ def _update_part(
     flag: Any, optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, info: Mapping[str, Any]
 ) -> Updated:
     """Update a part if its flag is set, or where it is set in a graph."""
-    if flag is not True and any(isinstance(one, Tensor) for one in leaves_of(flag)):
+    if flag is not True and tracing():
         return update_where(flag, optimizer, grads, opt_state, params, step, info)
     if not any_of(flag):
         return params, opt_state, {}
@@ -211,72 +209,3 @@ def own_steps(optimizer: Optimizer) -> Optimizer:
 
     keeps = {"updates": lambda params, **extra: torch.tensor(0)}
     return wrap(optimizer, own_steps, {}, keeps, update_=update_, step_of=count)
-
-
-def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
-    """Master weights: keep a float32 copy of half-precision weights in the optimizer's state, and train that copy.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1).bfloat16()
-    >>> optimizer = ll.optim.master_weights(ll.optimizer(torch.optim.AdamW, lr=1e-3))
-    >>> state = ll.init_state(model, optimizer)
-    >>> state.params["weight"].dtype, state.opt_state["master"]["weight"].dtype
-    (torch.bfloat16, torch.float32)
-
-    bfloat16 has 8 bits of precision, so an update of less than 1/256 of a weight would be rounded away. With this
-    wrapper the master is updated and the model's weight is the rounded master. Gradients are converted to `dtype`,
-    and moments are those of the masters. Parameters of different dtypes are updated directly.
-
-    `ema(master_weights(optimizer))` averages the rounded weights; `master_weights(ema(optimizer))` averages the
-    masters.
-
-    Args:
-        optimizer: the optimizer that updates the masters.
-        dtype: dtype of the masters, `torch.float32` or `torch.float64`.
-
-    Raises:
-        ValueError: `dtype` is neither of the two, or, from `init`, no parameter is half precision.
-    """
-    check(dtype in (torch.float32, torch.float64), f"masters in {dtype}: give torch.float32 or torch.float64")
-
-    def within(grads: Grads, params: Params, opt_state: Any) -> tuple[Grads, Params]:
-        master = opt_state["master"]
-        wide = {name: grad.to(dtype) if name in master else grad for name, grad in grads.items()}
-        return wide, {**params, **master}
-
-    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        master = opt_state["master"]
-        wide, full = within(grads, params, opt_state)
-        new, inner, more = call_update(optimizer, wide, opt_state["inner_state"], full, step, info)
-        with torch.no_grad():
-            for name in grads.keys() & master.keys():
-                params[name].copy_(new[name])
-        opt_state.update(inner_state=inner, master=pick(new, master))
-        return {**new, **pick(params, master)}, opt_state, more
-
-    keeps, evaluation = {"master": partial(_first_masters, dtype)}, partial(_evaluated_masters, optimizer)
-    own: dict[str, Any] = {"update_": update_, "evaluation": evaluation, "within": within}
-    return wrap(optimizer, master_weights, {"dtype": dtype}, keeps, **own)
-
-
-def _first_masters(dtype: torch.dtype, params: Params, **extra: Any) -> Params:
-    master = {
-        name: tensor.detach().to(dtype)
-        for name, tensor in params.items()
-        if tensor.dtype in (torch.bfloat16, torch.float16)
-    }
-    dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in params.values()}))
-    check(
-        master,
-        f"master_weights has nothing to keep: the parameters are {dtypes}. Make the model of half precision "
-        "(model.bfloat16()), or leave this wrapper out",
-    )
-    return master
-
-
-def _evaluated_masters(
-    optimizer: Optimizer, params: Params, buffers: dict[str, Tensor], opt_state: Any
-) -> tuple[Params, dict[str, Tensor]]:
-    full = {**params, **opt_state["master"]}
-    chosen, buffers = optimizer.evaluation(full, buffers, opt_state["inner_state"])
-    return (params if chosen is full else in_dtypes_of(chosen, params)), buffers

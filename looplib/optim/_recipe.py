@@ -7,16 +7,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from looplib._core.checks import check, few, named
-from looplib._core.updates import keywords
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -46,12 +44,6 @@ class Recipe:
         return module == "torch.optim" or module.startswith("torch.optim.")
 
     @cached_property
-    def needs_closure(self) -> bool:
-        """True if the class's `step` evaluates the loss itself, which its signature says by a closure without a default."""
-        closure = inspect.signature(self.cls.step).parameters.get("closure")
-        return closure is not None and closure.default is inspect.Parameter.empty
-
-    @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
         """Hyperparameters set in each group. The default group comes last."""
         return [*(values for _, values in self.groups), {}]
@@ -64,7 +56,7 @@ class Recipe:
     @cached_property
     def moving(self) -> list[dict[str, Any]]:
         """For each group, the hyperparameters that are schedules or injected."""
-        return [{key: value for key, value in values.items() if moves(value)} for values in self.values]
+        return [{key: value for key, value in values.items() if callable(value)} for values in self.values]
 
     @cached_property
     def end(self) -> int | None:
@@ -140,38 +132,31 @@ class Recipe:
         try:
             made = self.cls(groups, **values_at(self.defaults, 0))
         except (KeyError, ValueError) as error:
-            if members[-1] and self._beyond():
-                error.add_note(
-                    f"{few(members[-1])}: no group of groups= takes them, so they lack {few(self._beyond())}"
-                )
+            if members[-1] and self.groups:
+                error.add_note(f"{few(members[-1])}: no group of groups= takes them, so they have the defaults alone")
             raise
         if not self.is_torch_optim and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made
 
-    def _beyond(self) -> list[str]:
-        """Keys given in groups that are no parameters of a third-party class's constructor."""
-        known = inspect.signature(self.cls).parameters
-        keys = dict.fromkeys(key for values in self.overrides for key in values)
-        return [] if self.is_torch_optim else [key for key in keys if key not in known]
-
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""
-        defaults = values_at(self.defaults, 0)
-        known = inspect.signature(self.cls).parameters.keys()
-        # With keys of the class's own in the groups, a default group without them may be refused, if it has parameters.
-        for overrides in self.overrides[:-1] if self._beyond() else self.overrides:
-            values = values_at(overrides, 0)
-            beyond = {} if self.is_torch_optim else {key: values.pop(key) for key in values.keys() - known}
-            for key in beyond:
+        cls, known, defaults = self.cls, inspect.signature(self.cls).parameters.keys(), values_at(self.defaults, 0)
+        # A third party's class may need keys of its own in each group, which the defaults lack.
+        for overrides in self.overrides if self.is_torch_optim or not self.groups else self.overrides[:-1]:
+            values = {**defaults, **values_at(overrides, 0)}
+            own = {} if self.is_torch_optim else {key: values.pop(key) for key in overrides.keys() - known}
+            for key in own:
                 if near := difflib.get_close_matches(key, known, 1, 0.85):
                     raise TypeError(
-                        f"a group gives {key!r}, which is no parameter of {self.cls.__name__}: give {near[0]!r}"
+                        f"a group gives {key!r}, which is no parameter of {cls.__name__}: give {near[0]!r}"
                     )
             try:
-                self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **values})
+                cls([{"params": [torch.zeros(2, 2)], **own}], **values)
             except TypeError as error:
-                refuse_hyperparameters(self.cls, error, {**defaults, **values})
+                given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+                takes = ", ".join(name for name in known if name != "params")
+                raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
 
 
 def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> dict[str, Any]:
@@ -188,11 +173,7 @@ def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: s
 
 def value_at(value: Any, step: int) -> Any:
     """A hyperparameter's value at a step: the number itself, or the value of a schedule."""
-    if callable(value):
-        return value(step)
-    if isinstance(value, (tuple, list)):
-        return tuple(value_at(member, step) for member in value)
-    return value
+    return value(step) if callable(value) else value
 
 
 def as_kept(value: Any, before: Any) -> Any:
@@ -205,11 +186,6 @@ def as_kept(value: Any, before: Any) -> Any:
 def values_at(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Values of several hyperparameters at a step."""
     return {key: value_at(value, step) for key, value in values.items()}
-
-
-def moves(value: Any) -> bool:
-    """True if a hyperparameter, or a member of it, is a schedule or injected."""
-    return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
 
 
 def drop_grads(tensors: Iterable[Tensor]) -> None:
@@ -231,15 +207,6 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 # Checks of arguments, each with a message that says what to write instead
 
 
-class NotGiven(Enum):
-    """Default of `lr`, since no learning rate is right for all models."""
-
-    LR = "no lr"
-
-    def __repr__(self) -> str:  # in signatures that editors show
-        return "required"
-
-
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 
@@ -252,12 +219,11 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
         ", without the parameters. They are in the state",
         TypeError,
     )
-    near = dict(zip(map(str.lower, dir(torch.optim)), dir(torch.optim), strict=True))
     in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
     check(
         isinstance(cls, type),
-        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
-        f"{near.get(str(cls).lower(), 'AdamW')}, lr=...). {in_the_state}",
+        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.AdamW, "
+        f"lr=...). {in_the_state}",
         TypeError,
     )
     check(
@@ -270,6 +236,13 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     check(
         callable(getattr(cls, "step", None)),
         f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
+        TypeError,
+    )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    check(
+        cls is torch.optim.LBFGS or closure is None or closure.default is not inspect.Parameter.empty,
+        f"{cls.__name__}.step needs a closure, by which it evaluates the loss itself; of such classes ll.optimizer takes "
+        "torch.optim.LBFGS",
         TypeError,
     )
     taken = [*inspect.signature(cls).parameters]
@@ -291,7 +264,6 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
 def check_lr(lr: Any) -> None:
     """Raise TypeError for an `lr` that is neither a number nor a function of the step."""
     advice = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
-    check(lr is not NotGiven.LR, f"ll.optimizer needs a learning rate: give lr=, {advice}", TypeError)
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
         raise TypeError(
@@ -318,15 +290,3 @@ def check_groups(groups: Any) -> None:
             "a group is (predicate(name, tensor), {hyperparameter: value}), such as (lambda name, tensor: "
             f'tensor.ndim < 2, {{"weight_decay": 0.0}}), in a list of them; found {group!r}'
         )
-
-
-def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:
-    """Raise TypeError for a class that could not be created with these hyperparameters."""
-    known = [*inspect.signature(cls).parameters]
-    taken = keywords(cls)
-    if unknown := [name for name in values if name not in (taken or values)]:
-        known.remove("params")
-        message = f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes {', '.join(known)}"
-        raise TypeError(message) from error
-    given = ", ".join(f"{name}={value!r}" for name, value in values.items())
-    raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}") from error

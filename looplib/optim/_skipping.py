@@ -1,6 +1,6 @@
-"""Skipped updates: non-finite gradients, loss spikes, and the overflows of dynamic loss scaling.
+"""Skipped updates: non-finite gradients, and the overflows of dynamic loss scaling.
 
-An `Optimizer` around another one looks at the gradients or the metrics of the step and decides whether the inner
+An `Optimizer` around another one looks at the gradients of the step and decides whether the inner
 optimizer updates. A skipped update is reported as not applied, so the step does not count it. Wrappers keep their
 records in their own state.
 """
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, check_argument, check_count, few
+from looplib._core.checks import check, check_count, few
 from looplib._core.mappings import stacked
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import tracing
 from looplib._core.updates import Decision
-from looplib._objective import value_over_ranks
 from looplib.optim._wrap import kept_by_wrappers, wrap, zero_count
-from looplib.types import Grads, Metrics, Optimizer, Params
+from looplib.types import Grads, Metrics, Optimizer
 
 
 class NonFiniteGradientsError(ArithmeticError):
@@ -105,96 +104,6 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
     return stacked(torch_private.foreach_norm(filled, ord=float("inf"))).isfinite().all()
 
 
-def skip_spikes(
-    optimizer: Optimizer, *, window: int = 128, sigmas: float = 6.0, monitor: str = "loss", max_consecutive: int = 10
-) -> Optimizer:
-    """Loss spikes: skip updates for batches whose loss is far above that of recent batches.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=0.1), window=4, sigmas=3.0)
-    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
-    >>> state = ll.init_state(model, optimizer)
-    >>> for scale in (1.0, 1.1, 1.0, 1.1, 1000.0):
-    ...     state, metrics = train_step(state, scale * torch.ones(4, 2))
-    >>> state.step, state.skipped, state.opt_state["total_spikes"].item()
-    (4, True, 1)
-
-    A spike is a loss more than `sigmas` standard deviations above the mean of the last `window` batches, once half
-    the window is filled. An infinite or NaN loss always counts as a spike. All finite losses enter the window, spikes
-    included, so a lasting change of the loss is eventually accepted.
-
-    A skipped step changes only this record, as with `apply_if_finite`, and `state.skipped` is True. The loss is that
-    of all ranks together, so all ranks decide alike. Each step waits for its loss, because the host must know whether
-    to skip.
-
-    Args:
-        optimizer: the optimizer that makes the updates.
-        window: number of recent batches to compare with, at least 2.
-        sigmas: number of standard deviations above the mean that counts as a spike, above 0.
-        monitor: metric of the gradients to watch, such as "grad_norm" inside `clip_by_global_norm`. If it is not a
-            `Mean`, the mean of the ranks' values is used.
-        max_consecutive: number of skips in a row that are accepted.
-
-    Raises:
-        NonFiniteGradientsError: at one more skip in a row because of a non-finite loss.
-        ValueError: `monitor` is not among the metrics, or an argument is out of range.
-
-    Source: the `SkipStepOptimizer` of OLMo-core (Groeneveld et al., 2024).
-    """
-    advice = "give a window of 2 or more batches, sigmas above 0 and a count of at least 0"
-    check_count("window", window, 2, advice)
-    check_argument(sigmas > 0, "sigmas", sigmas, advice)
-    check_count("max_consecutive", max_consecutive, 0, advice)
-
-    def no_losses(params: Params, **extra: Any) -> Tensor:
-        device = zero_count(params).device  # on the loss's device, so that nothing waits for it
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not support
-        return torch.full((window,), torch.nan, dtype=dtype, device=device)
-
-    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
-        recent, seen = opt_state["recent"], opt_state["seen"]
-        value = _value(metrics, monitor).to(recent)
-        known = ~recent.isnan()
-        count, finite = known.sum(), value.isfinite()
-        mean = recent.nansum() / count
-        deviation = (torch.where(known, recent - mean, 0).square().sum() / (count - 1)).sqrt()
-        spike = ~finite | ((count >= max(2, window // 2)) & (value > mean + sigmas * deviation))
-        at = finite & (torch.arange(window, device=recent.device) == seen % window)
-        row = torch.where(spike, opt_state["spikes_in_a_row"] + 1, 0)
-        record = {
-            "recent": torch.where(at, value, recent),
-            "seen": seen + finite,
-            "spikes_in_a_row": row,
-            "total_spikes": opt_state["total_spikes"] + spike,
-        }
-        check = partial(_check_spikes, monitor, max_consecutive), (finite, row, value, step)
-        return Decision(~spike, [check]) & flag, {**opt_state, **record}
-
-    settings = {"window": window, "sigmas": sigmas, "monitor": monitor, "max_consecutive": max_consecutive}
-    counts = dict.fromkeys(("seen", "spikes_in_a_row", "total_spikes"), zero_count)
-    return wrap(optimizer, skip_spikes, settings, {"recent": no_losses, **counts}, decide=decide)
-
-
-def _check_spikes(monitor: str, max_consecutive: int, finite: Tensor, row: Tensor, value: Tensor, step: int) -> None:
-    if not finite and row > max_consecutive:
-        raise NonFiniteGradientsError(
-            f"{monitor!r} was a spike {int(row)} times in a row (max_consecutive={max_consecutive}) and is "
-            f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
-            "was before it"
-        )
-
-
-def _value(metrics: Any, name: str) -> Tensor:
-    """A metric over all ranks, by name."""
-    if name not in metrics:
-        raise ValueError(
-            f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
-            f"{few(metrics)}. Name one that is, and call the optimizer through a train step"
-        )
-    return value_over_ranks(metrics[name])
-
-
 def _scale_of(opt_state: Any) -> Tensor:
     scale: Tensor | None = kept_by_wrappers(opt_state, "loss_scale")
     if scale is None:
@@ -253,7 +162,7 @@ def dynamic_loss_scale(
         torch_private.amp_update_scale_(
             scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
         )
-        check = partial(_check_scale, min_scale), (~finite, scale, opt_state["loss_scale"], step)
+        check = partial(_check_scale, min_scale), (scale, opt_state["loss_scale"], step)
         return Decision(finite, [check]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
 
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
@@ -265,8 +174,8 @@ def dynamic_loss_scale(
     return wrap(optimizer, dynamic_loss_scale, settings, keeps, decide=decide)
 
 
-def _check_scale(min_scale: float, overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:
-    if overflowed and scale < min_scale:
+def _check_scale(min_scale: float, scale: Tensor, before: Tensor, step: int) -> None:
+    if scale < min_scale:  # by an overflow just now: a state with such a scale is never returned
         raise NonFiniteGradientsError(
             f"gradients are not finite at step {step} though the loss scale is down to "
             f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from looplib._core import random as draws
 from looplib._core import torch_private, trees
-from looplib._core.checks import check
+from looplib._core.checks import check, few
 from looplib._core.mappings import detached_copies, mapped, pick, subset
 from looplib._core.modules import _generators
 from looplib._core.random import mix, restored
@@ -29,7 +29,6 @@ from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
 from looplib._core.updates import copy_tree
 from looplib.optim._first_state import with_created, without_state
-from looplib.optim._lbfgs import Evaluate, closure_over
 from looplib.optim._recipe import Recipe, restored_grads
 from looplib.types import Grads, Params
 
@@ -47,7 +46,6 @@ class Probe:
     Attributes:
         state: name -> state of a parameter, as `packed` stores it.
         makers: name -> key -> function that makes an object kept for a parameter again.
-        shared: key -> entry of `state` that belongs to all parameters together, as before the first step.
         groups: for each group, the numbers that the class changes there, as before the first step; None for those
             that the first step creates.
         writes_grads: True if the class writes into the gradients, as schedule-free optimizers do.
@@ -55,7 +53,6 @@ class Probe:
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     makers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     writes_grads: bool = False
 
@@ -64,8 +61,15 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
     """Step once on copies, and raise if the class keeps something that a pure update cannot copy."""
     copies = _leaves(params)
     made = recipe.build(copies, members)
-    groups, shared = [*map(dict, made.param_groups)], copy_tree(_for_all(made.state))
-    _raw_step(recipe, made, copies, 0)
+    groups = [*map(dict, made.param_groups)]
+    _raw_step(made, copies, 0)
+    together = [key for key in made.state if not isinstance(key, Tensor)]
+    check(
+        not together,
+        f"{recipe.cls.__name__} keeps state for all parameters together, under {few(together)}; looplib takes optimizers "
+        "that keep it for each parameter, or as numbers in their groups",
+        TypeError,
+    )
     known = {*inspect.signature(recipe.cls).parameters, *chain.from_iterable(recipe.overrides)}
     found = Probe()
     for old, group, moving in zip(groups, made.param_groups, recipe.moving, strict=True):
@@ -74,19 +78,11 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
         ]
         own = [key for key in numbers if key not in known or old.get(key) != group[key]]
         found.groups.append({key: copy_tree(old.get(key)) for key in own})
-    for key, value in _for_all(made.state).items():
-        _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
-        found.shared[key] = shared.get(key)
     for name, tensor in copies.items():
         found.state[name], found.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
         written = tensor.grad is not None and not trees.same(*shards([tensor.grad, sample_gradient(tensor, 0)]))
-        found.writes_grads |= written and not recipe.needs_closure
+        found.writes_grads |= written
     return found
-
-
-def _for_all(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Entries of a class's `state` that belong to all parameters together."""
-    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def _leaves(params: Params) -> Params:
@@ -103,19 +99,12 @@ def sample_gradient(tensor: Tensor, phase: int) -> Tensor:
     return torch.empty_like(tensor).copy_(values)
 
 
-def _sample_loss(phase: int, params: Params) -> tuple[Any, Grads]:
-    """A loss and its gradients, for classes that evaluate it: half the sum of squares."""
-    loss = sum(tensor.detach().abs().square().sum() for tensor in params.values()) / 2
-    return loss, {name: tensor.detach() + sample_gradient(tensor, phase) for name, tensor in params.items()}
-
-
-def _raw_step(recipe: Recipe, made: Any, params: Params, phase: int) -> None:
+def _raw_step(made: Any, params: Params, phase: int) -> None:
     """A step as in a raw loop, on sample gradients."""
     for tensor in params.values():
         tensor.grad = sample_gradient(tensor, phase)
-    closure = [closure_over(partial(_sample_loss, phase), recipe.cls, params, [])] if recipe.needs_closure else []
     with streams_at(mix(0, phase, STREAM), params.values()):
-        made.step(*closure)
+        made.step()
 
 
 @contextmanager
@@ -198,28 +187,20 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
 # Updates
 
 
-def update_of_others(
-    plan: Any, grads: Grads, opt_state: Any, params: Params, step: int, seed: int, evaluate: Evaluate | None
-) -> dict[str, Any]:
+def update_of_others(plan: Any, grads: Grads, opt_state: Any, params: Params, step: int, seed: int) -> dict[str, Any]:
     """Run the step of a third-party class on these tensors, and return a new record of what it keeps."""
-    recipe = plan.recipe
     tensors, first = pick(params, grads), without_state(opt_state) & grads.keys()
     instance = _instance(plan, opt_state, params, tensors, step, first)
-    closure = []
-    if recipe.needs_closure:
-        closure = [closure_over(evaluate, recipe.cls, tensors, [])]
-    elif plan.probe.writes_grads:
+    if plan.probe.writes_grads:
         grads = copy_tree(grads)
     with restored_grads(tensors.values()), streams_at(mix(seed, step, STREAM), params.values()):
         for name, tensor in tensors.items():
             tensor.grad = grads[name]
-        plan.step(instance, *closure)
+        plan.step(instance)
     return _kept_by(instance, plan, opt_state, tensors, first)
 
 
-def _instance(
-    plan: Any, opt_state: Any, params: Params, tensors: Params, step: int, first: Set[str]
-) -> torch.optim.Optimizer:
+def _instance(plan: Any, opt_state: Any, params: Params, tensors: Params, step: int, first: Set[str]) -> Any:
     """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor."""
     if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
         instance = plan.recipe.build(params, plan.members)
@@ -236,9 +217,7 @@ def _instance(
             continue
         made, kept = plan.probe.makers[name], opt_state["state"][name]
         instance.state[tensor] = {key: made[key](value) if key in made else value for key, value in kept.items()}
-    shared = opt_state.get("shared", {})
-    instance.state.update({key: value for key, value in shared.items() if value is not None})
-    return instance  # type: ignore[no-any-return]
+    return instance
 
 
 def _kept_by(instance: Any, plan: Any, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
@@ -253,26 +232,16 @@ def _kept_by(instance: Any, plan: Any, opt_state: Any, tensors: Params, first: S
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
         new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
-    if "shared" in opt_state:
-        new["shared"] = {key: instance.state.get(key) for key in opt_state["shared"]}
     return new
 
 
-def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
+def evaluated(plan: Any, params: Params, opt_state: Any) -> Params:
     """Weights to evaluate with.
 
     Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
     """
-    if recipe.is_torch_optim or not callable(getattr(recipe.cls, "eval", None)):
-        return params
-    states = opt_state["state"]
-    copies = detached_copies(pick(params, states))
-    made = recipe.build(copies, recipe.members(copies))
-    for name in states.keys() - without_state(opt_state):
-        made.state[copies[name]] = copy_tree(states[name])
-    for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
-        group.update({key: copy_tree(value) for key, value in values.items() if value is not None})
-    made.eval()
+    copies = detached_copies(pick(params, opt_state["state"]))
+    _instance(plan, copy_tree(opt_state), copies, copies, 0, without_state(opt_state)).eval()
     return {**params, **copies}
 
 
@@ -302,14 +271,14 @@ def check_against_raw_loop(
         for step in range(_STEPS):
             for group, values in zip(made.param_groups, recipe.values_at(made.param_groups, {}, step), strict=True):
                 group.update(values)
-            _raw_step(recipe, made, raw, step)
+            _raw_step(made, raw, step)
     except (RuntimeError, ValueError, ArithmeticError):
         return  # the class cannot step on these numbers, so the comparison shows nothing
     try:
         opt_state, structures = begin(pure), []
         for step in range(_STEPS):
             grads = mapped(partial(sample_gradient, phase=step), pure)
-            pure, opt_state, _ = update(grads, opt_state, pure, step, evaluate=partial(_sample_loss, step))
+            pure, opt_state, _ = update(grads, opt_state, pure, step)
             structures.append(pytree.tree_structure(opt_state))
     except Exception as error:
         shown = f"which fails where a raw loop does not ({type(error).__name__}: {error})"

@@ -13,7 +13,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ _BRANCHING = {torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop}
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
     """Update these tensors in place, as operations of a graph."""
-    _check(recipe, grads, opt_state)
+    _check(recipe, grads)
     states = opt_state["state"]
     late = _without_state(opt_state)
     tensors = pick(params, grads)
@@ -50,30 +49,21 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     for name, grad in grads.items():
         tensors[name].grad = grad
         instance.state[tensors[name]] = working[name]
-    step_in_place = inspect.unwrap(recipe.cls.step)
     with torch.no_grad(), numbers:
-        (_taking_tensors(step_in_place) if recipe.is_torch_optim else step_in_place)(instance)
+        _taking_tensors(inspect.unwrap(recipe.cls.step))(instance)
     made = {name: _as_before(dict(instance.state[tensor]), states[name]) for name, tensor in tensors.items()}
     drop_grads(tensors.values())
     return params, with_created(opt_state, made, late & grads.keys())
 
 
-def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
-    kept = chain.from_iterable(map(dict.values, opt_state["state"].values()))
-    refused = {
-        "decides by the values of losses how often to evaluate them": recipe.needs_closure,
-        "keeps objects for its parameters, whose numbers a graph would keep for ever": any(
-            isinstance(value, dict) for value in kept
-        ),
-        "changes numbers of its own at each update, which a graph would keep for ever": bool(
-            {"groups", "shared"} & opt_state.keys()
-        ),
-    }
-    for reason, applies in refused.items():
-        message = (
-            f"{recipe.cls.__name__} {reason}: take the step without ll.compile_step, or one of torch.optim's classes"
-        )
-        check(not applies, message, UntraceableError)
+def _check(recipe: Recipe, grads: Grads) -> None:
+    cls = recipe.cls
+    check(
+        recipe.is_torch_optim and cls is not torch.optim.LBFGS,
+        f"a graph has the arithmetic of torch.optim's classes, and of these not LBFGS, which decides by the values of losses; "
+        f"found {cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
+        UntraceableError,
+    )
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
     check(
         not sparse,
@@ -108,8 +98,7 @@ def _lent(
         # (capturable) divide 0 by 0 at a learning rate of 0, so they are only for classes that need more.
         forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
         group |= subset(forms, group)
-    made = {tensors[name]: dict(instance.state[params[name]]) for name in tensors if params[name] in instance.state}
-    instance.state = defaultdict(dict, made)
+    instance.state = defaultdict(dict)
     return instance, numbers
 
 
@@ -138,8 +127,6 @@ class _Numbers(TorchFunctionMode):
         self.known: dict[int, tuple[Tensor, Callable[[Any], Any], Any]] = {}
 
     def at(self, value: Any, step: int) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(self.at(member, step) if callable(member) else member for member in value)
         of_step = partial(_of_step, value)
         made = on_host(of_step, step)
         if isinstance(made, Tensor):
@@ -155,11 +142,6 @@ class _Numbers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _COMPARISONS and id(args[0]) in self.known and not isinstance(args[1], Tensor):
             return self._compared(name, args)
-        if name.rstrip("_") in _DRAWS:
-            raise UntraceableError(
-                "the optimizer draws random numbers in its step, which a graph would draw from another stream: take "
-                "the step without ll.compile_step"
-            )
         return _WITH_TENSORS[name](func, *args, **kwargs) if name in _WITH_TENSORS else func(*args, **kwargs)
 
     def _compared(self, name: str, args: Any) -> Any:
@@ -178,11 +160,6 @@ def _of_step(value: Any, step: Any) -> Any:
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     form: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge") for form in (name, f"__{name}__")
 }
-
-_DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"}
-_DRAWS |= {"multinomial", "poisson", "uniform", "exponential", "cauchy", "geometric", "log_normal", "random"}
-_DRAWS |= {"dropout"}
-
 
 # What torch's functions do with numbers, for tensors in place of the numbers.
 

@@ -24,7 +24,6 @@ from looplib._core.tracing import entered, tracing
 from looplib.optim._first_state import States, states_of_torch, with_created, without_state
 from looplib.optim._hyperparameters import values_to_inject
 from looplib.optim._kernels import PLAIN, check_fused, columns_of, count_update, laid_out_like, parts_of
-from looplib.optim._lbfgs import Evaluate
 from looplib.optim._recipe import Recipe, chosen_by_kind, restored_grads
 from looplib.optim._third_party import Probe, probe, update_of_others
 from looplib.optim._wrap import wrong_state
@@ -67,7 +66,7 @@ class Plan:
         self.keys = {name: states[name].keys() for (name,) in filter(None, first)}
         attributes = without(vars(made), {"state", "param_groups"})
         settled = all(isinstance(value, _SETTLED) for value in without(attributes, _given_by_torch()).values())
-        self.attributes = attributes if settled and not recipe.needs_closure else None
+        self.attributes = attributes if settled else None
 
     def instance(self, values: Sequence[dict[str, Any]]) -> Any:
         """An instance for one update, so that updates in several threads share none. Calling the class takes longer."""
@@ -111,8 +110,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
 
     `state` holds what the class keeps for each parameter, by name. If the class creates those values only in a
     parameter's own first update, they are zeros until then, and `started` records which parameters have had an
-    update. `groups` and `shared` hold what the class keeps for a group and for all parameters, and `hyperparameters`
-    holds the injected ones.
+    update. `groups` holds what the class keeps for a group, and `hyperparameters` the injected ones.
     """
     recipe, found = plan.recipe, plan.probe
     chosen_by_kind(recipe.group_of, params, "group")
@@ -123,7 +121,6 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     else:
         kept["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, found.state)
         kept |= {"groups": found.groups} if any(found.groups) else {}
-        kept |= {"shared": found.shared} if found.shared else {}
     if recipe.makes_state_late:
         kept["started"] = torch.zeros(len(params), dtype=torch.bool)
     numbers = [*map(values_to_inject, recipe.moving)]
@@ -179,8 +176,8 @@ def _check_dtypes(grads: Grads, params: Params) -> None:
     for name, grad in grads.items():
         if grad.dtype is not params[name].dtype:
             raise ValueError(
-                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: to train weights "
-                "of half precision on gradients in float32, wrap the optimizer, ll.optim.master_weights(optimizer)"
+                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: keep the weights in float32, "
+                "and compute in half precision by ll.autocast(loss_fn, dtype)"
             )
 
 
@@ -192,7 +189,6 @@ def eager_update(
     params: Params,
     step: int,
     seed: int = 0,
-    evaluate: Evaluate | None = None,
 ) -> tuple[Params, Any]:
     """Update these parameters and this state by the class's own arithmetic, in place."""
     states: States = opt_state["state"]
@@ -201,7 +197,7 @@ def eager_update(
     torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
     try:
         if not recipe.is_torch_optim:
-            return params, update_of_others(plan, grads, opt_state, params, step, seed, evaluate)
+            return params, update_of_others(plan, grads, opt_state, params, step, seed)
         values = recipe.values_at(plan.values, opt_state, step) if any(recipe.moving) else plan.values
         ready: list[Any] = []
         left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates

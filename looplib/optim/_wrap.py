@@ -29,7 +29,6 @@ def wrap(
     update_: Callable[..., Any] | None = None,
     decide: Callable[..., Any] | None = None,
     evaluation: Evaluation | None = None,
-    within: Callable[[Grads, Params, Any], tuple[Grads, Params]] | None = None,
     step_of: Callable[[Any, int], Any] = lambda opt_state, step: step,
 ) -> Optimizer:
     """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state, beside the entries that it `keeps`.
@@ -38,9 +37,8 @@ def wrap(
 
     `factory(optimizer, **settings)` is the call that makes it, from which its repr and its description are made.
     `decide(flag, opt_state, grads, metrics, step)` is given what the inner optimizer has decided, and returns the same
-    with its own part. By default, an update is that of the inner optimizer. `within(grads, params, opt_state)` returns the
-    gradients and parameters that the inner optimizer decides about, if they are different ones, and
-    `step_of(opt_state, step)` the step that it decides at.
+    with its own part. By default, an update is that of the inner optimizer. `step_of(opt_state, step)` returns the step that
+    the inner optimizer decides at.
     """
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
@@ -48,18 +46,16 @@ def wrap(
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         kept = {key: first(params, **extra) for key, first in keeps.items()}
-        seen = params if within is None else within({}, params, kept)[1]
-        return {"inner_state": optimizer.init(seen, **extra), **kept}
+        return {"inner_state": optimizer.init(params, **extra), **kept}
 
     def decide_both(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[Any, Any]:
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
-            raise wrong_state(opt_state, name_of(description, name), expected)
-        seen, of = (grads, params) if within is None else within(grads, params, opt_state)
-        flag, inner = call_decide(optimizer, seen, opt_state["inner_state"], metrics, of, step_of(opt_state, step))
-        if inner is not opt_state["inner_state"]:
-            opt_state = {**opt_state, "inner_state": inner}
+            raise wrong_state(opt_state, repr(made), expected)
+        inner = opt_state["inner_state"]
+        flag, inner = call_decide(optimizer, grads, inner, metrics, params, step_of(opt_state, step))
+        opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
 
     name = factory.__name__
@@ -137,23 +133,6 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
 def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
     """Error for a state that an optimizer cannot read."""
     return ValueError(
-        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {name_of(optimizer.description)} "
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer!r} "
         f"({error!r}): give the optimizer that made it, with its wrappers"
     )
-
-
-def name_of(description: Mapping[str, Any], wrapper: str = "") -> str:
-    """Name of an optimizer from its description: the class or classes, and the outermost wrapper.
-
-    >>> name_of({"class": "torch.optim.sgd.SGD", "lr": 0.1, "ema": {"wraps": True}})
-    'ema around SGD'
-    """
-    wrappers = [key for key, value in description.items() if isinstance(value, Mapping) and value.get("wraps")]
-    classes = " and ".join(dict.fromkeys(_classes(description)))
-    return " around ".join(filter(None, (wrapper or next(reversed(wrappers), ""), classes))) or "this optimizer"
-
-
-def _classes(description: Mapping[str, Any]) -> list[str]:
-    if isinstance(cls := description.get("class"), str):
-        return [cls.rpartition(".")[2]]
-    return [name for member in description.values() if isinstance(member, Mapping) for name in _classes(member)]

@@ -162,8 +162,9 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     """
     record = _record(state, key)
     if record.monitor not in scores:
-        names = few([*map(repr, scores)])
-        raise ValueError(f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {names}")
+        raise ValueError(
+            f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {few([*map(repr, scores)])}"
+        )
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
 
 

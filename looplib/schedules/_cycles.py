@@ -69,7 +69,6 @@ class cyclic(_Schedule):
         start, peak: lowest and highest value of the first cycle.
         rise, fall: number of steps up and down.
         cycle_factor: factor for the height above `start` after every cycle (0.5 is torch's "triangular2").
-        step_factor: factor for the height above `start` at every step (torch's "exp_range").
 
     Raises:
         ValueError: a number is not finite, or a count is not an int of at least 1.
@@ -83,15 +82,14 @@ class cyclic(_Schedule):
     rise: int
     fall: int
     cycle_factor: float = 1.0
-    step_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check(start=number, peak=number, rise=count, fall=count, cycle_factor=number, step_factor=number)
+        self._check(start=number, peak=number, rise=count, fall=count, cycle_factor=number)
 
     def __call__(self, step: int) -> float:
         cycle, position = divmod(step, self.rise + self.fall)
         height = min(position / self.rise, (self.rise + self.fall - position) / self.fall)
-        weight = height * self.cycle_factor**cycle * self.step_factor**step
+        weight = height * self.cycle_factor**cycle
         return _mix(self.peak, self.start, weight)
 
 

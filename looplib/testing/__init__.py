@@ -16,6 +16,10 @@ are about how the parts are put together. A complete `tests/test_your_step.py` n
     def run():
         return make_run(epochs=30, width=8)
 
+    @pytest.fixture
+    def run_without_dropout():  # of which each microbatch draws its own
+        return make_run(epochs=30, width=8, dropout=0.0)
+
     def test_the_step_is_pure(run):
         testing.assert_pure(run.train_step, run.state, run.batch)
 
@@ -28,13 +32,15 @@ are about how the parts are put together. A complete `tests/test_your_step.py` n
     def test_one_batch_is_learned_by_heart(run):
         testing.assert_overfits(run.train_step, run.state, run.batch)
 
-    def test_microbatches_give_the_gradient_of_the_whole(run):
+    def test_microbatches_give_the_gradient_of_the_whole(run_without_dropout):
+        run = run_without_dropout
         testing.assert_microbatches_equal_batch(run.grad_fn, run.state, run.batch)
 
     def test_every_parameter_is_trained(run):
         testing.assert_all_gradients(run.grad_fn, run.state, run.batch)
 
-    def test_the_step_compiles(run):
+    def test_the_step_compiles(run_without_dropout):
+        run = run_without_dropout
         testing.assert_compiles(run.train_step, run.state, run.batch)
 
 `recipes/testing_your_step` is such a project. If the train step clips or scales gradients, pass the gradient function

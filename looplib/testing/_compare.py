@@ -45,15 +45,14 @@ def is_spent(state: TrainState) -> bool:
 
 
 def differing(one: Any, other: Any, tolerance: float = 0.0) -> list[str]:
-    """Leaves that differ bit by bit, or with a tolerance by more than a fraction of the largest number, in words."""
-    margin = tolerance * largest(one) if tolerance else 0.0
-    return [str(difference) for difference in differences(one, other, atol=margin)]
-
-
-def differing_each(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> list[str]:
-    """The same for trees by name, with a tolerance relative to the largest number of each tree."""
-    lines = (differing({name: tree}, {name: other.get(name)}, tolerance) for name, tree in one.items())
-    return [line for of_tree in lines for line in of_tree]
+    """Leaves that differ, in words: bit by bit, or in trees by name, by more than a fraction of a tree's largest number."""
+    if not tolerance:
+        return [str(difference) for difference in differences(one, other)]
+    lines = []
+    for name, tree in one.items():
+        found = differences({name: tree}, {name: other.get(name)}, atol=tolerance * largest(tree))
+        lines += [str(difference) for difference in found]
+    return lines
 
 
 def largest(tree: Any) -> float:

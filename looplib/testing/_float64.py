@@ -1,4 +1,4 @@
-"""Computation in float64 without dropout, so that only mistakes change the numbers."""
+"""Computation in float64, so that only mistakes change the numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from looplib._core import trees
 from looplib._core.mappings import fields_of, mapped
@@ -32,30 +29,3 @@ def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, ba
 def _wide(tensor: Tensor) -> Tensor:
     floats = tensor.is_floating_point()
     return tensor.detach().double().requires_grad_(tensor.requires_grad) if floats else tensor
-
-
-class WithoutDropout(TorchFunctionMode):
-    """Mode in which torch's dropout is the identity, in all layers."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if function is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            return function(**dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0})
-        if function is F.multi_head_attention_forward:
-            kwargs["training"] = False
-        return function(*args, **kwargs)
-
-
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.dropout_,
-}

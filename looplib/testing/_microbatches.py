@@ -11,7 +11,7 @@ from looplib._core.trees import batch_size
 from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate
 from looplib.testing._compare import copied, differing
-from looplib.testing._float64 import WithoutDropout, in_float64
+from looplib.testing._float64 import in_float64
 from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
 from looplib.types import GradFn, TrainState
@@ -31,8 +31,8 @@ def assert_microbatches_equal_batch(
     Ranks add up the gradients of their parts of a batch by the same weights, so this finds losses that would be averaged
     wrongly over ranks too. `assert_ranks_train_alike` also runs them.
 
-    The computation is in float64 if the loss function supports it, and without the dropout of torch's own layers,
-    since microbatches draw different random numbers from the whole batch.
+    The computation is in float64 if the loss function supports it. Build the model without dropout, since microbatches
+    draw different random numbers from the whole batch.
 
     Args:
         grad_fn: the function that your script accumulates, without wrappers for the gradient of a whole step, such as
@@ -62,21 +62,21 @@ def assert_microbatches_equal_batch(
         2 <= microbatches <= count,
         f"microbatches is {microbatches}, and the batch has {count} samples: give 2 or more, up to that",
     )
-    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
+    with streams_kept(state), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="labels of -100")  # reported by the comparison if it matters
         wide, rows, whole = in_float64(grad_fn, state, batch)
         reseeded = grad_fn(wide.replace(seed=wide.seed + 1), copied(rows))
-        drawn = differing(whole.grads, reseeded.grads, tolerance)
+        drawn = differing({"grads": whole.grads}, {"grads": reseeded.grads}, tolerance)
         check(
             not drawn,
             f"the gradient of {few(drawn)} differs from one state.seed to another: the loss draws random numbers, and "
-            "microbatches draw others than the batch, so there is nothing to compare. Turn off what draws (dropout of "
-            "torch's own layers is off already), such as by model.eval() on that layer before ll.make_grad_fn",
+            "microbatches draw others than the batch, so there is nothing to compare. Build the model without dropout, or "
+            "turn off what draws by eval() on that layer before ll.make_grad_fn",
         )
         accumulated = accumulate(grad_fn, microbatches)(wide, rows)
     fail(
         f"{microbatches} microbatches of {count} samples do not give the gradient of the whole batch",
-        differing(whole.grads, accumulated.grads, tolerance),
+        differing({"grads": whole.grads}, {"grads": accumulated.grads}, tolerance),
         _usual_cause(differing(wide.buffers, whole.buffers)),
     )
 

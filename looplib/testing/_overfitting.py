@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from looplib._core.checks import check, check_count
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
@@ -54,14 +52,12 @@ def assert_overfits(
     __tracebackhide__ = True
     check_count("steps", steps, advice="give 1 or more")
     curve: list[float] = []
-    skipped = 0
     with streams_kept(state):
         current = copy_state(state)
         for _ in range(steps):
             current, metrics = step(current, copied(batch))
             check(metric in metrics, f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
             curve.append(compute({metric: metrics[metric]})[metric])
-            skipped += current.skipped
             goal = fraction * curve[0] if below is None else below
             check(
                 below is not None or not curve[0] <= 0,  # a NaN has advice of its own
@@ -73,36 +69,14 @@ def assert_overfits(
                 return
     shown = sorted({0, *(len(curve) * k // 5 for k in range(1, 5)), len(curve) - 1})
     lines = [f"{metric} {curve[k]:.4g} in step {k + 1}" for k in shown]
-    if skipped:
-        lines.append(f"{skipped} of {len(curve)} updates were skipped")
-    moved = any(not torch.equal(tensor, state.params[name]) for name, tensor in current.params.items())
     fail(
         f"one batch was not learned by heart in {len(curve)} steps: the goal was a {metric} of {goal:.4g}",
         lines,
-        _usual_cause(curve, moved),
-    )
-
-
-def _usual_cause(curve: list[float], moved: bool) -> str:
-    if not math.isfinite(curve[-1]):
-        return (
-            "It blew up: usually a learning rate that is too large (try a tenth, a warmup, "
-            "ll.clip_by_global_norm), a log or a division of zero in the loss, or half precision without "
-            "ll.grads.scale_loss."
-        )
-    if not moved:
-        return (
-            "No parameter has moved: usually a learning rate of 0 (the start of a warmup), updates that are all "
-            "skipped, or a step that returns the state that it was given."
-        )
-    if curve[-1] > curve[0]:
-        return (
-            "It rises: usually a learning rate that is too large (try a tenth), or a loss with the wrong sign, "
-            "such as an accuracy or a log-likelihood to be maximized."
-        )
-    return (
-        "Usually labels or masks that changed from step to step or stand beside other samples' inputs, a softmax "
-        "before cross_entropy (which does it itself), predictions and targets of shapes (n,) and (n, 1) that "
-        "broadcast, a branch that is detached or frozen (see assert_all_gradients), strong dropout or weight "
-        "decay, inputs that are not normalized, or simply a learning rate that is too small or too few steps."
+        "If it blew up or rises: usually a learning rate that is too large (try a tenth, a warmup, "
+        "ll.clip_by_global_norm), a loss with the wrong sign, a log or a division of zero, or half precision without "
+        "ll.grads.scale_loss. If it stays: a learning rate of 0 (the start of a warmup), updates that are all skipped, or a "
+        "step that returns the state that it was given. Otherwise labels or masks that changed from step to step or "
+        "stand beside other samples' inputs, a softmax before cross_entropy (which does it itself), predictions and targets "
+        "of shapes (n,) and (n, 1) that broadcast, a branch that is detached or frozen (see assert_all_gradients), strong "
+        "dropout or weight decay, inputs that are not normalized, or a learning rate that is too small or too few steps.",
     )

@@ -100,7 +100,7 @@ def assert_ranks_train_alike(
     fail(
         f"after {steps} steps {ranks} ranks have other weights than one process, by these parts of a largest change of "
         f"{largest(change):.3g}",
-        differing(change, others, tolerance),
+        differing({"change": change}, {"change": others}, tolerance),
         "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that is a "
         "mean over something else than the samples (return ll.Mean(total, weight); see assert_microbatches_equal_batch), "
         "BatchNorm, batches that are not divided or not the same (a loader of another kind), dropout or another draw, "

@@ -10,7 +10,7 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import check
 from looplib._core.trees import batch_size
-from looplib.testing._compare import differing_each
+from looplib.testing._compare import differing
 from looplib.testing._float64 import in_float64
 from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
@@ -128,7 +128,7 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
 
 def _differing_outputs(expected: Any, actual: Any, tolerance: float) -> list[str]:
     one, other = ({trees.named(p, "output"): leaf for p, leaf in trees.leaves(out)} for out in (expected, actual))
-    return differing_each(one, other, tolerance)
+    return differing(one, other, tolerance)
 
 
 def _check_outputs(outputs: Any, shape: tuple[int, ...], wanted: str) -> None:

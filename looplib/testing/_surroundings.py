@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,46 +10,36 @@ import torch
 from torch import nn
 
 from looplib._core.closures import walk
-from looplib._core.modules import _generators
+from looplib._core.modules import _generators as generators_of
+from looplib._core.random import restored
+from looplib.data import _random_streams as random_streams
+from looplib.data._random_streams import kept_streams, save_streams
 from looplib.testing._compare import copied
 from looplib.types import TrainState
 
 
-def _streams(state: TrainState) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Global random streams, as functions that get and set their states."""
-    streams: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "Python's random": (random.getstate, random.setstate)
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        streams["numpy.random"] = numpy.random.get_state, numpy.random.set_state
-    for device in {torch.device("cpu"), *(tensor.device for tensor in state.params.values())}:
-        for generator in _generators(device):
-            streams[f"torch's random stream on {generator.device}"] = generator.get_state, generator.set_state
-    return streams
+def _generators(state: TrainState) -> tuple[torch.Generator, ...]:
+    """torch's random streams on the CPU and on the devices of a state."""
+    return generators_of(*(tensor.device for tensor in state.params.values()))
 
 
 def stream_positions(state: TrainState) -> dict[str, Any]:
-    return {name: copied(get()) for name, (get, _) in _streams(state).items()}
+    _, python, numpy = save_streams()
+    found = {"Python's random": python, "numpy.random": numpy}
+    return found | {f"torch's random stream on {each.device}": each.get_state() for each in _generators(state)}
 
 
 @contextmanager
 def streams_kept(state: TrainState) -> Iterator[None]:
     """Restore the random streams, so that a test with this check draws the same numbers as without it."""
-    kept = [(put, get()) for get, put in _streams(state).values()]
-    try:
+    with restored(*_generators(state)), kept_streams():
         yield
-    finally:
-        for put, place in kept:
-            put(place)
 
 
 def seed_streams(seed: int) -> None:
     """Seed all global streams with values that no run uses."""
-    seed += 20_000_000
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+    torch.manual_seed(20_000_000 + seed)  # on all devices
+    random_streams.seed_streams(20_000_000 + seed)
 
 
 def module_values(step: Any) -> dict[str, Any]:

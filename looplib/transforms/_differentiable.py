@@ -130,7 +130,7 @@ class _Differentiable(Compiler):
         decides = bool(program.traced.checks) or isinstance(Outcome(*program.traced.outcome[0]).applied, Tensor)
         if decides and any(isinstance(tensor, FakeTensor) or _is_mapped(tensor) for tensor in ready.flat):
             raise UntraceableError(
-                "whether this step updates (apply_if_finite, skip_spikes, dynamic_loss_scale) is read from a tensor, "
+                "whether this step updates (apply_if_finite, dynamic_loss_scale) is read from a tensor, "
                 "which has no one value under torch.vmap or while an outer step is compiled: leave the wrapper out, "
                 "or take the tasks one by one in an outer step without ll.compile_step"
             )

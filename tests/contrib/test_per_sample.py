@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -126,21 +125,6 @@ def test_metrics_merge_as_those_of_the_whole_batch():
         assert all(grad.shape == (0, *state.params[name].shape) for name, grad in empty.grads.items())
         of_second = [grad[1] for grad in outs[0].grads.values()]
         assert any(grad.any() for grad in of_second) == (loss_fn is not of_tokens)  # where it has no weight, zero
-
-
-def test_batches_keep_their_structure():
-    model, seen = nn.Linear(5, 3).double(), []
-
-    def loss_fn(model, batch):
-        seen.append((type(batch), tuple(batch["x"].shape), batch["pair"][1], batch["temperature"].dim()))
-        return F.cross_entropy(model(batch["x"]) / batch["temperature"], batch["pair"][0])
-
-    fields = {"x": torch.randn(4, 5).double(), "pair": (torch.tensor([0, 1, 2, 1]), "a task")}
-    fields["temperature"] = torch.tensor(2.0)
-    grad_fn = ll.contrib.make_per_sample_grad_fn(model, loss_fn)
-    grads = [grad_fn(ll.init_state(model), kind(fields)).grads for kind in (dict, transformers.BatchEncoding)]
-    close(*grads, 0, 0)
-    assert seen == [(kind, (1, 5), "a task", 0) for kind in (dict, transformers.BatchEncoding)]
 
 
 def dropout_model():
@@ -343,21 +327,6 @@ def test_noise_scale_is_that_of_the_paper_and_the_gradient_the_mean(kind):
     torch.testing.assert_close(scale.weight, squared, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
-def test_dp_sgd_that_is_traced_once_has_the_same_bits(donate):
-    model, loss_fn, batch = a_model_and_batch("perceptron")
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.1)
-    train_step = ll.make_train_step(ll.contrib.add_noise(grad_fn, 0.1, 0.0), optimizer, donate=donate)
-    ends = []
-    for step in (train_step, ll.compile_step(train_step, backend="eager")):
-        state = ll.copy_state(ll.init_state(model, optimizer))
-        for _ in range(3):
-            state, metrics = step(state, batch)
-        ends.append((state.params, ll.compute(metrics)))
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
-
-
 # refusals
 
 
@@ -379,19 +348,15 @@ def add_noise(model, inner=clip, **options):
 
 def test_what_cannot_be_is_refused_when_it_is_made():
     m = perceptron()
-    norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()
+    norm = nn.BatchNorm1d(4, track_running_stats=False).eval()
     for make, named in (
-        (lambda: per_sample(nn.Sequential(norms[0], nn.Linear(4, 3))), "0.*BatchNorm1d.*GroupNorm"),
-        (lambda: per_sample(nn.Sequential(norms[1])), "0.*BatchNorm1d.*running statistics"),
+        (lambda: per_sample(nn.Sequential(norm)), "0.*BatchNorm1d.*running statistics"),
         (lambda: ll.contrib.clip_per_sample(per_sample(m), 0), "max_norm is 0"),
-        (lambda: ll.contrib.clip_per_sample(per_sample(m), math.nan), "max_norm is nan"),
         (lambda: add_noise(m, max_norm=2.0), "clip_per_sample has max_norm=1.0 .* max_norm=2.0"),
-        (lambda: add_noise(m, lambda m: ll.accumulate(clip(m), 2), max_norm=2.0), "max_norm=1.0 .* max_norm=2.0"),
         (lambda: add_noise(m, lambda m: ll.clip_by_global_norm(clip(m), 1.0)), "clip_by_global_norm"),
         (lambda: add_noise(m, whole), "clip_per_sample"),
         (lambda: ll.accumulate(add_noise(m), 2), "add_noise"),
         (lambda: ll.accumulate(per_sample(m), 2), "accumulate.*clip_per_sample"),
-        (lambda: add_noise(m, max_norm=math.inf), "max_norm is inf"),
         (lambda: add_noise(m, noise_multiplier=-0.1), "noise_multiplier is -0.1"),
         (lambda: add_noise(m, expected_batch_size=0), "expected_batch_size is 0"),
     ):
@@ -408,13 +373,10 @@ def test_what_cannot_be_is_refused_when_it_is_called():
     scaled, none = ll.types.GradRequest(scale=torch.tensor(2.0)), (x[:0], y[:0])
     for grad_fn, batch, request, named in (
         (per_sample(m), (x, y), scaled, "scale_loss"),
-        (clip(m), (x, y), scaled, "scale_loss"),
         (per_sample(m), (x, torch.zeros(6)), None, r"\(6,\).* 7 samples"),
         (per_sample(m, lambda m, b: m(b[0])), (x, y), None, r"\(1, 3\)"),
         (per_sample(m, lambda m, b: b[0].sum()), (x, y), None, "depend"),
-        (per_sample(nn.Linear(2, 2)), (x, y), None, "Linear"),
         (ll.contrib.clip_per_sample(whole(m), 1.0), (x, y), None, r"\(6, 5\) for 0.weight"),
-        (ll.contrib.gradient_noise_scale(whole(m)), (x, y), None, r"\(6, 5\) for 0.weight"),
         (add_noise(m), none, None, "expected_batch_size"),
         (per_sample(m), (x, np.zeros(7)), None, "ndarray"),
         (per_sample(m, with_auc), (x, y), None, "auc.*AUC"),

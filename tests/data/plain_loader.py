@@ -42,14 +42,14 @@ class Augmented(Dataset):
 
 
 class AugmentedStream(IterableDataset):
-    """Numbers with a draw each, shared out among the workers."""
+    """Numbers with a draw each, shared out among the workers, of which the last one may have more."""
 
     def __init__(self, count):
         self.count = count
 
     def __iter__(self):
         info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
+        first, step = (info.num_workers - 1 - info.id, info.num_workers) if info else (0, 1)
         for number in range(first, self.count, step):
             drawn = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
             yield torch.tensor([number, *drawn], dtype=torch.float64)
@@ -132,8 +132,6 @@ def grouped(pool):
             longest = max(batches, key=lambda batch: lengths[batch[-1]])
             place = batches.index(longest)
             batches[0], batches[place] = longest, batches[0]
-            if rest and lengths[rest[-1]] > lengths[longest[-1]]:
-                longest[-1], rest[-1] = rest[-1], longest[-1]
         return list(itertools.chain(*batches, rest))
 
     return draw
@@ -147,6 +145,10 @@ ORDERS = {
     "shuffled": (lambda count: None, lambda generator, count, *_: torch.randperm(count, generator=generator)),
     "in order": (lambda count: ll.data.in_order(), lambda generator, count, *_: range(count)),
     "weights": (lambda count: ll.data.weighted(weights_of(count)), drawn_by_weight),
+    "with replacement": (
+        lambda count: ll.data.with_replacement(count + 1),
+        lambda generator, count, *_: torch.randint(count, (count + 1,), generator=generator),
+    ),
     "pools of 2": (lambda count: ll.data.by_length(lengths_of(count), pool=2), grouped(2)),
     "pools": (lambda count: ll.data.by_length(lengths_of(count)), grouped(None)),
     "list": (lambda count: ll.data.sampler([0, *range(count)]), lambda generator, count, *_: [0, *range(count)]),

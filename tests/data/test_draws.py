@@ -104,23 +104,6 @@ def test_the_streams_are_restored_after_an_error():
     assert states_of_streams() == before
 
 
-def test_numpys_global_stream_may_have_another_bit_generator():
-    def replaces(index):
-        np.random.set_bit_generator(np.random.PCG64(0))
-        return np.random.rand()
-
-    before = np.random.get_bit_generator()
-    try:
-        np.random.set_bit_generator(np.random.PCG64(0))
-        loader = made(lambda index: np.random.rand())
-        assert read(loader) == expected(loader)
-        np.random.set_bit_generator(before)
-        with pytest.raises(ValueError, match="must be for a PCG64"):  # not while it is read
-            read(made(replaces))
-    finally:
-        np.random.set_bit_generator(before)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from np.random.standard_normal(COUNT)

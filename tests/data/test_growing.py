@@ -4,10 +4,8 @@ import itertools
 import re
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
 
 import looplib as ll
 from looplib.data import growing, make_loader
@@ -56,36 +54,6 @@ def test_batches_are_those_of_a_count_of_consumed_samples(count, sizes, first, n
             assert batches_of(grown, epoch, batch) == expected[batch:]
 
 
-def test_a_run_trains_on_growing_batches_and_resumes(tmp_path):
-    data = TensorDataset(torch.randn(100, 3, dtype=torch.float64))
-    model = torch.nn.Linear(3, 1).double()
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.01)
-    train_step = ll.make_train_step(
-        ll.make_grad_fn(model, lambda model, batch: model(*batch).square().mean()), optimizer
-    )
-    loader = make_loader(data, order=growing({0: 8, 40: 16, 130: 64}))
-    ckpt = ll.checkpoint_io(tmp_path)
-
-    def run(state, save_at=None):
-        sizes = []
-        while state.epoch < 3:
-            for batch in loader(state):
-                state, _ = train_step(state, batch)
-                sizes.append(state.batch_samples)
-                if state.step == save_at:
-                    ckpt.save(state)
-            state = ll.end_epoch(state)
-        return state, sizes
-
-    fresh = ll.init_state(model, optimizer)
-    state, sizes = run(fresh, save_at=11)
-    assert sizes == [8, 8, 8, 8, 8, 16, 16, 16, 12, 16, 16, 64, 4, 64, 36]
-    assert state.samples == 300
-    again, rest = run(ckpt.restore(fresh))
-    assert rest == sizes[11:]
-    assert torch.equal(again.params["weight"], state.params["weight"])
-
-
 @given(
     count=st.integers(2, 60),
     size=st.integers(1, 8),
@@ -132,35 +100,22 @@ def test_epochs_of_different_lengths_need_a_state_without_a_length():
         loader(ll.TrainState(epoch=1, epoch_length=10))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "order", "error", "message"),
-    [
-        ([8, 16], None, TypeError, "sizes is a list; give a dict"),
-        ({}, None, ValueError, "among them 0"),
-        ({100: 8}, None, ValueError, r"sizes is \{100: 8\}.*among them 0"),
-        ({0: 8, 0.5: 16}, None, ValueError, "give ints"),
-        ({0: 0}, None, ValueError, "give ints"),
-        ({0: 8}, "shuffled", TypeError, "order is the text 'shuffled'; give an order"),
-        ({0: 8}, ll.data.by_length([1, 2]), ValueError, r"order=by_length\(\[1, 2\]\) has batches of its own"),
-        ({0: 8}, ll.data.batch_sampler([[1]]), ValueError, "has batches of its own"),
-        ({0: 8}, ll.data.sampler(lambda epoch, generator: [1]), ValueError, "may differ in length"),
-    ],
-)
-def test_wrong_sizes_are_refused_by_name(sizes, order, error, message):
-    with pytest.raises(error, match=message):
-        growing(sizes, order)
-
-
-def test_a_loader_refuses_what_growing_batches_leave_no_meaning():
-    grown = growing({0: 8}, ll.data.in_order())
-    with pytest.raises(
-        ValueError, match=r"batch_size=4 and order=growing\(.*\) are given; the order makes the batches"
+def test_wrong_sizes_and_loaders_of_growing_batches_are_refused_by_name():
+    for sizes, order, options, error, names in (
+        ([8, 16], None, {}, TypeError, "sizes is a list"),
+        ({}, None, {}, ValueError, "sizes"),
+        ({100: 8}, None, {}, ValueError, "100: 8"),
+        ({0: 8, 0.5: 16}, None, {}, ValueError, "0.5: 16"),
+        ({0: 0}, None, {}, ValueError, "0: 0"),
+        ({0: 8}, "shuffled", {}, TypeError, "'shuffled'"),
+        ({0: 8}, ll.data.by_length([1, 2]), {}, ValueError, "by_length"),
+        ({0: 8}, ll.data.batch_sampler([[1]]), {}, ValueError, "batch_sampler"),
+        ({0: 8}, ll.data.sampler(lambda epoch, generator: [1]), {}, ValueError, "sampler"),
+        ({0: 8}, ll.data.in_order(), {"batch_size": 4}, ValueError, "batch_size=4 and order=growing"),
+        ({0: 8}, ll.data.in_order(), {"dataset": iter_again(), "batch_size": 4}, ValueError, "stream"),
     ):
-        make_loader(range(40), batch_size=4, order=grown)
-    with pytest.raises(ValueError, match="given for a stream"):
-        make_loader(iter_again(), batch_size=4, order=grown)
-    loader = make_loader(range(40), order=grown)
-    assert repr(loader).startswith("ll.make_loader(range, order=ll.data.growing({0: 8}, order=ll.data.in_order()))")
+        with pytest.raises(error, match=names):
+            make_loader(**{"dataset": range(40), "order": growing(sizes, order)} | options)
 
 
 class iter_again:

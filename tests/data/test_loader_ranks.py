@@ -138,15 +138,6 @@ def test_the_first_ranks_collate_fn_draws_what_one_process_does():
         assert part[0, -3].item() == drawn.item()
 
 
-def test_a_batch_that_is_one_item_is_the_same_on_every_rank():
-    data = [torch.zeros(4, 2, dtype=torch.float64) for _ in range(3)]
-    for items in (data, dict(enumerate(data)).values()):
-        loader = make_loader(items, batch_size=None, collate_fn=with_draws)
-        whole = list(loader(at()))
-        for k, parts in enumerate(zip(*read(loader, 3), strict=True)):
-            assert torch.equal(torch.cat(parts), whole[k])
-
-
 # Workers
 
 

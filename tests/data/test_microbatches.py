@@ -33,7 +33,7 @@ def of_loader(collate_fn, **settings):
 
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=30),
-    st.sampled_from(["microbatches", "size", "tokens"]),
+    st.sampled_from(["microbatches", "tokens"]),
     st.integers(1, 40),
     st.booleans(),
 )
@@ -45,9 +45,6 @@ def test_each_sample_is_in_one_microbatch_within_its_limit(lengths, way, limit, 
     if way == "microbatches":
         assert len(cut) == min(limit, len(samples))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
-    if way == "size":
-        assert [len(microbatch) for microbatch in cut[:-1]] == [limit] * (len(cut) - 1)
-        assert len(cut[-1]) <= limit
     if way == "tokens":
         costs = [sum(map(len, m)) if packed else len(m) * max(map(len, m)) for m in cut]
         assert all(cost <= limit or len(m) == 1 for cost, m in zip(costs, cut, strict=True))
@@ -60,12 +57,11 @@ def test_each_sample_is_in_one_microbatch_within_its_limit(lengths, way, limit, 
     "collate_fn",
     [
         collate_microbatches(padded, 3),
-        collate_microbatches(padded, size=2),
         collate_microbatches(padded, tokens=16),
         collate_microbatches(as_lists, tokens=16, packed=True),
         collate_microbatches(as_lists, 1, packed=True),
     ],
-    ids=["microbatches", "size", "tokens", "packed", "packed into one row"],
+    ids=["microbatches", "tokens", "packed", "packed into one row"],
 )
 def test_the_gradient_is_that_of_the_batch_padded_as_a_whole(collate_fn, attention):
     torch.manual_seed(0)
@@ -86,20 +82,7 @@ def test_the_gradient_is_that_of_the_batch_padded_as_a_whole(collate_fn, attenti
         assert computed == sum(LENGTHS)
 
 
-@pytest.mark.slow
-def test_it_works_in_workers_and_reads_as_code():
-    in_process, in_worker = (
-        of_loader(collate_microbatches(padded, 3)),
-        of_loader(collate_microbatches(padded, 3), num_workers=1, multiprocessing_context="spawn"),
-    )
-    torch.testing.assert_close(in_worker, in_process, rtol=0, atol=0)
-    assert "microbatches=3" in repr(collate_microbatches(padded, 3))
-
-
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match="give one of microbatches, size, tokens, not none"):
-        collate_microbatches(padded)
-    with pytest.raises(ValueError, match="not microbatches and tokens"):
-        collate_microbatches(padded, 2, tokens=3)
-    with pytest.raises(ValueError, match="size is 0"):
-        collate_microbatches(padded, size=0)
+    for options, names in (({}, "microbatches.*tokens"), ({"tokens": 3}, "microbatches.*tokens")):
+        with pytest.raises(ValueError, match=names):
+            collate_microbatches(padded, **({"microbatches": 2} if "tokens" in options else {}), **options)

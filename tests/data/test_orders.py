@@ -9,7 +9,7 @@ from plain_loader import AugmentedStream, Counting, samples_of
 from torch.utils.data import SequentialSampler
 
 import looplib as ll
-from looplib.data import make_loader, without_samples
+from looplib.data import make_loader
 
 # Orders as values
 
@@ -65,7 +65,6 @@ def test_a_loader_describes_itself_in_plain_values():
     options = [{"batch_size": 5}, {"seed": 4}, {"drop_last": True}, {"limit": 3}, {"divide": False}]
     found = [described(data) for data in (range(40), range(41), [*range(40)], AugmentedStream(40))]
     found += [described(**given) for given in (*options, *({"order": order} for order in orders))]
-    found += [without_samples(make_loader(range(40), batch_size=4, seed=3), [3]).description]
     assert all(json.loads(json.dumps(description)) == description for description in found)
     assert len({json.dumps(description) for description in found}) == len(found)
     assert described(order=ll.data.weighted(weights)) in found
@@ -77,7 +76,6 @@ def test_a_loader_describes_itself_in_plain_values():
         "batch_size": 4,
         "drop_last": False,
         "limit": None,
-        "left_out": 0,
     }
 
 
@@ -92,7 +90,6 @@ def test_negative_indices_count_from_the_end_as_in_torchs_loader(order, workers)
     assert all(
         torch.equal(x, y) for one, two in zip(seen, theirs, strict=True) for x, y in zip(one, two, strict=True)
     )
-    assert [batch[0].tolist() for batch in without_samples(loader, [5])(ll.TrainState())] == [[2], [0]]
     too_low = ll.data.sampler([-7])
     with pytest.raises(IndexError):
         next(make_loader(data, batch_size=2, order=too_low)(ll.TrainState()))

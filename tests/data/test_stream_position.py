@@ -1,7 +1,5 @@
 """Streams that know their position: a resumed run continues there, and reads nothing before it."""
 
-import contextlib
-
 import pytest
 import torch
 from datasets import Dataset
@@ -154,17 +152,3 @@ def test_each_epoch_after_a_resume_has_its_own_order_if_the_state_dict_holds_the
     if not counts:  # a pass that begins at the position and is left
         assert next(loader(state)).tolist() == whole[1][2]
         assert epochs(loader, ll.end_epoch(state), 1) == whole[2:3]
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_a_shuffle_buffer_whose_samples_a_position_leaves_out_is_warned_of(size):
-    data = Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
-    for stream in (
-        data.shuffle(1, buffer_size=size),
-        data.shuffle(1, buffer_size=size).map(lambda row: row).take(30),
-    ):
-        loader = ll.make_loader(stream, batch_size=4)
-        _, state = first_batches(loader, ll.TrainState(extra={"stream": ""}), 2)
-        expected = pytest.warns(UserWarning, match="shuffle buffer of 8") if size > 1 else contextlib.nullcontext()
-        with expected:
-            ll.data.with_position(loader, state)

@@ -62,11 +62,3 @@ def test_two_ranks_read_each_sample_once_and_a_new_process_continues_with_the_sa
     random.seed(17)
     torch.manual_seed(17)
     assert numbers(again, at(batch=2), 1, 2) == ranks[1][2:]
-
-
-def test_each_epoch_has_an_order_of_its_own(shards):
-    loader = loader_over(shards)
-    first, second = numbers(loader, at()), numbers(loader, at(epoch=1))
-    assert first != second
-    assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(40))
-    assert numbers(loader_over(shards), at(epoch=1)) == second

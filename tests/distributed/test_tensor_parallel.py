@@ -224,12 +224,6 @@ def classes(chosen):
                 train("sequence", donate, "alone", cls, CLASSES[cls], close=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", [[torch.optim.LBFGS], [cls for cls in CLASSES if cls is not torch.optim.LBFGS]])
-def test_classes_of_torch_train_a_sequence_parallel_model_as_one_process_does(chosen):
-    launch(2, classes, chosen)
-
-
 def traced():
     with ll.distributed.setup():
         model = parallel(made(), "sequence")

@@ -187,22 +187,8 @@ def _(device):
 def _(device):
     return [
         train(device, lambda g: ll.accumulate(g, 3), donate=True),
-        train(
-            device,
-            lambda g: ll.accumulate(g, size=2, dtype=torch.float32),
-            ll.optim.master_weights(ADAMW),
-            make=half,
-            loss=half_loss,
-        ),
+        train(device, lambda g: ll.accumulate(g, size=2, dtype=torch.float32)),
     ]
-
-
-def half(device):
-    return classifier(device, torch.bfloat16)
-
-
-def half_loss(model, batch):
-    return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
 
 
 WRAPPED = {
@@ -263,7 +249,7 @@ def _(device):
         return ll.next_token_loss(model(batch), batch)
 
     def of_head(model, batch):
-        return ll.next_token_loss(model[0](batch), batch, head=model[1], z_loss=1e-4)
+        return ll.next_token_loss(model[0](batch), batch, head=model[1])
 
     runs = [
         train(device, loss=one, make=language_model, of=lambda device: [tokens(device)] * 2)
@@ -326,21 +312,14 @@ def with_infinity(device):
     return first, (x / 0, y), third
 
 
-def with_spike(device):
-    first, (x, y), third = batches(device)
-    return first, third, (x, y), first, (x * 1000, y), (x / 0, y), third
-
-
 # Optimizers, and what else is not as usual in the run.
 OPTIMIZERS = {
-    "optim.skip_spikes": (ll.optim.skip_spikes(ADAMW, window=4, sigmas=2.0), {"of": with_spike}),
     "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
     "optim.own_steps": (
         ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
         {},
     ),
     "optim.freeze": (ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1), {}),
-    "optim.master_weights": (ll.optim.master_weights(ADAMW), {"make": half, "loss": half_loss}),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
     "contrib.lookahead": (ll.contrib.lookahead(SGD, sync_period=2), {}),
 }
@@ -483,12 +462,12 @@ def _(device, folder):
 # Data.
 
 
-@case("data.make_loader", "data.Loader", "data.batch_size", "data.without_samples")
+@case("data.make_loader", "data.Loader", "data.batch_size")
 def _(device):
     loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
     state = started(device, epoch_length=3)[1]
-    one, *_ = left = list(ll.data.without_samples(loader, [0, 1])(state))
-    return list(loader(state)), left, ll.data.batch_size(one)
+    one, *others = loader(state)
+    return one, others, ll.data.batch_size(one)
 
 
 # Checkpoints.
@@ -497,7 +476,7 @@ def _(device):
 @case("checkpoint.checkpoint_io", "checkpoint.CheckpointIO")
 @in_folder
 def _(device, folder):
-    optimizer = ll.ema(ll.optim.skip_spikes(ADAMW))
+    optimizer = ll.ema(ADAMW)
     model, fresh = started(device, optimizer)
     state, _ = train(device, optimizer=optimizer)
     ckpt = ll.checkpoint_io(folder)
@@ -564,7 +543,7 @@ def _(device):
 def _(device):
     rates = ll.transforms.per_member([0.01, 0.1, 0.2])
     changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
-    optimizer = ll.ema(ll.optim.skip_spikes(ll.optim.apply_if_finite(changing, 3)))
+    optimizer = ll.ema(ll.optim.apply_if_finite(changing, 3))
     model = dropping(device)
     step = ll.vmap_step(ll.make_train_step(ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), optimizer))
     stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(3)])
@@ -604,8 +583,8 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 # Names that make no tensors of their own.
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
-    debug.Difference debug.Replayed debug.Run debug.differences debug.first_difference debug.nbytes debug.replay
-    debug.saved_states evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
+    debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
+    evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes

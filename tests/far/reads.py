@@ -99,7 +99,6 @@ TABLES = {
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=100, total=2000))", 0),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
         Row("ll.ema(optimizer)", 0),
-        Row("ll.optim.master_weights(optimizer)", 0, "Counted with weights in bfloat16."),
         Row("ll.optim.swa(optimizer, start=100)", 0),
         Row("ll.contrib.lookahead(optimizer)", 0),
         Row("ll.optim.own_steps(optimizer)", 0),
@@ -108,10 +107,8 @@ TABLES = {
     ],
     "Conditional updates": [
         Row("ll.optim.apply_if_finite(optimizer, max_consecutive=5)", 1),
-        Row("ll.optim.skip_spikes(optimizer)", 1),
         Row("ll.optim.dynamic_loss_scale(optimizer)", 1),
-        Row("ll.optim.skip_spikes(ll.optim.apply_if_finite(optimizer, max_consecutive=5))", 1),
-        Row("ll.optim.dynamic_loss_scale(ll.optim.skip_spikes(ll.optim.apply_if_finite(ll.ema(optimizer), 5)))", 1),
+        Row("ll.optim.dynamic_loss_scale(ll.optim.apply_if_finite(ll.ema(optimizer), 5))", 1),
         Row("ll.ema(ll.optim.apply_if_finite(optimizer, max_consecutive=5))", 1),
         Row(
             'll.optim.apply_if_finite(ll.optim.partition({"1": optimizer, "2": optimizer}, label), 5)',

@@ -19,8 +19,6 @@ def counted(row, device, donate):
     make = cases.plain if "per_sample" in row.code else cases.classifier
     model = cases.language_model(device) if "neftune" in row.code else make(device)
     loss_fn = cases.loss_fn if "neftune" not in row.code else lambda model, x: ll.next_token_loss(model(x), x)
-    if "master_weights" in row.code:
-        model, loss_fn = model.bfloat16(), lambda model, batch: cases.loss_fn(model, (batch[0].bfloat16(), batch[1]))
     batch = cases.tokens(device) if "neftune" in row.code else cases.data(device)
     names = {
         "ll": ll,

@@ -81,9 +81,9 @@ ONE = {
         ll.make_grad_fn(model, loss_fn),
         ll.optim.apply_if_finite(adamw(), max_consecutive=3),
     ),
-    "both, and no spikes": lambda loss_fn, model: (
+    "both": lambda loss_fn, model: (
         ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)),
-        ll.optim.skip_spikes(ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(adamw()), max_consecutive=3)),
+        ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(adamw()), max_consecutive=3),
     ),
 }
 

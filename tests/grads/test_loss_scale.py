@@ -44,7 +44,7 @@ def test_all_gradients_are_nan_after_an_overflow():
 def test_what_is_not_scaled_or_cannot_be_divided_is_refused():
     x = torch.ones(2, 3)
     halves, state, _ = scaled(lambda g: g, torch.float16)
-    with pytest.raises(ValueError, match=r"weight, bias are in float16.*accumulate"):
+    with pytest.raises(ValueError, match=r"weight, bias are in float16.*ll.autocast"):
         halves(state, x.half())
     deaf, state, _ = scaled(lambda g: lambda state, batch, request=None: g(state, batch))
     with pytest.raises(TypeError, match="third argument"):

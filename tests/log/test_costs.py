@@ -226,20 +226,6 @@ def test_peak_memory_sees_what_was_allocated_and_forgets_it():
     assert ("device_peak_bytes" in memory()) == torch.accelerator.is_available()
 
 
-def test_without_proc_peak_memory_is_the_systems_own(monkeypatch):
-    resource = pytest.importorskip("resource")
-    real = open
-
-    def missing(path, *args):
-        if str(path).startswith("/proc/"):
-            raise FileNotFoundError(path)
-        return real(path, *args)
-
-    monkeypatch.setattr("builtins.open", missing)
-    unit = 1 if sys.platform == "darwin" else 1024
-    assert memory(reset=True)["host_peak_bytes"] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def one_of_three_ranks_is_slow():
     with ll.distributed.setup():
         own, second = ll.distributed.rank(), 0.25

@@ -148,31 +148,6 @@ def run_of(stream, state, epochs=3, stop=None, **options):
     return bar, state
 
 
-def test_one_bar_for_a_run(stream):
-    run_of(stream, at(epoch_length=4))
-    lines = [line.rsplit("\r", 1)[-1] for line in stream.getvalue().split("\n")]
-    assert [line.split()[0] for line in lines if line] == ["step", "step", "epoch", "step"]
-    shown = [line for line in drawings(stream) if line.startswith("epoch")]
-    counts = [re.search(r"epoch (\d/3): .* (\d+/12)", line).groups() for line in shown]
-    assert counts[0] == ("1/3", "0/12")
-    assert ("1/3", "4/12") in counts
-    assert ("2/3", "4/12") in counts
-    assert counts[-1] == ("3/3", "12/12")
-    assert "loss=4" in shown[-1]
-
-
-def test_the_time_left_is_that_of_the_run(stream, clock):
-    bar = progress(lambda state: range(4), epochs=3, file=stream, mininterval=0)
-    for _ in bar(at(epoch_length=4)):
-        clock[0] += 10
-    assert re.search("4/12 .00:40<01:(19|20)", drawings(stream)[-1])
-    clock[0] += 20  # an evaluation
-    for _ in bar(at(epoch_length=4, epoch=1)):
-        pass
-    assert "8/12 [01:00<" in drawings(stream)[-1]
-    bar.close()
-
-
 def test_a_run_that_is_resumed_stopped_or_goes_back_keeps_its_place(stream):
     bar, state = run_of(stream, at(epoch_length=4, epoch=1, batch=2), stop=2)
     shown = [line for line in drawings(stream) if line.startswith("epoch")]
@@ -251,18 +226,6 @@ def test_an_error_while_drawing_closes_the_bar_and_frees_the_lock(stream):
     taker.start()
     taker.join(timeout=300)
     assert not taker.is_alive()
-
-
-def test_a_device_that_failed_does_not_hide_the_error_of_the_batches(stream):
-    def batches():
-        yield 0
-        bar.show({"loss": Counted(RuntimeError("device-side assert"))})
-        raise OSError("disk")
-
-    bar = bar_of(batches(), stream, mininterval=1000)
-    with pytest.raises(OSError, match="disk"):
-        list(bar(at()))
-    assert closed(stream)
 
 
 PLAIN = """

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -159,23 +158,6 @@ def test_the_values_of_the_call_are_written_and_no_parameter_is_kept():
     assert values["vector"].tolist() == values["array"].tolist() == [1, 1, 1]
 
 
-def test_a_hung_sink_does_not_hold_flush_beyond_its_patience():
-    gate, got = threading.Event(), []
-
-    def hung(state, values):
-        gate.wait()
-        got.append(state.step)
-
-    log = in_background(hung, patience=0.05)
-    log(at(1), {})
-    log(at(2), {})
-    with pytest.warns(RuntimeWarning, match=r"not written 2 of 2 calls after 0\.05 seconds"):
-        log.close()
-    gate.set()
-    log.close()
-    assert got == [1, 2]
-
-
 PROGRAM = """
 import itertools, os, signal, sys, time
 import torch
@@ -222,18 +204,6 @@ def test_all_is_written_when_a_process_with_workers_leaves(tmp_path):
     result = python(PROGRAM, path, "workers")
     assert result.returncode == 3, result.stderr
     assert [row["step"] for row in read_jsonl(path)] == list(range(50))
-
-
-@pytest.mark.slow
-def test_all_is_written_after_an_interrupt_and_a_fork_writes_its_own_calls_alone(tmp_path):
-    path = tmp_path / "log"
-    result = python(PROGRAM, path, "interrupt")
-    assert result.returncode == -signal.SIGINT, result.stderr
-    steps = [row["step"] for row in read_jsonl(path)]
-    assert steps.count(10**6) == 1
-    steps.remove(10**6)
-    assert len(steps) >= 30
-    assert steps == list(range(len(steps)))
 
 
 def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import COUNTS, STATE, at, file_size_limit
+from shared import COUNTS, STATE, at
 
 import looplib as ll
 from looplib.log import console, csv_file, every_rank, jsonl, only, read_columns, read_jsonl, record, rename, tee
@@ -114,18 +114,6 @@ def test_scalars_of_torch_and_numpy_are_plain_values(tmp_path):
             assert bits(value) == expected[name] or value is Phase.WARMUP
 
 
-def test_folders_are_made_a_log_is_continued_and_a_relative_path_stays(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    for make in FILES:
-        monkeypatch.chdir(tmp_path)
-        log = make(f"runs/{make.__name__}/log")
-        assert not (tmp_path / "runs" / make.__name__).exists()
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        for step, each in enumerate((log, make(tmp_path / "runs" / make.__name__ / "log"), log)):
-            each(at(step), {"x": step})
-        assert read_columns(tmp_path / "runs" / make.__name__ / "log")["x"] == [0, 1, 2]
-
-
 def test_a_log_cut_at_any_byte_loses_at_most_its_last_row(tmp_path):
     values = [{"x": math.inf, "text": 'é}\n{"5",'}, {"x": -0.5, "text": "\r\n"}]
     for make in FILES:
@@ -143,21 +131,6 @@ def test_a_log_cut_at_any_byte_loses_at_most_its_last_row(tmp_path):
             make(path)(at(9), {"x": 9.0, "text": "t"})
             assert read_columns(path)["x"] == [*kept, 9.0]
             assert read_columns(path)["text"][-1] == "t"
-
-
-def test_a_full_disk_is_an_error_and_the_next_row_is_whole(tmp_path):
-    for make in FILES:
-        for name in ("a", "b"):  # for a new name the table is written again
-            (tmp_path / name).mkdir(exist_ok=True)
-            path = tmp_path / name / make.__name__
-            log = make(path)
-            log(at(1), {"a": 1.0})
-            with file_size_limit(path.stat().st_size + 30), pytest.raises(OSError, match="File too large"):
-                log(at(2), {name: "x" * 100})
-            assert read_columns(path)["a"] == [1.0]
-            log(at(3), {"a": 3.0})
-            assert read_columns(path)["a"] == [1.0, 3.0]
-    assert sorted(os.listdir(tmp_path / "b")) == ["csv_file", "jsonl"]
 
 
 def test_rows_of_the_same_names_are_appended_and_a_new_name_keeps_links(tmp_path):

@@ -59,20 +59,6 @@ class Attention(nn.Module):
         return x * self.out(scores @ values) * x[:1, :1, :1].expand_as(x)
 
 
-def penalized(model, x):
-    x = x.detach().requires_grad_()
-    [grad] = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    return grad.square().sum()
-
-
-def test_second_derivatives_have_the_same_bits(device):
-    def grads(device, loss):
-        model, x = Attention().to(device), torch.linspace(-1, 1, 40).view(2, 5, 4).to(device)
-        return bits(ll.make_grad_fn(model, loss)(ll.init_state(model), x).grads)
-
-    assert grads(device, offload(penalized, Attention)) == grads("cpu", penalized)
-
-
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -125,13 +111,6 @@ def test_a_saved_tensor_that_changes_is_refused_or_was_copied_before(device):
             grads("cpu", loss)
     doubled = grads("cpu", lambda model, x: (2 * torch.tanh(model.layer(x))).square().mean())
     assert bits(grads(device, offload(loss_fn, InPlace))) == bits(doubled)
-
-
-def test_torch_func_refuses_it():
-    model = nn.Linear(3, 2)
-    per_sample = ll.contrib.make_per_sample_grad_fn(model, offload(loss_fn, nn.Linear))
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        per_sample(ll.init_state(model), batch("cpu"))
 
 
 def test_in_a_graph_it_has_no_effect(monkeypatch):

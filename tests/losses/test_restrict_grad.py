@@ -68,14 +68,6 @@ def test_both_networks_move_as_by_two_passes_at_the_old_weights(wrap, kind):
     assert ll.compute(metrics)["loss"] > 0
 
 
-def test_a_scaled_loss_has_the_same_gradients_once_they_are_unscaled():
-    model = net()
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
-    state, batch = ll.init_state(model, optimizer), batches(1)[0]
-    scaled = ll.grads.scale_loss(ll.make_grad_fn(model, both))(state, batch).grads
-    torch.testing.assert_close(scaled, ll.make_grad_fn(model, both)(state, batch).grads, rtol=1e-12, atol=1e-14)
-
-
 def test_a_scaled_loss_keeps_small_gradients_in_float16():
     """Restricted to all parameters, a loss has the bits that it has alone, of which the scale has kept many from 0."""
     model = net().float()

@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -92,20 +91,12 @@ def test_what_is_no_metric_and_other_names_are_refused():
         (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
         (lambda: ll.Window().metrics(), ValueError, "window is empty"),
         (lambda: ll.Window().add(one).add({"b": ll.Mean(1.0)}).metrics(), ValueError, r"\['a'\] and \['b'\]"),
-        (
-            lambda: ll.Window().add(one | {"lr": 0.1}).add(one | {"lr": 0.1}).metrics(),
-            TypeError,
-            r"'lr' .*metrics\) \|",
-        ),
-        (lambda: ll.metrics.Corpus.of(len, {"x": ["a"]}), TypeError, r"a dict.*\*columns\.values\(\)"),
-        (
-            lambda: ll.compute({"rouge": ll.metrics.Corpus.of(scores, ["a"])}),
-            TypeError,
-            "'rouge' computes {'rouge1': 1.0}",
-        ),
-        (lambda: ll.compute(ll.Window().add(one)), TypeError, r"Window: give window.metrics\(\)"),
-        (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"Mean: give .*ll\.compute\(metrics\)"),
-        (lambda: ll.compute((1, one)), TypeError, "tuple: give .*train_step"),
+        (lambda: ll.Window().add(one | {"lr": 0.1}).add(one | {"lr": 0.1}).metrics(), TypeError, "'lr'"),
+        (lambda: ll.metrics.Corpus.of(len, {"x": ["a"]}), TypeError, "a dict"),
+        (lambda: ll.compute({"rouge": ll.metrics.Corpus.of(scores, ["a"])}), TypeError, "'rouge'.*rouge1"),
+        (lambda: ll.compute(ll.Window().add(one)), TypeError, "Window"),
+        (lambda: ll.compute(ll.Mean(1.0)), TypeError, r"\.item\(\)"),
+        (lambda: ll.compute((1, one)), TypeError, "tuple"),
         (lambda: ll.compute({"loss": stack}), ValueError, r"'loss' .*\(3,\).*compute_members"),
         (lambda: float(stack), ValueError, r"\(3,\).*compute_members"),
         (lambda: f"{stack:.3f}", ValueError, r"\(3,\).*compute_members"),
@@ -114,32 +105,11 @@ def test_what_is_no_metric_and_other_names_are_refused():
             call()
     for use in (
         lambda m: m < 1.0,
-        lambda m: m >= m,
         lambda m: 0 + m,
-        lambda m: m + m,
-        lambda m: m * 2,
         lambda m: m / 2,
     ):
         with pytest.raises(TypeError, match=r"metrics\['loss'\]\.item\(\)"):
             use(ll.Mean(1.5, 2))
-
-
-class Collected(NamedTuple):
-    items: tuple[int, ...]
-
-    def merge(self, other):
-        return Collected(self.items + other.items)
-
-    def compute(self):
-        return sum(self.items)
-
-
-def test_what_collects_is_merged_in_the_order_of_the_batches():
-    for n in (1, 2, 65, 200):
-        records = [{"rows": Collected((i,)), "loss": ll.Mean(float(i), 1)} for i in range(n)]
-        assert ll.merge(*records)["rows"].items == tuple(range(n))
-        found = ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records)
-        assert found == {"rows": sum(range(n)), "loss": pytest.approx((n - 1) / 2)}
 
 
 def test_a_mean_is_read_like_a_scalar_tensor():

@@ -35,12 +35,6 @@ class Late(PerParameter):
         p.sub_(state["average"] / (1 - 0.9 ** state["step"]), alpha=group["lr"])
 
 
-class Closed(Late):
-    def step(self, closure):
-        closure()
-        super().step()
-
-
 class Lion8bit(PerParameter):
     """As Lion8bit of bitsandbytes: moments of 8 bits with a scale for each parameter, kept as plain tensors."""
 
@@ -77,7 +71,7 @@ def stand_in(first, count, where, extra):
     Args:
         first: what a parameter's state begins as: zeros (Lion), its gradient (Adan), itself (MADGRAD's x0), or what
             the constructor has made (LowRank).
-        count: of updates: an int or a tensor for each parameter, a number in the group, or in `state` for all.
+        count: of updates: an int or a tensor for each parameter, or a number in the group.
         where: the average is written in place, or is a new tensor each time, or stands in a list or in an object.
         extra: nothing, a flag on the optimizer (bitsandbytes), or a cache in the group (RAdam).
     """
@@ -93,8 +87,6 @@ def stand_in(first, count, where, extra):
     class StandIn(PerParameter):
         def __init__(self, params, lr=1e-2):
             super().__init__(params, lr, **({"cache": [None] * 3} if extra == "cache" else {}))
-            if count == "shared":
-                self.state["count"] = 0
             if extra == "flag":
                 self.begun = False
             for group in self.param_groups:
@@ -104,8 +96,6 @@ def stand_in(first, count, where, extra):
         def counted(self, group, state):
             if count == "group":
                 return group["count"]
-            if count == "shared":
-                return self.state["count"]
             if count == "tensor":
                 state["step"] = state.get("step", torch.zeros(())) + 1
                 return state["step"].item()
@@ -113,8 +103,6 @@ def stand_in(first, count, where, extra):
             return state["step"]
 
         def step(self, closure=None):
-            if count == "shared":
-                self.state["count"] += 1
             if extra == "flag":
                 self.begun = True
             for group in self.param_groups:
@@ -157,7 +145,7 @@ class Factored(PerParameter):
 
 
 FIRST = ["zeros", "gradient", "itself"]
-COUNTS = ["int", "tensor", "group", "shared", "constructor"]
+COUNTS = ["int", "tensor", "group", "constructor"]
 PLACES = ["place", "new", "list", "object"]
 EXTRAS = ["nothing", "flag", "cache"]
 STAND_INS = [

@@ -155,6 +155,7 @@ def test_each_member_of_a_stack_decides_for_itself(donate):
     assert len(set(counts)) == 3
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_a_partition_has_one_flag_for_each_part(way):
     """Of two parts within a partition within a wrapper, each skips by its own gradients, or all do."""
@@ -322,7 +323,6 @@ AROUND = {
     "swa": lambda inner: ll.optim.swa(inner, start=0),
     "lookahead": ll.contrib.lookahead,
     "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 3),
-    "skip_spikes": ll.optim.skip_spikes,
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
     "freeze": lambda inner: ll.optim.freeze(inner, lambda name, step: False),
     "partition": lambda inner: ll.optim.partition({"all": inner}, lambda name, tensor: "all"),
@@ -364,7 +364,7 @@ def test_gradients_that_a_class_cannot_take_are_refused(donate):
 
         return halved
 
-    refused(adamw(), ValueError, "0.weight torch.float16 master_weights", wrap=half_grads, donate=donate)
+    refused(adamw(), ValueError, "0.weight torch.float16 autocast", wrap=half_grads, donate=donate)
     sparse = ll.optimizer(torch.optim.SparseAdam, lr=0.1)
     # The group of the first layer would already be written.
     groups = [(lambda name, p: "first" in name, {"lr": 0.2})]
@@ -390,12 +390,6 @@ def test_where_takes_trees_of_one_kind(flag):
         with pytest.raises(ValueError, match="shapes and dtypes"):
             ll.optim.where(torch.tensor(flag), torch.ones(2), other)
     assert ll.optim.where(torch.tensor(flag), nn.Parameter(torch.ones(2)), torch.zeros(2)).requires_grad
-
-
-def test_master_weights_pass_on_the_metrics_of_an_update():
-    model, optimizer = net().bfloat16(), ll.optim.master_weights(report(adamw()))
-    _, metrics = made_step(model, optimizer, "donated")(ll.init_state(model, optimizer), batches(1)[0].bfloat16())
-    assert ll.compute(metrics)["moved"] > 0
 
 
 def test_a_users_wrapper_on_the_state_of_another_optimizer_is_refused_by_name():

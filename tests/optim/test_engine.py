@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from problem import batches, loss_fn, raw_loop, run
-from shared import equal, update
-from stand_ins import STAND_INS, Closed, Late
+from shared import bits, equal, update
+from stand_ins import STAND_INS, Late, PerParameter
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves, tree_structure
 from torch_collections import optimizers
@@ -321,9 +321,9 @@ def moving(step):
 
 
 MOVING = {
-    optim.Rprop: {"etas": (moving, 1.2)},
-    optim.RAdam: {"betas": (moving, 0.99)},
-    optim.Adafactor: {"lr": moving, "eps": (None, moving)},
+    optim.Rprop: {"etas": lambda step: (moving(step), 1.2)},
+    optim.RAdam: {"betas": lambda step: (moving(step), 0.99)},
+    optim.Adafactor: {"lr": moving, "eps": lambda step: (None, moving(step))},
     optim.RMSprop: {"alpha": moving, "momentum": ll.optim.injected(0.9), "centered": True},
     optim.SGD: {"lr": moving, "weight_decay": moving},
 }
@@ -361,13 +361,35 @@ def test_sparse_gradients(cls, options, donate):
     assert equal(state.params, raw.named_parameters())
 
 
-@pytest.mark.parametrize("cls", [Late, Closed])
-def test_updates_leave_nothing_that_grows(cls):
-    """Objects of the class, and tensors, after many updates of a class that begins late, and of one with a closure."""
+def test_a_first_momentum_is_the_gradient_with_the_signs_of_its_zeros():
+    optimizer, params = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9), {"w": torch.ones(2)}
+    grad = torch.tensor([-0.0, 0.0])
+    _, opt_state, _ = optimizer.update({"w": grad}, optimizer.init(params), params, 0)
+    assert opt_state["state"]["w"]["momentum_buffer"].signbit().tolist() == [True, False]
+
+
+class Idle(PerParameter):
+    """Makes its state at the first gradient that is not 0."""
+
+    def update(self, group, p):
+        if p.grad.any():
+            p.sub_(self.state[p].setdefault("moment", torch.zeros_like(p)).add_(p.grad), alpha=group["lr"])
+
+
+def test_a_state_keeps_its_structure_while_a_class_has_made_none():
+    optimizer, params = ll.optimizer(Idle, lr=0.1), {"w": torch.ones(2)}
+    start = optimizer.init(params)
+    _, opt_state, _ = optimizer.update({"w": torch.zeros(2)}, start, params, 0)
+    assert bits(opt_state["state"]) == bits(start["state"])
+    assert "moment" in opt_state["state"]["w"]
+
+
+def test_updates_leave_nothing_that_grows():
+    """Objects of the class, and tensors, after many updates of a class that begins late."""
     import gc
     import weakref
 
-    class Counted(cls):
+    class Counted(Late):
         pass
 
     optimizer = ll.optimizer(Counted, lr=0.1)
@@ -375,9 +397,7 @@ def test_updates_leave_nothing_that_grows(cls):
     opt_state = optimizer.init(params)
     for step in range(24):
         grads = grads_at(params, step, late={"b": 6})
-        params, opt_state, _ = optimizer.update(
-            grads, opt_state, params, step, evaluate=lambda params: (0.0, grads_at(params, 0))
-        )
+        params, opt_state, _ = optimizer.update(grads, opt_state, params, step)
     held = [weakref.ref(tensor) for tensor in tree_leaves((params, opt_state)) if isinstance(tensor, torch.Tensor)]
     del params, opt_state, grads
     gc.collect()

@@ -48,7 +48,7 @@ def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
         (lambda name, tensor: name == "4.weight", {"lr": 0.5, "weight_decay": 0.3}),
         (is_vector, {"weight_decay": 0.0, "eps": eps}),
     ]
-    optimizer = adamw(lr, betas=(beta, 0.99), weight_decay=0.1, groups=groups)
+    optimizer = adamw(lr, betas=lambda step: (beta(step), 0.99), weight_decay=0.1, groups=groups)
     assert equal(run(net(norm=nn.LayerNorm), optimizer, batches(20), donate).params, model.named_parameters())
 
 

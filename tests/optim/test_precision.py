@@ -5,7 +5,6 @@ import itertools
 from functools import partial
 
 import pytest
-import schedulefree
 import torch
 from problem import assert_refused
 from shared import bits, equal
@@ -199,111 +198,6 @@ def test_a_cast_state_has_the_bits_of_a_module_that_was_cast(dtype, bound):
     assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
 
 
-def mixed_net(dtype=torch.bfloat16):
-    model = net().to(dtype)
-    model[2].float()  # the LayerNorm, as many keep it
-    return model
-
-
-def mixed_loss(model, batch):
-    x, y = batch
-    hidden = model[1](model[0](x.to(model[0].weight.dtype)))
-    hidden = model[2](hidden.to(model[2].weight.dtype)).to(model[3].weight.dtype)
-    logits = model[3](hidden)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y)
-
-
-def raw_masters(make, data, model, pieces=1):
-    """Float32 masters by hand: gradients widened, the masters updated, and rounded into the model."""
-    named = dict(model.named_parameters())
-    masters = {name: p.detach().float().clone() for name, p in named.items()}
-    optimizer = make(masters.values())
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    for x, y in data:
-        optimizer.zero_grad(set_to_none=True)
-        for piece in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
-            model.zero_grad()
-            mixed_loss(model, piece).backward()
-            for name, master in masters.items():
-                grad = named[name].grad.float() / pieces
-                master.grad = grad if master.grad is None else master.grad + grad
-        optimizer.step()
-        with torch.no_grad():
-            for name, master in masters.items():
-                named[name].copy_(master)
-    return masters, optimizer
-
-
-def train(model, optimizer, data, donate, wrap=lambda grad_fn: grad_fn):
-    train_step = ll.make_train_step(wrap(ll.make_grad_fn(model, mixed_loss)), optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-    for batch in data:
-        state, _ = train_step(state, batch)
-    return state
-
-
-def small(count, **options):
-    return [(x.clamp(-9, 9), y) for x, y in batches(count, **options)]
-
-
-MODELS = {
-    "bfloat16": lambda: net().bfloat16(),
-    "bfloat16 and float32": mixed_net,
-    "float16 and float32": lambda: mixed_net(torch.float16),
-}
-SCHEDULE_FREE = schedulefree.AdamWScheduleFree
-MASTERED = {
-    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}, {"fused": True}),
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}, {"fused": True}),
-    "AdamWScheduleFree": (SCHEDULE_FREE, {"lr": 0.01, "warmup_steps": 3, "foreach": False}, {}),
-}
-
-
-@WAYS
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("name", MASTERED)
-def test_master_weights_have_the_bits_of_a_loop_by_hand(name, make, donate):
-    cls, options, kernel = MASTERED[name]
-    raw, model = MODELS[make](), MODELS[make]()
-    masters, by_hand = raw_masters(lambda masters: cls(masters, **options, **kernel), small(30), raw)
-    optimizer = ll.optim.master_weights(ll.optimizer(cls, **options))
-    state = train(model, optimizer, small(30), donate)
-    named = dict(raw.named_parameters())
-    assert equal(state.params, named)
-    assert list(state.params) == list(named)
-    narrow = {name for name, p in named.items() if p.dtype is not torch.float32}
-    assert equal(state.opt_state["master"], {name: masters[name] for name in narrow})
-    for key, tensor in state.params.items():
-        assert tensor.dtype is named[key].dtype
-        assert tensor.requires_grad
-        assert not donate or tensor is model.get_parameter(key)
-    if cls is SCHEDULE_FREE:  # it evaluates elsewhere, from the masters
-        by_hand.eval()
-        evaluated = ll.eval_state(optimizer, state).params
-        assert equal(evaluated, {name: master.to(named[name].dtype) for name, master in masters.items()})
-        assert not equal(evaluated, named)
-
-
-@WAYS
-@pytest.mark.parametrize("outermost", ["scale", "masters"])
-def test_masters_and_a_loss_scale_together(outermost, donate):
-    # The scale around the masters or within them; bfloat16 does not overflow, so a batch of infinities does it.
-    wrappers = [lambda o: ll.optim.dynamic_loss_scale(o, 2.0**8, growth_interval=3), ll.optim.master_weights]
-    data, raw = small(20), mixed_net()
-    masters, _ = raw_masters(lambda masters: torch.optim.AdamW(masters, lr=1e-3, fused=True), data, raw)
-    outer, inner = wrappers if outermost == "scale" else wrappers[::-1]
-    optimizer = outer(inner(ll.optimizer(torch.optim.AdamW, lr=1e-3)))
-    x, y = data[0]
-    spoilt = [*data[:4], (x * torch.inf, y), *data[4:11], (x * torch.inf, y), *data[11:]]
-    state = train(mixed_net(), optimizer, spoilt, donate, ll.grads.scale_loss)
-    assert (state.step, state.batch) == (20, 22)
-    record = state.opt_state if outermost == "masters" else state.opt_state["inner_state"]
-    # Powers of 2 scale bfloat16 and float32 without rounding.
-    assert equal(state.params, raw.named_parameters())
-    assert equal(record["master"], {name: masters[name] for name in record["master"]})
-
-
 @pytest.mark.parametrize("clip", [ll.grads.clip_by_value, ll.clip_by_global_norm, ll.contrib.adaptive_grad_clip])
 def test_no_clipping_hides_an_overflow(clip):
     optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), 2.0**10)
@@ -316,18 +210,12 @@ def test_no_clipping_hides_an_overflow(clip):
 # Refusals
 
 SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
-MASTERS, SCALE = ll.optim.master_weights, ll.optim.dynamic_loss_scale
+SCALE = ll.optim.dynamic_loss_scale
 
 
 def scaled(wrap, optimizer=SGD):
     model = net()
     return wrap(ll.make_grad_fn(model, loss_fn))(ll.init_state(model, optimizer), batches(1)[0])
-
-
-def one_trained_in_float32():
-    model = mixed_net().requires_grad_(False)
-    model[2].requires_grad_(True)
-    return model
 
 
 REFUSED = [
@@ -352,10 +240,6 @@ REFUSED = [
     *((ValueError, str(dtype), lambda dtype=dtype: ll.state.cast(ll.init_state(net()), dtype))
       for dtype in (torch.int8, torch.bool, torch.complex64, "bfloat16")),
     (TypeError, "Sequential module.to(dtype)", lambda: ll.state.cast(net(), torch.bfloat16)),
-    *((ValueError, f"{dtype} torch.float64", lambda dtype=dtype: MASTERS(SGD, dtype))
-      for dtype in (torch.bfloat16, torch.float16, torch.int64)),
-    (ValueError, "torch.float32 model.bfloat16()", lambda: ll.init_state(net(), MASTERS(SGD))),
-    (ValueError, "torch.float32", lambda: ll.init_state(one_trained_in_float32(), MASTERS(SGD))),
 ]  # fmt: skip
 
 

@@ -1,14 +1,13 @@
-"""Steps that are not made: against a plain-Python reference, and on two ranks that decide alike."""
+"""Steps that are not made: as if the batch had not been, and on two ranks that decide alike."""
 
 import math
-import statistics
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem import WAYS, adamw, batches, begin, net, step_of
+from problem import WAYS, adamw, batches, net, step_of
 from ranks import launch
 from shared import bits, make_train_step
 from torch import nn
@@ -65,147 +64,10 @@ def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
     assert state.step == 2
 
 
-# skip_spikes
-
-
-def reference(losses, window, sigmas, max_consecutive):
-    """For each loss: whether it is skipped, skips in a row and in all, and the window; "error" where it gives up."""
-    recent, row, total = [], 0, 0
-    for loss in losses:
-        finite = math.isfinite(loss)
-        spike = not finite
-        if finite and len(recent) >= max(2, window // 2):
-            limit = statistics.fmean(recent) + sigmas * statistics.stdev(recent)
-            assume(abs(loss - limit) > 1e-9 * max(1, abs(limit)) or loss == recent[0] == recent[-1] == limit)
-            spike = loss > limit
-        if not finite and row >= max_consecutive:
-            yield "error"
-            return
-        row, total = (row + 1, total + 1) if spike else (0, total)
-        recent = (recent + [loss] * finite)[-window:]
-        yield spike, row, total, sorted(recent)
-
-
-losses = st.lists(
-    st.one_of(
-        st.integers(0, 4).map(float),
-        st.floats(0.9, 1.1),
-        st.floats(-1e6, 1e6),
-        st.sampled_from([math.nan, math.inf, -math.inf]),
-    ),
-    max_size=40,
-)
-
-
-@example([0.0, 2.0, 2.2, 2.9], 4, 1.0, 0, False)  # a sample's deviation: 2.2 is below the limit, 2.9 above
-@given(losses, st.integers(2, 9), st.sampled_from([0.5, 1.0, 3.0, 6.0]), st.integers(0, 3), st.booleans())
-@settings(max_examples=100, deadline=None)
-def test_skip_spikes_equals_the_reference(losses, window, sigmas, max_consecutive, tensors):
-    optimizer = ll.optim.skip_spikes(
-        ll.optimizer(torch.optim.SGD, lr=1.0), window=window, sigmas=sigmas, max_consecutive=max_consecutive
-    )
-    params, step = {"w": torch.zeros(1)}, 0
-    opt_state = optimizer.init(params)
-    expected = list(reference(losses, window, sigmas, max_consecutive))
-    for loss, now in zip(losses, expected, strict=False):
-        record = ll.Mean(torch.tensor(loss * 2, dtype=torch.float64), 2, times=4) if tensors else ll.Mean(loss)
-        before = bits((params, opt_state))
-
-        def update(params=params, opt_state=opt_state, step=step, record=record):
-            return optimizer.update({"w": torch.ones(1)}, opt_state, params, step, metrics={"loss": record})
-
-        if now == "error":
-            with pytest.raises(
-                ll.optim.NonFiniteGradientsError, match=rf"'loss' was a spike .* is {loss} at step {step}"
-            ):
-                update()
-            assert bits((params, opt_state)) == before
-            return
-        new, record, applied = update()
-        assert bits((params, opt_state)) == before
-        recent = record["recent"][~record["recent"].isnan()].sort().values.tolist()
-        row, total = record["spikes_in_a_row"].item(), record["total_spikes"].item()
-        assert (new is params, row, total, recent) == now
-        assert applied is (new is not params)
-        step += applied
-        params, opt_state = new, record
-    assert params["w"].item() == -step
-
-
-@both_states
-@both_steps
-@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
-def test_a_spike_changes_nothing_but_the_record(monitor, donate, bound):
-    clip, inner = partial(ll.clip_by_global_norm, max_norm=1.0), ll.ema(adamw())
-    optimizer = ll.optim.skip_spikes(inner, window=8, sigmas=4.0, monitor=monitor)
-    model = net()
-    step, plain_step = step_of(model, optimizer, donate, loss_fn, clip), step_of(net(), inner, False, loss_fn, clip)
-    state, plain = begin(model, optimizer, bound, epoch_length=7), ll.init_state(net(), inner)
-    factors, recent, skips = {3: math.nan, 9: 1e4, 14: math.inf, 15: 1e5, 19: -math.inf}, [], []
-    for at, x in enumerate(batches(24)):
-        state, metrics = step(state, (x, factors.get(at, 1.0)))
-        value = ll.compute(metrics)[monitor]
-        recent += [value] if math.isfinite(value) else []
-        if state.skipped:
-            skips.append(at)
-        else:
-            plain, _ = plain_step(plain, (x, 1.0))
-        assert (state.batch, state.epoch, state.samples) == ((at + 1) % 7, (at + 1) // 7, 8 * (at + 1))
-        assert bits((state.params, state.buffers)) == bits((plain.params, plain.buffers))
-        assert bits(state.opt_state["inner_state"]) == bits(plain.opt_state)
-    assert skips == sorted(factors)
-    record = state.opt_state
-    assert sorted(record["recent"].tolist()) == sorted(recent[-8:])
-    assert (record["seen"].item(), record["total_spikes"].item()) == (len(recent), len(skips))
-
-
-def test_the_messages_of_skip_spikes():
-    for name, value in (("window", 1), ("sigmas", 0.0), ("sigmas", math.nan), ("max_consecutive", -1)):
-        with pytest.raises(ValueError, match=f"{name} is {value}"):
-            ll.optim.skip_spikes(adamw(), **{name: value})
+def test_the_count_of_skips_to_accept_is_a_count():
     for wrong in (-1, True, 1.5):
         with pytest.raises(ValueError, match=f"max_consecutive is {wrong}"):
             ll.optim.apply_if_finite(adamw(), wrong)
-    model = net()
-    optimizer = ll.optim.skip_spikes(adamw(), monitor="grad_norm", max_consecutive=1)
-    state = ll.init_state(model, optimizer)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    with pytest.raises(ValueError, match=r"'grad_norm'.*loss\."):
-        ll.make_train_step(grad_fn, optimizer)(state, (batches(1)[0], 1.0))
-    with pytest.raises(ValueError, match="none"):
-        optimizer.update({}, state.opt_state, state.params, 0)
-    for donate in (False, True):
-        step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
-        now, _ = step(ll.copy_state(state), (batches(1)[0], math.nan))
-        before = bits(now)
-        with pytest.raises(ll.optim.NonFiniteGradientsError, match="'grad_norm'"):
-            step(now, (batches(1)[0], math.nan))
-        assert bits(now) == before
-
-
-class Last:
-    """A metric that is no mean."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def merge(self, other):
-        return other
-
-    def compute(self):
-        return self.value
-
-
-def test_another_metric_than_a_mean_can_be_watched():
-    optimizer = ll.optim.skip_spikes(adamw(), window=4, monitor="last")
-    params = {"w": torch.zeros(1)}
-    opt_state, kept = optimizer.init(params), []
-    for value in (1.0, 1.1, 50.0, 1.0):
-        new, opt_state, _ = optimizer.update(
-            {"w": torch.ones(1)}, opt_state, params, 0, metrics={"last": Last(value)}
-        )
-        kept.append(new is params)
-    assert kept == [False, False, True, False]
 
 
 # Several ranks
@@ -238,7 +100,6 @@ def run_on_a_rank(optimizer, wrap, factors):
 def on_two_ranks(folder):
     optimizer, inf = ll.optimizer(torch.optim.SGD, lr=0.01), math.inf
     factors = {(0, 8): inf, (1, 10): 1e6, (1, 12): inf, (0, 14): math.nan}
-    spikes = partial(ll.optim.skip_spikes, optimizer, window=6, sigmas=20.0)
     finite = partial(ll.optim.apply_if_finite, optimizer)
     once = {(1, 5): inf, (0, 6): inf}
 
@@ -251,9 +112,7 @@ def on_two_ranks(folder):
             "dynamic_loss_scale": run_on_a_rank(
                 ll.optim.dynamic_loss_scale(optimizer, 2.0**10), ll.grads.scale_loss, factors
             ),
-            "skip_spikes": run_on_a_rank(spikes(), plain, factors),
             "gives_up": run_on_a_rank(finite(1), plain, once),
-            "spikes_give_up": run_on_a_rank(ll.optim.skip_spikes(optimizer, max_consecutive=1), plain, once),
         }
         torch.save(ends, f"{folder}/{ll.distributed.rank()}.pt")
 
@@ -262,28 +121,18 @@ def on_two_ranks(folder):
 def test_ranks_skip_together_what_one_of_them_has_to(tmp_path):
     launch(2, on_two_ranks, str(tmp_path))
     zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    for name in ("apply_if_finite", "dynamic_loss_scale", "skip_spikes"):
-        expected = [8, 10, 12, 14] if name == "skip_spikes" else [8, 12, 14]
-        assert zero[name]["skips"] == one[name]["skips"] == expected, name
-        assert zero[name]["step"] == one[name]["step"] == 16 - len(expected)
+    for name in ("apply_if_finite", "dynamic_loss_scale"):
+        assert zero[name]["skips"] == one[name]["skips"] == [8, 12, 14], name
+        assert zero[name]["step"] == one[name]["step"] == 13
         assert bits(zero[name]["record"]) == bits(one[name]["record"])
         assert zero[name]["losses"] != one[name]["losses"]
     assert zero["apply_if_finite"]["record"]["total_notfinite"] == 3
     assert zero["dynamic_loss_scale"]["record"]["loss_scale"] == 2.0**7
-    # The loss watched is that of the examples of both: four on one rank, two on the other.
-    both = [
-        (4 * a + 2 * b) / 6 for a, b in zip(zero["skip_spikes"]["losses"], one["skip_spikes"]["losses"], strict=True)
-    ]
-    recent = zero["skip_spikes"]["record"]["recent"].sort().values
-    expected = sorted([loss for loss in both if math.isfinite(loss)][-6:])
-    torch.testing.assert_close(recent, torch.tensor(expected, dtype=torch.float64))
     for rank, ends in enumerate((zero, one)):
-        assert ends["gives_up"]["skips"] == ends["spikes_give_up"]["skips"] == [5]
+        assert ends["gives_up"]["skips"] == [5]
         at, message = ends["gives_up"]["error"]
         where = "in 2 of 2 parameters: weight, bias." if rank == 0 else "on another rank."
         assert (at, where in message) == (6, True), message
-        assert ends["spikes_give_up"]["error"][0] == 6
-        assert "'loss' was a spike 2 times in a row (max_consecutive=1)" in ends["spikes_give_up"]["error"][1]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -163,10 +163,28 @@ class Counting(PerParameter):
         p.sub_(p.grad, alpha=group["lr"] / len(self.history))
 
 
-class ClosedAndCounting(Counting):
+class Closed(PerParameter):
     def step(self, closure):
         closure()
-        super().step()
+
+
+class ForAll(PerParameter):
+    """A count of updates for all parameters together."""
+
+    def update(self, group, p):
+        self.state["count"] = self.state.get("count", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / self.state["count"])
+
+
+class InAList(PerParameter):
+    """A count in a list of its group, of which a pure update keeps nothing."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr, count=[0])
+
+    def update(self, group, p):
+        group["count"][0] += 1
+        p.sub_(p.grad, alpha=group["lr"] / group["count"][0])
 
 
 class OnItsClass(PerParameter):
@@ -201,7 +219,9 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         (Queue, "last deque"),
         (Drawing, "raw loop"),
         (Counting, "raw loop"),
-        (ClosedAndCounting, "raw loop"),
+        (Closed, "closure LBFGS"),
+        (ForAll, "together count"),
+        (InAList, "raw loop"),
         (OnItsClass, "raw loop"),
         (Growing, "more after one"),
         (Masked, "optimizer params"),

@@ -309,12 +309,9 @@ def _(loader, train_set):
 
 
 @shows("DistTrainer.fp16")
-def _(grad_fn, optimizer, model, batch):
-    start = ll.init_state(model, optimizer)
-    state, _ = ll.make_train_step(grad_fn, optimizer)(start, batch)
-    assert state.params["0.weight"].dtype == torch.bfloat16
-    moved = state.opt_state["master"]["0.weight"] - start.opt_state["master"]["0.weight"]
-    assert moved.abs().max().item() == pytest.approx(1e-5, rel=0.1)  # less than bfloat16 could say
+def _(grad_fn, model, batch):
+    out = grad_fn(ll.init_state(model), batch)
+    assert {grad.dtype for grad in out.grads.values()} == {torch.float32}
 
 
 @shows("DistTrainer.init_method")

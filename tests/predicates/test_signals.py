@@ -238,23 +238,6 @@ def test_loops_and_donated_steps_pass_signals_on(parts, monkeypatch, made, close
     assert signal.signal(signal.SIGUSR2, before) == previous
 
 
-def test_ctrl_c_can_be_one_more_wish_to_stop(parts, capfd):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    state = parts.state
-    with after_signal(signal.SIGINT) as stop_now:
-        for batch in parts.loader(state):
-            if state.step == 2:
-                signal.raise_signal(signal.SIGINT)
-            state, _ = parts.train_step(state, batch)
-            if stop_now(state):
-                break
-    del batch
-    assert state.step == 3
-    assert capfd.readouterr().err == ""  # nothing waits for the next batch
-    gc.collect()
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
 def test_stop_when_leaves_an_evaluation_between_two_batches(parts):
     with after_signal(signal.SIGUSR1) as stop_now:
         eval_step, taken = stop_when(parts.eval_step, stop_now), []
@@ -274,19 +257,6 @@ def test_stop_when_leaves_an_evaluation_between_two_batches(parts):
             ll.evaluate(eval_step, parts.state, batches())
         assert taken == [0, 1, 2, 3, 4]
         assert torch.equal(torch.get_rng_state(), stream)
-
-
-def test_stop_when_leaves_any_step_untaken(parts):
-    batch = (torch.ones(2, 2),)
-    train_step = stop_when(parts.train_step, ll.after_steps(2))
-    state, _ = train_step(parts.state, batch)
-    state, _ = train_step(state, batch)
-    with pytest.raises(Stopped, match=r"after_steps\(2\) is true at step 2 \(epoch 0, batch 2\), so the next batch"):
-        train_step(state, batch)
-    assert state.params  # not donated
-    with pytest.raises(Stopped):
-        stop_when(parts.predict_step, ll.after_steps(2))(state, batch[0])
-    assert stop_when(parts.predict_step, ll.after_steps(3))(state, batch[0]).shape == (2, 1)
 
 
 RUN = """

@@ -18,13 +18,13 @@ EPS = 2.0**-52
 rates, fractions, counts = st.floats(1e-8, 10.0), st.floats(0.0, 1.0), st.integers(1, 40)
 
 
-def run(make_scheduler, lr, steps, key):
+def run(make_scheduler, lr, steps):
     """The values that a real scheduler gives the updates of a run."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     scheduler = make_scheduler(optimizer)
     values = []
     for _ in range(steps):
-        values.append(optimizer.param_groups[0][key])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
     return values
@@ -67,9 +67,9 @@ def cosine_restarts(peak, ratio, warmup, rest, n, x):
 
 
 def cyclic(peak, ratio, warmup, rest, n, x):
-    mode, gamma, fall = ("triangular", "triangular2", "exp_range")[n % 3], 0.9 + ratio / 10, warmup + 1
-    factors = {"triangular": {}, "triangular2": {"cycle_factor": 0.5}, "exp_range": {"step_factor": gamma}}[mode]
-    theirs = lambda o: lr_scheduler.CyclicLR(o, peak / (1 + x), peak, rest, fall, mode, gamma)  # noqa: E731
+    mode, factors = (("triangular", {}), ("triangular2", {"cycle_factor": 0.5}))[n % 2]
+    fall = warmup + 1
+    theirs = lambda o: lr_scheduler.CyclicLR(o, peak / (1 + x), peak, rest, fall, mode)  # noqa: E731
     # torch finds the place in the cycle from step / cycle, and loses digits with every cycle before it.
     roundings = 32 * (rest + fall) / min(rest, fall)
     return S.cyclic(peak / (1 + x), peak, rise=rest, fall=fall, **factors), theirs, roundings, 3 * (rest + fall) + 5
@@ -82,13 +82,6 @@ def one_cycle(peak, ratio, warmup, rest, n, x):
     theirs = {"pct_start": rise, "anneal_strategy": strategy, "three_phase": phases}
     ours = S.one_cycle(peak / 25, peak, peak / 25 / 1e4, total=rest, **form)
     return ours, lambda o: lr_scheduler.OneCycleLR(o, peak, rest, **theirs), 8, rest
-
-
-def momentum(peak, ratio, warmup, rest, n, x):
-    rise = ratio * 0.99
-    rest += rise * rest == 1
-    theirs = lambda o: lr_scheduler.OneCycleLR(o, peak, rest, pct_start=rise)  # noqa: E731
-    return S.one_cycle(0.95, 0.85, 0.95, total=rest, rise=rise), theirs, 8, rest
 
 
 def join(peak, ratio, warmup, rest, n, x):
@@ -130,11 +123,6 @@ ORACLES = {
         lambda o: hf.get_cosine_with_min_lr_schedule_with_warmup(o, w, w + m, min_lr_rate=r),
         *(4, w + m + 1),
     ),
-    "cosine with cycles": lambda p, r, w, m, n, x: (
-        S.warmup(S.cosine(p, total=m, cycles=x), w),
-        lambda o: hf.get_cosine_schedule_with_warmup(o, w, w + m, x),
-        *(0, w + m + 1),
-    ),
     "inverse_sqrt": lambda p, r, w, m, n, x: (
         S.warmup(S.inverse_sqrt(p, timescale=m), w),
         lambda o: hf.get_inverse_sqrt_schedule(o, w, m),
@@ -168,7 +156,6 @@ ORACLES = {
     "cosine_restarts": cosine_restarts,
     "cyclic": cyclic,
     "one_cycle": one_cycle,
-    "momentum of one_cycle": momentum,
     "join": join,
     "scaled": scaled,
 }
@@ -181,8 +168,7 @@ ORACLES = {
 )
 def test_it_is_the_real_scheduler(name, peak, ratio, warmup, rest, n, x):
     schedule, make, roundings, steps = ORACLES[name](peak, ratio, warmup, rest, n, x)
-    key = "momentum" if name == "momentum of one_cycle" else "lr"
-    assert_close(schedule, run(make, peak, steps, key), roundings, max(peak, 1.0) if key == "momentum" else peak)
+    assert_close(schedule, run(make, peak, steps), roundings, peak)
 
 
 # Definitions.
@@ -214,6 +200,7 @@ def test_edges():
     assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25)(0) == 1.0
     assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25, three_phase=True)(0) == 0.1
     # cycles of 2, 6 and 18 steps
+    assert S.cosine_restarts(1.0, 0.5, total=4, cycles=2)(4) == 0.5
     restarts, cycle = S.cosine_restarts(1.0, 0.5, total=26, cycles=3, growth=3), S.cosine(1.0, 0.5, total=18)
     assert_close(restarts, [cycle(9 * step) for step in range(2)], 8, 1.0)
     assert_close(lambda step: restarts(2 + step), [cycle(3 * step) for step in range(6)], 8, 1.0)
@@ -280,34 +267,26 @@ ONE = S.constant(1.0)
 
 def test_a_bad_value_is_named():
     for make, named in (
-        (lambda: S.constant(math.nan), "constant: value .* nan"),
-        (lambda: S.constant("0.1"), "value .* '0.1'"),
-        (lambda: S.linear(True, total=5), "linear: start .* True"),
-        (lambda: S.cosine(1.0, math.inf, total=5), "final .* inf"),
-        (lambda: S.cosine(1.0, total=0), "total .* 0"),
-        (lambda: S.linear(1.0, total=10.0), "total .* 10.0"),
-        (lambda: S.polynomial(1.0, total=5, power=0), "power .* 0.0"),
-        (lambda: S.step_decay(1.0, every=0), "every .* 0"),
+        (lambda: S.constant(math.nan), "constant: value .*nan"),
+        (lambda: S.linear(True, total=5), "linear: start .*True"),
+        (lambda: S.linear(1.0, total=10.0), "total"),
+        (lambda: S.polynomial(1.0, total=5, power=0), "power"),
+        (lambda: S.step_decay(1.0, every=0), "every"),
         (lambda: S.multistep_decay(1.0, boundaries=[3, 3]), "boundaries"),
         (lambda: S.multistep_decay(1.0, boundaries=[0, 3]), "boundaries"),
-        (lambda: S.join([ONE] * 3, [5, 2]), "join: boundaries"),
         (lambda: S.join([ONE] * 2, [2.0]), "join: boundaries"),
-        (lambda: S.join([ONE], [2]), "1 schedules and 1 bound"),
-        (lambda: S.warmup(ONE, -1), "warmup: steps .* -1"),
-        (lambda: ll.warmup_cosine(1.0, warmup=6, total=5), "warmup=6 .* total=5"),
-        (lambda: ll.warmup_cosine(1.0, warmup=1.0, total=5), "warmup must be an int .* 1.0"),
+        (lambda: S.join([ONE], [2]), "join"),
+        (lambda: S.warmup(ONE, -1), "warmup: steps .*-1"),
+        (lambda: ll.warmup_cosine(1.0, warmup=6, total=5), "warmup=6"),
+        (lambda: ll.warmup_cosine(1.0, warmup=1.0, total=5), "warmup must be an int"),
         (lambda: S.warmup_stable_decay(1.0, warmup=3, decay=3, total=5), "total=5"),
-        (lambda: S.warmup_stable_decay(1.0, warmup=1, decay=1, total=5, decay_shape="x"), "decay_shape .*'x'"),
-        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=1.0), "rise .* 1.0"),
-        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=0.6, three_phase=True), "three.* 0.6"),
-        (lambda: S.cosine_restarts(1.0, total=5, cycles=0), "cycles .* 0"),
-        (lambda: S.scaled(ONE, math.nan), "scaled: factor .* nan"),
+        (lambda: S.warmup_stable_decay(1.0, warmup=1, decay=1, total=5, decay_shape="x"), "decay_shape"),
+        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=1.0), "rise"),
+        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=0.6, three_phase=True), "rise"),
+        (lambda: S.scaled(ONE, math.nan), "scaled: factor"),
     ):
         with pytest.raises(ValueError, match=named):
             make()
-    for make, named in (
-        (lambda: S.warmup(0.1, 9), "schedule.* 0.1"),
-        (lambda: S.join([ONE, 0.1], [9]), "join.* 0.1"),
-    ):
-        with pytest.raises(TypeError, match=named):
+    for make in (lambda: S.warmup(0.1, 9), lambda: S.join([ONE, 0.1], [9])):
+        with pytest.raises(TypeError, match=r"0\.1"):
             make()

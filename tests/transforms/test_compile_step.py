@@ -12,7 +12,6 @@ from transform_cases import batches, normalized, plain, seeded
 from transform_cases import classify as loss_fn
 
 import looplib as ll
-from looplib._core import tracing
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 
@@ -103,14 +102,6 @@ def test_what_is_refused_when_a_step_is_made():
         with pytest.raises(TypeError) as error:
             call()
         assert all(word in str(error.value) for word in words), name
-
-
-def test_a_tensor_chooses_between_tensors_alone_in_a_graph():
-    old, new = {"count": torch.tensor(1), "n": 1}, {"count": torch.tensor(2), "n": 2}
-    with tracing.within(tracing.Trace({}, lambda function, sources: None)):
-        assert tracing.where(torch.tensor(True), {**new, "n": 1}, old) == {"count": torch.tensor(2), "n": 1}
-        with pytest.raises(tracing.UntraceableError, match="would have to choose between 2 and 1: keep tensors"):
-            tracing.where(torch.tensor(True), new, old)
 
 
 def test_a_warning_shows_the_line_that_called_the_step():
