@@ -296,6 +296,19 @@ def test_an_entry_that_is_no_directory_is_left_out_with_a_warning(tmp_path):
     assert names_in(tmp_path) == ["step-00000002", "step-00000002.1"]
 
 
+def test_an_entry_that_is_replaced_while_it_is_listed(tmp_path, monkeypatch):
+    ckpt, lstat = ll.checkpoint_io(tmp_path), Path.lstat
+    ckpt.save(state_of(1))
+
+    def replaced(path):
+        monkeypatch.undo()
+        ckpt.save(state_of(2))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", replaced)
+    assert ll.checkpoint_io(tmp_path).latest().samples == 2
+
+
 def test_a_reader_sees_that_a_name_has_been_used_again(tmp_path):
     ckpt, reader = ll.checkpoint_io(tmp_path), ll.checkpoint_io(tmp_path)
     ckpt.save(state_of(1))

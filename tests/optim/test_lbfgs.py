@@ -177,6 +177,19 @@ def test_an_error_within_an_update_leaves_a_pure_state_and_spends_a_donated_one(
         assert bits((state.params, state.opt_state)) == before
 
 
+def test_the_loss_of_the_step_is_lbfgss_first_evaluation():
+    calls = []
+
+    def counted(model, batch):
+        calls.append(1)
+        return loss_fn(model, batch)
+
+    model = net()
+    optimizer = ll.optimizer(torch.optim.LBFGS, lr=0.1, max_iter=3)
+    run(model, optimizer, data()[:1], loss_fn=counted)
+    assert len(calls) == 3  # as many as torch's own step would ask for
+
+
 def test_refusals():
     params = {"w": torch.ones(2)}
     lbfgs = ll.optimizer(torch.optim.LBFGS, lr=0.1)

@@ -168,7 +168,7 @@ def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(backe
 
 
 def moving_betas():
-    return ll.optimizer(optim.AdamW, lr=0.1, betas=(lambda step: 0.9, 0.99)), Many(64)
+    return ll.optimizer(optim.AdamW, lr=0.1, betas=lambda step: (0.9, 0.99)), Many(64)
 
 
 def dampened():
