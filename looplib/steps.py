@@ -254,6 +254,7 @@ def _train_step(
             check_unwritten(state)
             if not any_of(applied):
                 undo.restore()
+                next_opt_state = _apart(next_opt_state, (*params.values(), *buffers.values()))  # see `apart_from`
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics

@@ -121,6 +121,12 @@ def lease_on(tensor: Tensor) -> Lease | None:
     return None if storage is None else getattr(storage, "looplib_lease", None)
 
 
+def last_write(tensor: Tensor) -> int:
+    """Time of the last write to a tensor's memory by a donated run; 0 if there was none."""
+    lease = lease_on(tensor)
+    return 0 if lease is None else lease.written
+
+
 def lies_on(lease: Lease | None, tree: Any) -> bool:
     """True if a tensor of a tree has memory that this lease covers."""
     return lease is not None and any(lease_on(tensor) is lease for tensor in tensors_in(tree))
@@ -257,8 +263,7 @@ def lease_over(writer: str, tensors: Iterable[Tensor], params: Iterable[str] = (
         if storage is not None:
             # Older states that share this memory are told by the new lease from its first write on, but some of them may
             # be spent already: until then, the new lease is as late as the one before it.
-            before = getattr(storage, "looplib_lease", None)
-            lease.written = max(lease.written, 0 if before is None else before.written)
+            lease.written = max(lease.written, last_write(tensor))
             storage.looplib_lease = lease
     return lease
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from looplib._core import trees
 from looplib._core.checks import few, warn
 from looplib._core.checksums import has_values
+from looplib._core.lease import last_write
 from looplib._core.modules import running
 from looplib._core.reached import Reach
 from looplib._core.records import chain
@@ -80,7 +81,7 @@ class Watch:
 class _Stale(NamedTuple):
     """A module as it was before pure steps, and its hooks, which warn once."""
 
-    writes: list[tuple[int, int]]
+    writes: list[tuple[int, int, int]]
     hooks: list[RemovableHandle]
 
 
@@ -180,10 +181,13 @@ def export(module: nn.Module) -> Iterator[None]:
         running.models.pop()
 
 
-def _writes(module: nn.Module) -> list[tuple[int, int]]:
-    """The memory of each trained parameter, and torch's count of its writes. If one differs later, it was written."""
+def _writes(module: nn.Module) -> list[tuple[int, int, int]]:
+    """The memory of each trained parameter, torch's count of its writes, and the time of the last donated step's.
+
+    If one differs later, it was written. torch does not count what fused kernels write.
+    """
     return [
-        (tensor.data_ptr(), 0 if tensor.is_inference() else version(tensor))
+        (tensor.data_ptr(), 0 if tensor.is_inference() else version(tensor), last_write(tensor))
         for tensor in module.parameters()
         if tensor.requires_grad and has_values(tensor)
     ]

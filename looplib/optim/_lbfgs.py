@@ -53,8 +53,9 @@ def lbfgs_update(
         TypeError,
     )
     states = opt_state["state"]
-    tensors = pick(params, states)
-    first = next(iter(states))
+    given, first = pick(params, states), next(iter(states))
+    # The direction is one vector of all parameters. Those without a gradient are copies, so that they stay as they are.
+    tensors = {name: tensor if name in grads else tensor.detach().clone() for name, tensor in given.items()}
     instance = recipe.build(tensors, recipe.members(tensors))
     instance.param_groups[0].update(recipe.values_at(instance.param_groups, opt_state, step)[0])
     instance.state[tensors[first]] = _unpacked(states[first])
@@ -64,9 +65,9 @@ def lbfgs_update(
     def closure() -> Any:
         drop_grads(tensors.values())
         with torch.enable_grad():
-            loss, at_tensors = known.pop() if known else evaluate(dict(tensors))
-        for name, tensor in tensors.items():
-            tensor.grad = at_tensors.get(name)
+            loss, at_tensors = known.pop() if known else evaluate(dict(given))
+        for name in grads:
+            tensors[name].grad = at_tensors.get(name)
         return loss
 
     with restored_grads(tensors.values()):

@@ -404,3 +404,38 @@ def test_a_users_wrapper_on_the_state_of_another_optimizer_is_refused_by_name():
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), wrapped(optimizer))
     with pytest.raises(ValueError, match="opt_state holds state, and no inner_state"):
         step(ll.init_state(model, optimizer), batches(1)[0])
+
+
+def with_weights_before(optimizer):
+    """The weights at the last decision, made or not, which `decide` puts into the state as they are."""
+
+    def init(params, **extra):
+        return {
+            "inner": optimizer.init(params, **extra),
+            "before": {key: p.detach().clone() for key, p in params.items()},
+        }
+
+    def decide(grads, opt_state, metrics, params, **info):
+        flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, params=params, **info)
+        return flag, {"inner": inner, "before": {key: params[key].detach() for key in opt_state["before"]}}
+
+    def update_(grads, opt_state, params, step, **info):
+        params, inner, *_ = optimizer.update_(grads, opt_state["inner"], params, step, **info)
+        return params, {**opt_state, "inner": inner}
+
+    return dataclasses.replace(optimizer, init=init, decide=decide, update_=update_)
+
+
+@pytest.mark.parametrize("way", ["pure", "donated"])
+@pytest.mark.parametrize("last", [True, False], ids=["skipped last", "and goes on"])
+def test_weights_that_a_decision_keeps_are_those_of_that_moment_if_the_update_is_skipped(way, last):
+    model, optimizer = net(), with_weights_before(ll.optim.apply_if_finite(adamw(), 3))
+    step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
+    for x in [batches(1)[0], batches(1)[0] * torch.nan, *([] if last else batches(3))]:
+        expected = {key: p.detach().clone() for key, p in state.params.items()}
+        state, _ = step(state, x)
+        assert bits(state.opt_state["before"]) == bits(expected)
+    with torch.no_grad():
+        for p in state.params.values():
+            p.add_(1)
+    assert bits(state.opt_state["before"]) == bits(expected)

@@ -112,6 +112,50 @@ def test_a_schedule_and_a_wrapper(donate):
 
 
 @both
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_a_parameter_without_a_gradient_stays_although_the_direction_is_one_vector_of_all(line_search_fn, donate):
+    options = {"lr": 0.5, "max_iter": 5, "line_search_fn": line_search_fn}
+    raw, model = net(), net()
+    theirs, optimizer = torch.optim.LBFGS(raw.parameters(), **options), ll.optimizer(torch.optim.LBFGS, **options)
+    steps = [
+        step_of(model, optimizer, donate, loss_fn, trainable=lambda name, tensor, part=part: name.startswith(part))
+        for part in "02"
+    ]
+    frozen = step_of(
+        net(), ll.optim.freeze(optimizer, lambda name, at: not name.startswith("02"[at % 2])), donate, loss_fn
+    )
+    state = ll.init_state(model, optimizer)
+    inside = ll.init_state(net(), ll.optim.freeze(optimizer, lambda name, at: False))
+    for at, batch in enumerate(data()):
+        others = {raw[2 - 2 * (at % 2)].weight, raw[2 - 2 * (at % 2)].bias}
+        values = {tensor: tensor.detach().clone() for tensor in others}
+
+        def put_back(values=values):
+            with torch.no_grad():
+                for tensor, value in values.items():
+                    tensor.copy_(value)
+
+        def closure(batch=batch, others=others, put_back=put_back):
+            put_back()
+            theirs.zero_grad()
+            loss = loss_fn(raw, batch)
+            loss.backward()
+            for tensor in others:
+                tensor.grad = None
+            return loss
+
+        theirs.step(closure)
+        put_back()
+        before = ll.copy_state(state)
+        new, _ = steps[at % 2](state, batch)
+        assert donate or bits((state.params, state.opt_state)) == bits((before.params, before.opt_state))
+        state = new
+        inside, _ = frozen(inside, batch)
+        assert equal(state.params, raw.named_parameters())
+        assert equal(inside.params, raw.named_parameters())
+
+
+@both
 def test_an_error_within_an_update_leaves_a_pure_state_and_spends_a_donated_one(donate):
     calls = []
 

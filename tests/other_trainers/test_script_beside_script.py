@@ -90,7 +90,7 @@ NOT_NEEDED = (
 # What looplib says if one of these is forgotten. Python says it of the others, by a NameError or a SyntaxError.
 SAID = {
     "state = ll.update_best(": r"watches it, has seen no value: .* Write state = ll\.update_best\(state, scores\)",
-    "ckpt.save(state, scores)": r"no checkpoint in .* was saved with the metric 'eval/accuracy'",
+    "ckpt.save(state, scores)": r"has no checkpoint 'best'",
     "return {": r"metric_fn returned a NoneType; return a dict",
 }
 OTHER_WEIGHTS = "torch.manual_seed(42)"  # the run begins with other weights, as it does with another seed
