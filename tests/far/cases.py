@@ -585,7 +585,6 @@ COMPOSED = """
 """.split()  # noqa: SIM905
 EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "checkpoint.Checkpoint": _RECORD,
-    "checkpoint.Checkpoints": _RECORD,
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,
