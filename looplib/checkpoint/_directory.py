@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from looplib._core.collective import RankGroup
@@ -43,15 +44,19 @@ def new_entry(folder: Path, step: int) -> Path:
     """Path of a new checkpoint. Creates the folder, and deletes what saves that were cut short have left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name.startswith((_WRITING, _DELETING)):
+        if path.name.startswith(_DELETING):
             _clear(path)
+        elif path.name.startswith(_WRITING):
+            with contextlib.suppress(FileNotFoundError):  # another process has just finished it
+                remove(path)
     earlier = _latest_of(folder, step)
     return folder / (f"step-{step:08d}" + (f".{number_of(earlier)[1] + 1}" if earlier else ""))
 
 
 def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str, Any]) -> None:
     """Write a new entry, on all ranks together. If one of them fails, nothing is left behind."""
-    writing = target.with_name(_WRITING + target.name)
+    # A name of its own, so that no other process that saves this step writes into the same entry.
+    writing = target.with_name(ranks.on_rank0(lambda: f"{_WRITING}{token_hex(4)}-{target.name}"))
 
     def write_files() -> dict[str, Any]:
         if not (parts.data or ranks.first):
@@ -96,7 +101,7 @@ def _metrics_of_same(target: Path, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove(path: Path) -> None:
-    """Delete an entry: rename it first, so that a half-deleted one is never taken for a checkpoint."""
+    """Delete an entry: rename it first, so that a half-deleted one is never taken for a checkpoint, or finished as one."""
     aside = path.rename(path.with_name(_DELETING + path.name))
     _clear(aside)
 

@@ -97,7 +97,8 @@ def checkpoint_io(
     header.
 
     **One run at a time** writes to a directory. Two would delete each other's checkpoints and unfinished saves, which then
-    fail. The run that is behind is refused, because the directory holds later steps.
+    fail, and the first to save a step wins: nothing is mixed. The run that is behind is refused, because the directory
+    holds later steps.
 
     **Only adapters.** With `select`, the other parameters are left out, and checksums of their bits are stored
     instead. `restore` takes them from the state it is given, and refuses one whose base model is different. Optimizer

@@ -102,8 +102,8 @@ def load_state_dict(
     The values are copied and converted to the state's dtypes and devices. The new state is not bound to the module;
     `ll.bind(model, state)` binds it.
 
-    If the state is sharded, each rank takes its shard from the given tensors without communication. A
-    `source` that is itself sharded is gathered, by all ranks.
+    If the state is sharded, each rank takes its shard from the given tensors without communication. A `source`
+    that is itself sharded is gathered, by all ranks.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.

@@ -122,7 +122,12 @@ def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor:
             TypeError,
         )
         return drawn.cpu().long()
-    return torch.tensor([operator.index(key) for key in drawn], dtype=torch.int64)
+    keys = [*drawn]
+    advice = "give the indices of the samples, such as mask.nonzero().flatten()"
+    check(
+        bool not in {*map(type, keys)}, f"the sampler gave bools, as a mask has, and not indices: {advice}", TypeError
+    )
+    return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
 
 
 def _visits(keys: Tensor) -> Tensor:

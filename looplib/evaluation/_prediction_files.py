@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
@@ -123,10 +124,21 @@ def _write(path: Path, save: Callable[[BinaryIO], Any]) -> None:
 
 
 def read_batch(path: Path, *, mmap: bool = False) -> Batch:
-    """Read a batch's file. With `mmap=True`, the numbers in its tensors are read when they are used."""
+    """Read a batch's file. With `mmap=True`, the numbers in its tensors are read when they are used, and not verified."""
     try:
+        if not mmap:  # torch writes checksums and does not compare them
+            with zipfile.ZipFile(path) as file:
+                check(not file.testzip(), "a checksum is wrong", zipfile.BadZipFile)
         return Batch(**torch.load(path, map_location="cpu", mmap=mmap, weights_only=True))
-    except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
+    except (
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+        pickle.UnpicklingError,
+        EOFError,
+        TypeError,
+        LookupError,
+    ) as error:
         raise ValueError(
             f"{path} is damaged: delete it and call ll.predict_to as before, which predicts it again"
         ) from error

@@ -62,7 +62,8 @@ def next_token_loss(
 
     Raises:
         ValueError: shapes or dtypes of inputs and labels do not match, or an argument is out of range.
-        TypeError: `head` is neither a Linear nor a tensor.
+        TypeError: `head` is neither a Linear nor a tensor, or computes something else than `nn.Linear` does, in a forward
+            pass or in hooks of its own.
 
     Source: chunking as in Hsu et al., "Liger kernel", 2024.
     """
@@ -83,6 +84,13 @@ def next_token_loss(
 
 def _weight_and_bias(head: Any) -> tuple[Tensor | None, Tensor | None]:
     if isinstance(head, nn.Linear):
+        hooks = vars(head)["_forward_pre_hooks"], vars(head)["_forward_hooks"]
+        check(
+            type(head).forward is nn.Linear.forward and not any(hooks),
+            f"head is a {type(head).__name__} with a forward pass or forward hooks of its own, which would not run, since "
+            "only its weight and bias are used: leave out head, and give the logits, head(hidden)",
+            TypeError,
+        )
         return head.weight, head.bias
     advice = "give a torch.nn.Linear, or a weight (vocabulary, width)"
     check(isinstance(head, Tensor | None), f"head is a {type(head).__name__}; {advice}", TypeError)

@@ -30,6 +30,8 @@ class injected:
     learning rate is learned (`ll.transforms.differentiable`). `ll.optim.set_hyperparameters` returns a state with new
     values. There is one dict for each entry of `groups`, and one for the defaults, which comes last.
 
+    Within a tuple such as `betas`, it is a number like any other and not kept in the state.
+
     Args:
         value: initial value, a number.
 

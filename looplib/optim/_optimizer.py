@@ -52,8 +52,8 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         groups: list of `(predicate(name, tensor), {hyperparameter: value or schedule})`. The first match wins; the
             other parameters use the defaults. A third-party class may read group keys that its constructor does not
             accept, such as GaLore's `rank`; those are passed to it in the group.
-        hyperparameters: further arguments of the class. Each of them may be a schedule, that of `betas` one that
-            returns a tuple. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
+        hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
+            be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
             and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
             `repr(optimizer)` says which.

@@ -56,7 +56,7 @@ class Recipe:
     @cached_property
     def moving(self) -> list[dict[str, Any]]:
         """For each group, the hyperparameters that are schedules or injected."""
-        return [{key: value for key, value in values.items() if callable(value)} for values in self.values]
+        return [{key: value for key, value in values.items() if moves(value)} for values in self.values]
 
     @cached_property
     def end(self) -> int | None:
@@ -173,6 +173,8 @@ def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: s
 
 def value_at(value: Any, step: int) -> Any:
     """A hyperparameter's value at a step: the number itself, or the value of a schedule."""
+    if isinstance(value, (tuple, list)):
+        return tuple(value_at(member, step) for member in value)
     return value(step) if callable(value) else value
 
 
@@ -186,6 +188,11 @@ def as_kept(value: Any, before: Any) -> Any:
 def values_at(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Values of several hyperparameters at a step."""
     return {key: value_at(value, step) for key, value in values.items()}
+
+
+def moves(value: Any) -> bool:
+    """True if a hyperparameter, or a member of it, is a schedule or injected."""
+    return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
 
 
 def drop_grads(tensors: Iterable[Tensor]) -> None:

@@ -127,6 +127,8 @@ class _Numbers(TorchFunctionMode):
         self.known: dict[int, tuple[Tensor, Callable[[Any], Any], Any]] = {}
 
     def at(self, value: Any, step: int) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(self.at(member, step) if callable(member) else member for member in value)
         of_step = partial(_of_step, value)
         made = on_host(of_step, step)
         if isinstance(made, Tensor):

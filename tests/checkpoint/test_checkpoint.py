@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from shared import file_size_limit
 
 import looplib as ll
+from looplib.checkpoint import _directory
+from looplib.checkpoint._directory import write_tensors
 from looplib.predicates import BestSoFar
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +243,33 @@ def test_a_reader_never_takes_a_replaced_or_deleted_checkpoint_for_a_damaged_one
         writer.wait()
 
 
+def test_a_save_that_meets_another_processes_fails_and_is_never_mixed_with_it(tmp_path, monkeypatch):
+    """Both have written their tensors of one step: this process first, which then goes on before the other does."""
+    ckpt, other = ll.checkpoint_io(tmp_path, keep_last=1), ll.checkpoint_io(tmp_path, keep_last=1, asynchronous=True)
+    ckpt.save(state_of(1, step=1))
+    they_have_written, we_have_ended = threading.Event(), threading.Event()
+
+    def in_turn(path, parts):
+        file = write_tensors(path, parts)
+        if threading.current_thread() is threading.main_thread():
+            other.save(state_of(3, step=2))
+            they_have_written.wait(60)
+        else:
+            they_have_written.set()
+            we_have_ended.wait(60)
+        return file
+
+    monkeypatch.setattr(_directory, "write_tensors", in_turn)
+    try:
+        with pytest.raises(OSError, match="step-00000002 could not be saved"):
+            ckpt.save(state_of(2, step=2))
+    finally:
+        we_have_ended.set()
+    other.wait()
+    assert names_in(tmp_path) == ["step-00000002"]
+    assert ll.checkpoint_io(tmp_path).restore(state_of(0)).params["w"][0] == 3
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("after", ["rename", "remove"])
 def test_a_replacement_that_was_cut_short_is_finished_by_the_next_run(tmp_path, after, monkeypatch):
@@ -286,6 +315,19 @@ def test_an_entry_that_is_no_directory_is_left_out_with_a_warning(tmp_path):
     ckpt.save(state_of(2, step=2))  # beside it
     assert ckpt.restore(state_of(0)).samples == 2
     assert names_in(tmp_path) == ["step-00000002", "step-00000002.1"]
+
+
+def test_an_entry_that_is_replaced_while_it_is_listed(tmp_path, monkeypatch):
+    ckpt, lstat = ll.checkpoint_io(tmp_path), Path.lstat
+    ckpt.save(state_of(1))
+
+    def replaced(path):
+        monkeypatch.undo()
+        ckpt.save(state_of(2))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", replaced)
+    assert ll.checkpoint_io(tmp_path).latest().samples == 2
 
 
 def test_a_reader_sees_that_a_name_has_been_used_again(tmp_path):

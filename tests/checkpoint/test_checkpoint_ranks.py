@@ -266,6 +266,12 @@ ckpt.save(given)
 plain = state_of(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4)))
 assert same(ckpt.restore(plain), given)
 
+# Copies on two meshes, of which the one with rank 0 writes
+value = torch.arange(10.0)
+ckpt = ll.checkpoint_io(folder / "meshes")
+ckpt.save(ll.TrainState(params={"w": distribute_tensor(value, mesh["data"], [Shard(0)])}))
+assert torch.equal(ckpt.restore(ll.TrainState(params={"w": torch.zeros(10)})).params["w"], value)
+
 # Every shape over every mesh
 shapes = [(), (0,), (1,), (3,), (4,), (9,), (0, 3), (1, 7), (5, 3), (2, 3, 5)]
 line = init_device_mesh("cpu", (world,))

@@ -9,6 +9,7 @@ import pickle
 import re
 import warnings
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -80,6 +81,7 @@ def test_what_cannot_be_kept_is_refused_with_its_path(tmp_path):
         (torch.ones(2, device="meta"), "meta"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
         ({1, 2}, "set"),
+        (np.True_, "bool"),
         (torch.float32, "dtype"),
     ]:
         with pytest.raises(TypeError, match=rf"/extra/0/it is a .*{words}"):

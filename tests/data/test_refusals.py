@@ -57,6 +57,7 @@ ARGUMENTS = [
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: torch.eye(2))}, TypeError, r"float32.*\(2, 2\)"),
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: torch.ones(3) > 0)}, TypeError, "torch.bool"),
     (range(3), TWO | {"order": ll.data.sampler(["a", "b"])}, TypeError, "str"),
+    (range(3), TWO | {"order": ll.data.sampler([True, False, True])}, TypeError, "bool.*nonzero"),
     (range(9), TWO | {"order": ll.data.sampler(lambda *_: [next(COUNTER) % 9])}, ValueError, "epoch 0"),
     (
         range(9),

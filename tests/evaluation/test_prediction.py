@@ -200,6 +200,10 @@ def test_a_folder_of_something_else_is_left_alone_and_a_damaged_file_is_named(tm
         for call in lambda: read_predictions(path), lambda: ll.predict_to(path, same, state, batches):
             with pytest.raises(ValueError, match=rf"{file.name} is damaged: delete it"):
                 call()
+    number = torch.tensor(4.0).numpy().tobytes()
+    file.write_bytes(whole[file.name].replace(number, torch.tensor(4.5).numpy().tobytes()))
+    with pytest.raises(ValueError, match=rf"{file.name} is damaged: delete it"):
+        read_predictions(path)
     file.unlink()
     assert read_predictions(path)["output"].tolist() == [0, 1, 2]
     ll.predict_to(path, same, state, batches)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -170,3 +171,29 @@ def test_what_does_not_fit_is_said_with_its_shape():
             next_token_loss(*arguments, **options)
     with pytest.raises(TypeError, match="Embedding"):
         next_token_loss(inputs, labels, head=nn.Embedding(5, 4))
+
+
+class CappedLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+def with_a_hook():
+    head = nn.Linear(4, 5)
+    head.register_forward_hook(lambda module, args, logits: logits.tanh())
+    return head
+
+
+@pytest.mark.parametrize("make", [lambda: CappedLinear(4, 5), with_a_hook, lambda: spectral_norm(nn.Linear(4, 5))])
+def test_a_head_that_computes_something_else_than_its_weight_says_is_refused(make):
+    with pytest.raises(TypeError, match=r"forward hooks of its own.*give the logits"):
+        next_token_loss(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), head=make())
+
+
+def test_a_head_with_a_parametrized_weight_gives_the_loss_of_its_logits():
+    head, inputs, labels = (
+        parametrizations.weight_norm(nn.Linear(4, 5)),
+        torch.randn(2, 3, 4),
+        torch.ones(2, 3).long(),
+    )
+    torch.testing.assert_close(next_token_loss(inputs, labels, head=head), next_token_loss(head(inputs), labels))
