@@ -32,7 +32,7 @@ class Listing:
 
     def read(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first, the latest one for each step."""
-        known: dict[Any, Checkpoint] = {}
+        known = {}
         for path in [path for path in entries_of(self.folder) if path not in self.damaged]:
             try:
                 key = path, path.lstat().st_mtime_ns  # another one if the name has been used again

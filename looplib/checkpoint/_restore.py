@@ -50,10 +50,8 @@ def load(
     else:
         run = settings.continued(path, counts_in(manifest), manifest["made_with"], template)
     values = reader.read(wanted)
-    kept: dict[str, Any] = {}
-    writes: list[tuple[Tensor, Tensor]] = []
-    if {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}:
-        kept, writes = _bound(path, leaves, wanted, values, reader)
+    is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
+    kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
     remaining = iter({**leaves, **kept, **_new_leaves(without(wanted, kept), values, reader)}.values())
     trees = map_leaves(lambda _: next(remaining), tree)
 
