@@ -247,9 +247,8 @@ def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Te
     return state._params, state._buffers, state._opt_state
 
 
-extra_of: Callable[[TrainState], Any] = operator.attrgetter(
-    "_extra"
-)  # also of a state that is spent: no step writes it
+# Also of a state that is spent: no step writes it.
+extra_of: Callable[[TrainState], Any] = operator.attrgetter("_extra")
 
 
 def check_state(value: Any, call: str) -> None:
@@ -262,22 +261,10 @@ def check_state(value: Any, call: str) -> None:
 
 
 Params = dict[str, Tensor]
-"""Parameters by name, as `named_parameters` gives them.
-
->>> import looplib as ll, torch
->>> sorted(ll.init_state(torch.nn.Linear(2, 1)).params)
-['bias', 'weight']
-"""
+"""Parameters by name, as `named_parameters` gives them."""
 
 Grads = dict[str, Tensor]
-"""Gradients by the name of their parameter.
-
->>> import looplib as ll, torch
->>> model = torch.nn.Linear(2, 1)
->>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).sum())
->>> grad_fn(ll.init_state(model), torch.ones(3, 2)).grads["bias"]
-tensor([3.])
-"""
+"""Gradients by the name of their parameter, as in `Gradients`."""
 
 LossFn = Callable[[Any, Any], Any]
 """Loss function: `loss_fn(model, batch)`, for `make_grad_fn`.
@@ -329,10 +316,6 @@ class GradRequest:
     """Request to a `GradFn`: the gradient of the mean loss, or that of one microbatch of a step.
 
     A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(request, ...)`.
-
-    >>> import looplib as ll, dataclasses
-    >>> dataclasses.replace(ll.types.GradRequest(), index=2).index
-    2
 
     Attributes:
         index: index of the microbatch, which its random numbers depend on.
@@ -398,12 +381,7 @@ class Metric(Protocol):
 
 
 Metrics = Mapping[str, Metric]
-"""Metrics of a batch by name, as a step returns them; `ll.compute` turns them into numbers.
-
->>> import looplib as ll
->>> ll.compute({"loss": ll.Mean(6.0, 3)}, prefix="train/")
-{'train/loss': 2.0}
-"""
+"""Metrics of a batch by name, as a step returns them; `ll.compute` turns them into numbers."""
 
 
 class Init(Protocol):
@@ -445,10 +423,10 @@ class Decide(Protocol):
     of losses, loss scales. It writes to nothing that it is given: changed entries go into a new dict,
     `{**opt_state, "skips": skips}`. What the optimizer cannot update is refused here. No gradients are recorded.
 
-    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure,
-    donated, compiled and vectorized steps. Such wrappers can be nested, and the host still reads only one flag per
-    step. On several ranks, decide by what all of them share, such as the gradients: the metrics are those of the
-    rank's own batch, and ranks that decide differently end with different weights.
+    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. Such wrappers can be
+    nested, and the host still reads only one flag per step. On several ranks, decide by what all of them share, such as
+    the gradients: the metrics are those of the rank's own batch, and ranks that decide differently end with different
+    weights.
 
     >>> import dataclasses, looplib as ll, torch
     >>> def skip_small_gradients(optimizer, least):
@@ -491,8 +469,7 @@ def always(grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple
 class Optimizer:
     """Optimizer: `init`, `decide` and `update_`.
 
-    `ll.optimizer` makes one from a `torch.optim` class, and wrappers make one from another. Functions without
-    `**info` are not passed any.
+    `ll.optimizer` makes one from a `torch.optim` class, and wrappers make one from another.
 
     Attributes:
         init, update_, decide: see `Init`, `Update` and `Decide`.
@@ -547,7 +524,6 @@ advice.explain_assignment(
     "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",
 )
 
-
 Schedule = Callable[[int], float]
 """Schedule: a hyperparameter as a function of the number of updates made so far.
 
@@ -556,7 +532,6 @@ Schedule = Callable[[int], float]
 ...     return 1e-4 * (step + 1)
 >>> optimizer = ll.optimizer(torch.optim.SGD, lr=rising, momentum=lambda step: min(0.9, step / 100))
 """
-
 
 Sink = Callable[[TrainState, Mapping[str, float]], None]
 """Sink: a function that logs values, given the state (for its counts) and a dict of names and floats.

@@ -16,6 +16,7 @@ import torch
 from public import ROOT
 from ranks import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torchao.optim import AdamW8bit
 
@@ -34,6 +35,7 @@ CONTINUES = {  # the run that a block continues
     "Push to the Hugging Face Hub 2": "Push to the Hugging Face Hub 1",
 }
 TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
+SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batch size (gradient noise scale) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 BITS, ONE_PASS = "Keep the optimizer's state in 8 bits", "Update two networks from one forward pass"
 RATES = ["lr/generator", "lr/critic"]
@@ -141,6 +143,37 @@ def taught(names):
         for name, parameter in student.named_parameters():
             teacher[name].lerp_(parameter.detach(), 1 - 0.9)
     return dict(student.named_parameters())
+
+
+def looked_ahead(names):
+    """The slow weights after a raw loop that moves them by half every three steps."""
+    model = at_the_start(SLOW, "optimizer = ")["model"]
+    raw, state = raw_adamw(model), ll.init_state(model, epoch_length=8)
+    slow = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    for step in range(8):
+        raw.zero_grad()
+        names["loss_fn"](model, next(iter(names["loader"](state.replace(batch=step))))).backward()
+        raw.step()
+        if step in (2, 5):
+            for name, tensor in model.named_parameters():
+                slow[name] += (tensor.detach() - slow[name]) / 2
+                tensor.data.copy_(slow[name])
+    return slow, dict(model.named_parameters())
+
+
+def noise_scale(names):
+    """McCandlish et al., A.1, from the squared norms of gradients over 1 sample and over 32, one by one."""
+    model, state, found = names["model"], names["state"], []
+    for x, y in names["loader"](state):
+        each = [
+            torch.autograd.grad(cross_entropy(model(x[i : i + 1]), y[i : i + 1]), model.parameters())
+            for i in range(32)
+        ]
+        flat = torch.stack([torch.cat([grad.flatten() for grad in grads]) for grads in each])
+        small, big = flat.square().sum(1).mean(), flat.mean(0).square().sum()
+        found.append(((small - big) / (1 - 1 / 32), (32 * big - small) / 31))
+    traces, squares = map(sum, zip(*found, strict=True))
+    return traces / squares
 
 
 def beside(task, names, *classes):
@@ -322,6 +355,13 @@ HOLDS = {
     "Debug a NaN 1": lambda n: n["worst"].index == 17,
     "Cross-validate (k-fold) 1": lambda n: len(n["accuracies"]) == 4,
     "Train a language model on one long file of tokens 1": are_nanogpts,
+    SLOW: lambda n: all(
+        torch.allclose(found[name], tensor, atol=1e-6)
+        for found, expected in zip((n["state"].extra["slow"], n["state"].params), looked_ahead(n), strict=True)
+        for name, tensor in expected.items()
+    ),
+    NOISE: lambda n: torch.isclose(n["noise_scale"], noise_scale(n), rtol=1e-4),
+    "Save before the job is killed 2": lambda n: n["scores"].keys() == {"loss", "accuracy"},
     "Mix datasets 1": mixed,
     # 13 batches of 8 and 10 of 16 are an epoch with the rest of 8; the second has 9 of 16 and 2 of 64
     "Grow the batch size during a run 1": lambda n: (
@@ -351,8 +391,30 @@ def test_the_block_does_its_task(task, tmp_path, monkeypatch):
     assert all(part in text for part, text in zip(expected, names["warnings"], strict=True))
     if task in HOLDS:
         assert HOLDS[task](names)
-    if "state" in names and not task.startswith(("Overfit", "Find")):
+    if "state" in names and not task.startswith(("Overfit", "Find", "Estimate")):
         assert names["state"].step > 0
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1.0])
+def test_adaptive_clipping_is_the_formula_unit_by_unit(eps):
+    clip_by_weights = at_the_start("Clip gradients 3", "state = ")["clip_by_weights"]
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 2)).double()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
+    x = torch.randn(5, 2, 4, dtype=torch.float64)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model.scale * model(x) - 9).square().mean())
+    clipped = clip_by_weights(grad_fn, 0.2, eps)
+    state = ll.init_state(model)
+    grads, cut = grad_fn(state, x).grads, 0
+    for name, weights in model.named_parameters():
+        units = [(weights, grads[name])] if weights.ndim < 2 else list(zip(weights, grads[name], strict=True))
+        for unit, grad in units:
+            most, norm = 0.2 * max(float(unit.detach().square().sum()) ** 0.5, eps), float(grad.square().sum()) ** 0.5
+            grad.mul_(min(1, most / norm))
+            cut += norm > most
+    assert cut > 3
+    torch.testing.assert_close(clipped(state, x).grads, grads, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="within accumulate would act on each microbatch alone"):
+        ll.accumulate(clipped, 2)
 
 
 def a_slow_rank(directory):

@@ -33,7 +33,6 @@ PARAMETERS = {name: {name} for name in (*STEPS, "grad_fn", "optimizer", "loss_fn
 PARAMETERS |= {"metric_fn": {"loss_fn"}, "predict_fn": {"loss_fn"}, "embed_fn": {"loss_fn"}, "sinks": {"sink"}}
 SPECIAL = {
     ("log.windowed", "when"): {"predicate"},
-    ("predicates.stop_when", "step"): STEPS,
     ("evaluation.split_on_oom", "step"): {"eval_step", "predict_step"},
     ("transforms.vmap_step", "step"): STEPS,
     ("transforms.compile_step", "step"): STEPS,
@@ -143,7 +142,6 @@ def test_what_is_of_another_kind_is_refused_by_name(function, parameter, thing):
     assert re.search(r"\bgive\b|\btakes\b|\bneeds\b", message), message
 
 
-STOPPED = ll.predicates.stop_when(THINGS["train_step"], ll.after_steps(9))
 SPLIT = ll.evaluation.split_on_oom(THINGS["eval_step"])
 
 
@@ -158,7 +156,6 @@ REFUSED = [
     (lambda: ll.make_train_step(lambda m, b: None, SGD), r"\(m, b\).*grad_fn"),
     (lambda: ll.accumulate(loss_fn, 2), r"accumulate.*loss_fn\(model, batch\)"),
     # Wrappers of any step are of the step's kind, and name the function that the user gave.
-    (lambda: evaluate(STOPPED), "evaluate.*train step.*stop_when.*eval step"),
     (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict.*eval step.*split_on_oom"),
     # A wrapper that does not hand the request on would lose the loss scale.
     (

@@ -99,7 +99,6 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
     plain = [
         "Checkpoint",
         "CheckpointIO",
-        "Checkpoints",
         "CheckpointVersionError",
         "DamagedCheckpointError",
         "Difference",
@@ -114,7 +113,6 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
         "Part",
         "Replayed",
         "SampleScore",
-        "Stopped",
         "TorchMetric",
         "Tracker",
         "UntraceableError",

@@ -53,7 +53,6 @@ OPTIMIZERS = [
     "ll.optim.swa(ll.optimizer(AdamW, lr=0.001), start=10)",
     "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen=frozen)",
     "ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100)",
-    "ll.contrib.lookahead(ll.optimizer(AdamW, lr=0.001), sync_period=5)",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
 ]
 GRAD_FN = "ll.make_grad_fn(Linear, loss_fn)"
@@ -65,9 +64,7 @@ GRAD_FNS = [
     f"ll.grads.clip_by_value(ll.grads.retry_on_oom({GRAD_FN}, size=4), 0.5)",
     f"ll.grads.scale_loss(ll.grads.reduce_gradients({GRAD_FN}))",
     f"ll.contrib.sam({GRAD_FN}, 0.1, adaptive=True)",
-    f"ll.contrib.adaptive_grad_clip({GRAD_FN}, 0.02, applies=chosen)",
     "ll.contrib.add_noise(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn), 1.0), 1.0, 1.1)",
-    "ll.contrib.gradient_noise_scale(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn))",
     "ll.contrib.make_contrastive_grad_fn(Linear, loss_fn, loss_fn, microbatches=2)",
 ]
 STEP = f"ll.make_train_step({GRAD_FN}, ll.optimizer(AdamW, lr=0.001))"

@@ -57,7 +57,7 @@ FAMILIES = {
     "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
     "apply_if_finite": lambda: ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),
     "ema": lambda: ll.ema(ll.optimizer(torch.optim.RMSprop, lr=0.01), decay=ll.optim.ema_warmup(0.9), buffers=True),
-    "swa": lambda: ll.optim.swa(ll.contrib.lookahead(ll.optimizer(torch.optim.NAdam, lr=0.01), 3), start=4, every=2),
+    "swa": lambda: ll.optim.swa(ll.optimizer(torch.optim.NAdam, lr=0.01), start=4, every=2),
     "skips": lambda: ll.optim.dynamic_loss_scale(
         ll.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9), growth_interval=4
     ),

@@ -26,6 +26,13 @@ __all__ = ["disable_current_modes", "pytree", "wraps_tensors"]
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # The function behind `Tensor.backward`, without its checks.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+def has_saved_tensors_hooks() -> bool:
+    """True within hooks for saved tensors, such as those of a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from looplib._core import torch_private, trees
@@ -175,12 +176,20 @@ def draws_for(microbatch: int) -> None:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Lock for making graphs: torch's compilers and their flags are shared by the whole process."""
+    """Lock for making graphs: torch's compilers and their flags are shared by the whole process.
+
+    A checkpoint around the step would take what a trace saves for what the step saves, so its hooks wait as well.
+    """
     if _here() is not None:  # inside another trace, which holds the lock
         yield
         return
-    with _lock:
+    around = saved_tensors_hooks(_unchanged, _unchanged) if torch_private.has_saved_tensors_hooks() else nullcontext()
+    with _lock, around:
         yield
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 _lock = threading.RLock()

@@ -1,7 +1,7 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
 from looplib.checkpoint._capture import capture, reinstate
-from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints
+from looplib.checkpoint._checkpoints import Checkpoint
 from looplib.checkpoint._export import save_pretrained, save_safetensors
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
@@ -12,7 +12,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointIO",
     "CheckpointVersionError",
-    "Checkpoints",
     "DamagedCheckpointError",
     "capture",
     "checkpoint_io",

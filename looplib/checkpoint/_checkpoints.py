@@ -1,15 +1,13 @@
-"""Checkpoint descriptions: the record of one, a table of several, and the policy that says which are kept."""
+"""Checkpoint descriptions: the record of one, and the policy that says which are kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from looplib._core.checks import check, check_optional_count, warn
-from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
 
 
@@ -22,7 +20,6 @@ class Checkpoint:
         step, epoch, batch, samples: the state's counts.
         metrics: the metrics passed to `save`.
         bytes: size of the tensor files, in bytes.
-        created: time of the save, in UTC.
     """
 
     path: Path
@@ -32,24 +29,6 @@ class Checkpoint:
     samples: int
     metrics: dict[str, float]
     bytes: int
-    created: str
-
-
-class Checkpoints(list[Checkpoint]):
-    """List of the checkpoints in a directory, oldest first, which prints as a table."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no checkpoints"
-        names = dict.fromkeys(chain.from_iterable(checkpoint.metrics for checkpoint in self), "")
-        rows = [["step", "epoch", "batch", "samples", "saved", "size", *names]]
-        for checkpoint in self:
-            counts = checkpoint.step, checkpoint.epoch, checkpoint.batch, checkpoint.samples
-            saved = checkpoint.created.replace("T", " ").replace("Z", " UTC")
-            scores = names | mapped("{:.5g}".format, checkpoint.metrics)
-            rows.append([*map(str, counts), saved, f"{checkpoint.bytes / 1e6:.3g} MB", *scores.values()])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)

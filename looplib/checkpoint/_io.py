@@ -8,7 +8,6 @@ the state that the code has created, and then loads the values into it.
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,7 +22,7 @@ from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
-from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints, Policy
+from looplib.checkpoint._checkpoints import Checkpoint, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
 from looplib.checkpoint._left_out import Select, trees_to_save
@@ -278,8 +277,8 @@ class CheckpointIO:
             return state
         return state
 
-    def steps(self) -> Checkpoints:
-        """List all checkpoints, oldest first. The list prints as a table. It needs no other rank."""
+    def steps(self) -> list[Checkpoint]:
+        """List all checkpoints, oldest first. `pandas.DataFrame(ckpt.steps())` is a table. It needs no other rank."""
         return self._listing.read()
 
     def latest(self) -> Checkpoint | None:
@@ -332,7 +331,6 @@ class CheckpointIO:
         return parts, {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "made_with": self._settings.description(state),
             "left_out": left_out,
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from looplib._core.checks import check, few
 from looplib._core.mappings import mapped, pick
-from looplib.checkpoint._checkpoints import Checkpoint, Checkpoints, Policy
+from looplib.checkpoint._checkpoints import Checkpoint, Policy
 from looplib.checkpoint._directory import entries_of
 from looplib.checkpoint._format import DamagedCheckpointError
 from looplib.checkpoint._read import errors_as_damage, read_manifest
@@ -30,9 +30,9 @@ class Listing:
         self.damaged: set[Path] = set()
         self._known: dict[Any, Checkpoint] = {}
 
-    def read(self) -> Checkpoints:
+    def read(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first, the latest one for each step."""
-        known: dict[Any, Checkpoint] = {}
+        known = {}
         for path in [path for path in entries_of(self.folder) if path not in self.damaged]:
             try:
                 key = path, path.lstat().st_mtime_ns  # another one if the name has been used again
@@ -42,7 +42,7 @@ class Listing:
                     return self.read()
                 warnings.warn(f"{error}; this checkpoint is left out", stacklevel=5)
         self._known = known
-        return Checkpoints({checkpoint.step: checkpoint for checkpoint in known.values()}.values())
+        return list({checkpoint.step: checkpoint for checkpoint in known.values()}.values())
 
     def is_damaged(self, path: Path) -> bool:
         """Mark an unreadable entry as damaged, unless another process has removed it."""
@@ -80,5 +80,4 @@ def describe(path: Path) -> Checkpoint:
         **pick(manifest["counts"], ("step", "epoch", "batch", "samples")),
         metrics=mapped(float, manifest["metrics"]),
         bytes=sum(file["bytes"] for file in manifest["files"].values()),
-        created=manifest["created"],
     )

@@ -30,7 +30,7 @@ from looplib.checkpoint._format import (
     decoded,
     words,
 )
-from looplib.checkpoint._shards import Box, common, size_of, within
+from looplib.checkpoint._shards import Box, box_of, common, full_box, size_of, within
 
 
 @contextmanager
@@ -101,11 +101,17 @@ class Reader:
         """Dtype and shape of the tensor at a path, or None for a plain value."""
         return self.tensors.get(self.root(path))
 
-    def read(self, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
-        """These parts of tensors, by path. Do not write to them: they may lie in memory of the files.
+    def read(self, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors to restore into these leaves, by path: of a sharded leaf, what this process holds.
 
-        Each file in which a part of one of them lies is read and verified as a whole.
+        Do not write to them: they may lie in memory of the files. Each file in which a part of one of them lies is read
+        and verified as a whole.
         """
+        boxes = {
+            path: box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
+            for path, leaf in leaves.items()
+            if (entry := self.about(path)) is not None
+        }
         needed = {
             path: [chunk for chunk in self._chunks[self.root(path)] if size_of(common(box, chunk.box))]
             for path, box in boxes.items()

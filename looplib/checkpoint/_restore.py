@@ -26,7 +26,7 @@ from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leav
 from looplib.checkpoint._left_out import check_left_out
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Run, Settings
-from looplib.checkpoint._shards import box_of, full_box, new_like
+from looplib.checkpoint._shards import new_like
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -49,11 +49,10 @@ def load(
         run = Run(fields_of(template, COUNTS), provenance_of(template))
     else:
         run = settings.continued(path, counts_in(manifest), manifest["made_with"], template)
+    values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
-    writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
-    roots = same_memory(writable) if is_bound else {}
-    restored_leaves, writes = _placed(path, leaves, wanted, roots, reader)
-    remaining = iter(restored_leaves.values())
+    kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
+    remaining = iter({**leaves, **kept, **_new_leaves(without(wanted, kept), values, reader)}.values())
     trees = map_leaves(lambda _: next(remaining), tree)
 
     def restored() -> TrainState:
@@ -94,63 +93,57 @@ def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
     return "" if fits else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
 
 
-def _placed(
-    path: Path,
-    leaves: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    roots: Mapping[str, str],
-    reader: Reader,
+def _bound(
+    path: Path, leaves: Mapping[str, Any], wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
-    """Leaves of the restored state, and the tensors among them to write over, each with its value.
+    """Leaves of a state bound to a module that are no new tensors, and the tensors to write over, each with its value.
 
-    A leaf with a root is written over, since the state is bound to a module. Leaves of a state may share a tensor, such
-    as `extra={"start": state.params}` before the first step. If they were saved as two, the first of them, which is
-    the module's, keeps its memory, and the other gets a new tensor.
-
-    Args:
-        roots: for each tensor of a bound state, the path of the first one in the same memory; empty for other states.
+    Leaves of a state may share a tensor, such as `extra={"start": state.params}` before the first step. The first of
+    them, which is the module's, is written over. If they were saved as two, the other gets a new tensor, and if the other
+    is not restored, it keeps its value in a copy.
     """
-    # This process's shards of tensors that are sharded here, and whole ones otherwise. This memory may not be written.
-    boxes = {
-        leaf_path: box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
-        for leaf_path, leaf in wanted.items()
-        if (entry := reader.about(leaf_path)) is not None
-    }
-    values = reader.read(boxes)
-    placed = dict(leaves)
+    writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
+    roots = same_memory(writable)  # for each tensor, the path of the first one in the same memory
+    kept = _apart({each: leaf for each, leaf in without(leaves, wanted).items() if roots.get(each) in values})
     writes: list[tuple[Tensor, Tensor]] = []
-    made: dict[Any, Any] = {}  # one new tensor for all ties
-    for leaf_path, leaf in leaves.items():
-        root, is_weight = roots.get(leaf_path), leaf_path.startswith(WEIGHTS)
-        saved = reader.root(leaf_path)
-        if leaf_path not in wanted:
-            if not is_weight and root != leaf_path and root in values:  # it keeps its value
-                placed[leaf_path] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        elif leaf_path not in values:
-            placed[leaf_path] = reader.values[leaf_path]
-        elif roots and is_weight and same_value(leaf, values[leaf_path]):
-            continue  # frozen parameters and masks, which states of pure steps share with the module, are not written
-        elif root == leaf_path:
-            writes.append((local(leaf) if is_sharded(leaf) else leaf, values[leaf_path]))
-        elif root is None or reader.root(root) != saved:
-            check(
-                not (roots and is_weight),
-                f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
-                f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
-                "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))",
-            )
-            placed[leaf_path] = _new_leaf(made, saved, leaf, values[leaf_path])
-    return placed, writes
+    for leaf_path, value in values.items():
+        leaf, root, is_weight = leaves[leaf_path], roots.get(leaf_path), leaf_path.startswith(WEIGHTS)
+        # Frozen parameters and masks, which states of pure steps share with the module, are not written.
+        is_same = is_weight and same_value(leaf, value)
+        is_tied = root is not None and reader.root(root) == reader.root(leaf_path)
+        check(
+            is_same or is_tied or not is_weight,
+            f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
+            f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
+            "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))",
+        )
+        if is_same or is_tied:
+            kept[leaf_path] = leaf
+        if root == leaf_path and not is_same:
+            writes.append((local(leaf) if is_sharded(leaf) else leaf, value))
+    return kept, writes
 
 
-def _new_leaf(made: dict[Any, Any], saved: str, like: Any, value: Tensor) -> Any:
-    """A new leaf with a value of a checkpoint and the layout of the leaf that it replaces, the same for all ties."""
-    like = like if isinstance(like, Tensor) else value
-    kind = saved, like.device, is_sharded(like)
-    if kind not in made:
-        made[kind] = new_like(like)
-        words(local(made[kind])).copy_(words(value))
-    return made[kind].detach().requires_grad_(like.requires_grad)
+def _apart(shared: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Copies of leaves that are not restored, and share a tensor that is. The module's own stay its own."""
+    return {
+        leaf_path: leaf if leaf_path.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for leaf_path, leaf in shared.items()
+    }
+
+
+def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader) -> dict[str, Any]:
+    """Leaves with the values of a checkpoint and the layouts of those that they replace: one new tensor for all ties."""
+    made: dict[Any, Tensor] = {}
+    leaves = subset(reader.values, wanted)
+    for leaf_path, value in subset(values, wanted).items():
+        like = wanted[leaf_path] if isinstance(wanted[leaf_path], Tensor) else value
+        kind = reader.root(leaf_path), like.device, is_sharded(like)
+        if kind not in made:
+            made[kind] = new_like(like)
+            words(local(made[kind])).copy_(words(value))
+        leaves[leaf_path] = made[kind].detach().requires_grad_(like.requires_grad)
+    return leaves
 
 
 def _write_over(writes: list[tuple[Tensor, Tensor]], restored: Callable[[], TrainState]) -> TrainState:

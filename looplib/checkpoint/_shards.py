@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,19 +44,18 @@ def box_of(leaf: Any) -> Box:
     return [[first, first + size] for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
 
 
-def is_written_here(path: str, leaf: Any, first: bool) -> bool:
+def is_written_here(leaf: Any, first: bool) -> bool:
     """True on the rank that writes this part of a tensor: the first one for tensors that are not sharded.
 
-    Copies of a part take turns, so that all ranks write some tensors. A mesh holds a whole tensor. If several meshes hold
-    copies of it, the one with rank 0 writes.
+    If several ranks of a mesh have copies of a part, the first of them writes. A mesh holds a whole tensor. If several
+    meshes hold copies of it, the one with rank 0 writes.
     """
     if not is_sharded(leaf):
         return first
-    mesh, index, copies = leaf.device_mesh, 0, 1
-    for coordinate, size, placement in zip(mesh.get_coordinate(), mesh.shape, leaf.placements, strict=True):
-        if placement.is_replicate():
-            index, copies = index * size + coordinate, copies * size
-    return 0 in mesh.mesh and zlib.crc32(path.encode()) % copies == index and size_of(box_of(leaf)) > 0
+    mesh = leaf.device_mesh
+    places = zip(mesh.get_coordinate(), leaf.placements, strict=True)
+    is_copy = any(placement.is_replicate() and coordinate for coordinate, placement in places)
+    return 0 in mesh.mesh and not is_copy and size_of(box_of(leaf)) > 0
 
 
 def new_like(leaf: Any) -> Any:

@@ -82,7 +82,6 @@ def load_state_dict(
     source: Mapping[str, Any],
     *,
     strict: bool = True,
-    names: Callable[[str], bool] | None = None,
 ) -> TrainState:
     """Load the weights of a `state_dict` into a state. Everything else in it is kept.
 
@@ -95,7 +94,8 @@ def load_state_dict(
     To load only a part, such as everything but the head, which may then have a different shape:
 
     >>> mapping = {"weight": torch.zeros(1, 2), "bias": torch.zeros(10)}
-    >>> state = ll.checkpoint.load_state_dict(model, state, mapping, names=lambda name: name != "bias")
+    >>> body = {name: tensor for name, tensor in mapping.items() if name != "bias"}
+    >>> state = ll.checkpoint.load_state_dict(model, state, body, strict=False)
 
     For a file, give `safetensors.torch.load_file(path)` or `torch.load(path, map_location="cpu", mmap=True)`.
 
@@ -111,7 +111,6 @@ def load_state_dict(
         source: name -> tensor, as from the `state_dict()` of the module or its innermost one. For tied weights, one of
             the names is enough.
         strict: if True, refuse missing and unexpected names. At least one name must match in any case.
-        names: `names(name) -> bool`, selects names to load. Others are ignored in the state and in the source.
 
     Raises:
         ValueError: names, shapes or dtypes do not match (all listed in one message), or tied weights have different
@@ -123,16 +122,15 @@ def load_state_dict(
     check_type("source is", source, Mapping, advice)
     check_state(model, state)
     name_of, clean = state_names(model), cleaner(model)
-    selected = names or (lambda key: True)
     given = {clean(str(key)): value for key, value in source.items()}
     # An `_extra_state` belongs to the module.
-    chosen = {key: value for key, value in given.items() if selected(key) and not key.endswith("_extra_state")}
+    chosen = {key: value for key, value in given.items() if not key.endswith("_extra_state")}
     loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
-    problems = _unmatched(name_of, chosen, strict, selected) + misfits
+    problems = _unmatched(name_of, chosen, strict) + misfits
     check(
         not problems,
-        f"source does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, choose it "
-        "with names=, or pass over names that one side alone has with strict=False",
+        f"source does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, give "
+        "that part alone, with strict=False, which passes over names that one side alone has",
     )
     return state.replace(
         params={**state.params, **subset(loaded, state.params)},
@@ -140,18 +138,15 @@ def load_state_dict(
     )
 
 
-def _unmatched(
-    name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, selected: Callable[[str], bool]
-) -> list[str]:
+def _unmatched(name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool) -> list[str]:
     """Missing and unexpected names, in words."""
     loaded = {name_of[key] for key in chosen.keys() & name_of.keys()}
     if loaded and not strict:
         return []
-    missing = [key for key in name_of if selected(key) and name_of[key] not in loaded]
+    missing = [key for key in name_of if name_of[key] not in loaded]
     unexpected = [key for key in chosen if key not in name_of]
     kinds = {"missing": missing, "unexpected": unexpected}
-    problems = [f"{kind} {few(keys)}" for kind, keys in kinds.items() if keys]
-    return problems or ([] if loaded or not name_of else ["names= chose none"])
+    return [f"{kind} {few(keys)}" for kind, keys in kinds.items() if keys]
 
 
 def _fitted(

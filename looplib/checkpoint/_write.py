@@ -55,7 +55,7 @@ class Parts:
         self.ties = {path: root for path, root in roots.items() if path != root}
         stored = without(tensors, self.ties)
         self.about = mapped(about, stored)
-        self.boxes = {path: box_of(leaf) for path, leaf in stored.items() if is_written_here(path, leaf, first)}
+        self.boxes = {path: box_of(leaf) for path, leaf in stored.items() if is_written_here(leaf, first)}
         self.data = {path: words(local(stored[path])) for path in self.boxes}
 
     def copy(self) -> None:

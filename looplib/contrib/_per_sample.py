@@ -2,7 +2,7 @@
 
 `make_per_sample_grad_fn` runs the ordinary loss function on batches of one sample, all at once with
 `torch.func.vmap`. The functions around it combine the samples' gradients into one, and therefore into an ordinary
-`GradFn`: clipped one by one for differential privacy, or measured for the noise between them.
+`GradFn`, as `clip_per_sample` does for differential privacy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_per_sample_grad_fn(
     (torch.Size([4, 1, 2]), 4)
 
     The returned `grads` have the shape (batch, *shape of the parameter), with zeros for parameters that the loss does
-    not reach. To train, put `clip_per_sample` or `gradient_noise_scale` around it. It needs memory for one copy of
+    not reach. To train, put `clip_per_sample` around it. It needs memory for one copy of
     the parameters per sample, so put `accumulate(..., size=)` around these to use less.
 
     `loss_fn` sees batches of one sample, with a first dimension of 1, inside `torch.func.vmap`, so it cannot read

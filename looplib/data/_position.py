@@ -67,7 +67,7 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
     epoch, size, old_length = state.epoch, state.batch_samples, state.epoch_length
     consumed, count = state.batch * size, plan.drawn
     counts = f"batch={state.batch}, epoch_length={old_length}, samples={state.samples}, batch_samples={size}"
-    batch = bisect_right(plan.ends, consumed)
+    batch, whole = bisect_right(plan.ends, consumed), count // max(size, 1)
     for holds, reason in (
         (
             order.any_batch_size and (batch_size or order.whole_batches),
@@ -78,8 +78,7 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
             f"its counts ({counts}) do not say which samples of epoch {epoch} have been read",
         ),
         (
-            consumed <= count
-            and (order.any_length or old_length in (count // (size or 1), -(-count // (size or 1)))),
+            consumed <= count and (order.any_length or old_length in (whole, whole + (whole * size < count))),
             f"{old_length} batches of {size} samples are not an epoch of the {count} samples that the loader has now, "
             f"and {order} puts another dataset into another order",
         ),

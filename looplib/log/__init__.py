@@ -8,7 +8,7 @@ from looplib.log._plots import plot
 from looplib.log._progress import progress
 from looplib.log._sinks import console, jsonl, read_jsonl, tee
 from looplib.log._step_timer import meter, slowest_rank
-from looplib.log._tables import csv_file, read_columns, record
+from looplib.log._tables import read_columns, record
 from looplib.log._trackers import Tracker, tracker
 from looplib.log._wrappers import every_rank, in_background, only, rename, safely, windowed
 
@@ -17,7 +17,6 @@ __all__ = [
     "TrackerClient",
     "configuration",
     "console",
-    "csv_file",
     "every_rank",
     "in_background",
     "jsonl",

@@ -133,15 +133,20 @@ def matches(wanted: str, available: Iterable[str]) -> list[str]:
     return names or [name for name in available if name.startswith(f"{wanted}/")]
 
 
-def draw(runs: Mapping[str, Curves], names: Sequence[str] | None, x: str, smooth: float) -> Figure:
-    """A figure of the runs' curves, with a panel for each metric that the names stand for."""
-    available = list(dict.fromkeys(chain.from_iterable(runs.values())))
+def _panels(names: Sequence[str] | None, available: list[str]) -> list[list[str]]:
+    """Names of the curves in each panel: one panel for each metric that a wanted name stands for."""
     panels: list[list[str]] = []
     for wanted in dict.fromkeys(map(_metric, available)) if names is None else names:
         by_metric: dict[str, list[str]] = {}
         for name in matches(wanted, available):
             by_metric.setdefault(_metric(name), []).append(name)
         panels += by_metric.values()
+    return panels
+
+
+def draw(runs: Mapping[str, Curves], names: Sequence[str] | None, x: str, smooth: float) -> Figure:
+    """A figure of the runs' curves, with a panel for each metric that the names stand for."""
+    panels = _panels(names, list(dict.fromkeys(chain.from_iterable(runs.values()))))
     sources = list(dict.fromkeys(_source(name) for panel in panels for name in panel))
     columns = min(len(panels), 2)
     down = -(-len(panels) // columns)

@@ -15,7 +15,6 @@ from looplib._core.ranks import is_first
 from looplib.log._clients import TrackerClient, client_of, tracked_values
 from looplib.log._configuration import configuration
 from looplib.log._sinks import CodedSink
-from looplib.log._tables import replace_file
 from looplib.types import TrainState
 
 
@@ -158,4 +157,17 @@ class Tracker(CodedSink):
 
     def _write(self) -> None:
         record = {"id": self._id, "steps": self._steps}
-        replace_file(self._path, orjson.dumps(record, option=orjson.OPT_INDENT_2))
+        _replace_file(self._path, orjson.dumps(record, option=orjson.OPT_INDENT_2))
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """Write a whole file atomically."""
+    target = path.resolve()  # the target of a link, so that the link is kept
+    beside = target.with_name(f".{target.name}.writing")
+    beside.unlink(missing_ok=True)  # what a killed process has left, or a link to elsewhere
+    try:
+        beside.write_bytes(data)
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -148,7 +148,7 @@ def every_rank(sink: Sink) -> Sink:
     check_kind(sink, "every_rank", "sink")
     if not (isinstance(sink, CodedSink) and sink.first_rank):
         raise TypeError(
-            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tracker and "
+            f"{sink!r} writes in each process as it is: every_rank is for jsonl, console, tracker and "
             "live_plot themselves, inside of what wraps them"
         )
     return CodedSink(sink.write, f"every_rank({sink!r})")

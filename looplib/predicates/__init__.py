@@ -13,12 +13,11 @@ from looplib.predicates._counts import (
     every_n_steps,
 )
 from looplib.predicates._predicate import Predicate, predicate
-from looplib.predicates._signals import Stopped, after_signal, stop_when
+from looplib.predicates._signals import after_signal
 
 __all__ = [
     "BestSoFar",
     "Predicate",
-    "Stopped",
     "after_epochs",
     "after_samples",
     "after_seconds",
@@ -33,6 +32,5 @@ __all__ = [
     "every_n_steps",
     "every_seconds",
     "predicate",
-    "stop_when",
     "update_best",
 ]

@@ -11,18 +11,11 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 from looplib._core.collective import together
 from looplib._core.interrupts import Listener
-from looplib._core.kinds import check_kind, kind_of
-from looplib._core.records import Made, mark
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
-
-R = TypeVar("R")
-
 
 _CATCHABLE = signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
 
@@ -102,60 +95,3 @@ class after_signal(Predicate):
     def __repr__(self) -> str:
         names: dict[int, str] = {number: f"signal.{number.name}" for number in signal.Signals}
         return f"after_signal({', '.join(names.get(number, str(number)) for number in self._listener.signals)})"
-
-
-class Stopped(Exception):
-    """Raised by `stop_when` instead of making a step.
-
-    >>> import looplib as ll
-    >>> step = ll.predicates.stop_when(lambda state, batch: {}, ll.after_steps(5))
-    >>> try:
-    ...     step(ll.TrainState(step=5), None)
-    ... except ll.predicates.Stopped:
-    ...     print("no batch was taken")
-    no batch was taken
-    """
-
-
-def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Callable[[TrainState, Any], R]:
-    """Wrap a step so that it raises `Stopped` once the predicate is true, instead of taking its batch.
-
-    This stops a long evaluation between two batches, without returning scores of a part that could be mistaken for
-    those of the whole:
-
-        eval_step = ll.predicates.stop_when(ll.make_eval_step(model, metric_fn), stop_now)
-        try:
-            while not done(state):
-                ...  # the loop as it was, with ll.evaluate(eval_step, state, test_batches)
-        except ll.predicates.Stopped:
-            pass
-        ckpt.save(state)
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(1, 1)
-    >>> eval_step = ll.make_eval_step(model, lambda model, x: {"mean": ll.Mean(x.sum(), len(x))})
-    >>> eval_step = ll.predicates.stop_when(eval_step, ll.after_steps(5))
-    >>> ll.evaluate(eval_step, ll.init_state(model).replace(step=5), torch.ones(7).split(3))
-    Traceback (most recent call last):
-    ...
-    looplib.predicates._signals.Stopped: after_steps(5) is true at step 5 (epoch 0, batch 0), so the next batch was not taken
-
-    Args:
-        step: a train, eval or predict step.
-        predicate: asked about the state before each batch.
-
-    The state does not change, so training can continue from it. The interrupted evaluation is not repeated
-    automatically.
-    """
-    step = check_kind(step, "stop_when", "eval_step", "predict_step", "train_step")
-    check_kind(predicate, "stop_when", "predicate")
-
-    def watched(state: TrainState, batch: Any) -> R:
-        if predicate(state):
-            raise Stopped(
-                f"{predicate!r} is true at step {state.step} (epoch {state.epoch}, batch {state.batch}), so the next "
-                "batch was not taken"
-            )
-        return step(state, batch)
-
-    return mark(watched, Made(kind_of(step), "stop_when", step))

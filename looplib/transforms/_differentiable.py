@@ -74,7 +74,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
         UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
             surrounding `torch.func` transform; for an update that may be skipped, such as with `apply_if_finite`,
             under torch.vmap or in a compiled outer step; or if torch.vmap maps over a number in `opt_state` that
-            decides what the update does, such as the counter of `lookahead`.
+            decides what the update does, such as the counter of `ema`.
         RuntimeError: from torch, for an operation without a second derivative.
 
     **An outer loop** is an ordinary training loop whose loss function trains on each task, starting from the outer

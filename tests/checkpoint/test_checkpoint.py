@@ -144,18 +144,10 @@ def test_later_steps_of_another_run_are_refused(tmp_path):
     assert [c.step for c in other.steps()] == [c.step for c in ckpt.steps()] == [0, 10, 15]
 
 
-def test_the_table_reads_well(tmp_path):
+def test_a_checkpoint_says_the_size_of_its_file(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
-    assert repr(ckpt.steps()) == "no checkpoints"
-    state = ll.TrainState(params={"w": torch.zeros(250_000)}, epoch=1, batch=3)
-    ckpt.save(state.replace(step=500, samples=32_000))
-    ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456})
-    lines = repr(ckpt.steps()).splitlines()
-    rows = [re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC", "when", line).split() for line in lines]
-    assert " ".join(rows[0]) == "step epoch batch samples saved size eval/loss"
-    assert " ".join(rows[1]) == "500 1 3 32000 when 1 MB"
-    assert " ".join(rows[2]) == "12000 1 3 768000 when 1 MB 0.12346"
-    assert len({*map(len, lines)}) == 1
+    assert ckpt.steps() == []
+    ckpt.save(ll.TrainState(params={"w": torch.zeros(250_000)}))
     assert ckpt.latest().bytes == (ckpt.latest().path / DATA).stat().st_size
 
 

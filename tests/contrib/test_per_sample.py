@@ -134,10 +134,10 @@ def test_dropout_differs_by_example_and_is_a_function_of_the_place():
     assert torch.equal(first, masks(state))
     for other in (masks(state.replace(step=1)), masks(state.replace(seed=6)), masks(state, index=1)):
         assert not torch.equal(first, other)
-    for wrapped in (ll.contrib.clip_per_sample(grad_fn, 1e6), ll.contrib.gradient_noise_scale(grad_fn)):
-        for index, expected in ((0, first), (1, masks(state, index=1))):
-            grads = wrapped(state, x, ll.types.GradRequest(index=index)).grads
-            assert torch.equal(grads["2.weight"][0] != 0, expected.any(0))
+    clipped = ll.contrib.clip_per_sample(grad_fn, 1e6)
+    for index, expected in ((0, first), (1, masks(state, index=1))):
+        grads = clipped(state, x, ll.types.GradRequest(index=index)).grads
+        assert torch.equal(grads["2.weight"][0] != 0, expected.any(0))
     assert torch.equal(stream, torch.get_rng_state())
 
 
@@ -199,25 +199,18 @@ def test_each_example_is_clipped_by_itself(kind):
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     max_norm=st.floats(1e-3, 1e2),
-    wrapper=st.sampled_from(["clip_per_sample", "gradient_noise_scale"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_parts_add_up_to_the_whole(sizes, max_norm, wrapper):
+def test_parts_add_up_to_the_whole(sizes, max_norm):
     torch.manual_seed(sum(sizes))
     model, x, y = perceptron(), torch.randn(sum(sizes), 5).double(), torch.randint(0, 3, (sum(sizes),))
-    grad_fn = ll.contrib.make_per_sample_grad_fn(model, mean_loss)
-    if wrapper == "clip_per_sample":
-        grad_fn = ll.contrib.clip_per_sample(grad_fn, max_norm)
-    else:
-        grad_fn = ll.contrib.gradient_noise_scale(grad_fn)
+    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_loss), max_norm)
     state, pieces = ll.init_state(model), list(zip(x.split(sizes), y.split(sizes), strict=True))
     whole = grad_fn(state, (x, y))
     out = ll.accumulate(grad_fn)(state, pieces)
     close(out.grads, whole.grads)
     assert out.samples == whole.samples == sum(sizes)
-    found, expected = ll.compute(out.metrics), ll.compute(whole.metrics)
-    found.pop("gradient_noise_scale", None), expected.pop("gradient_noise_scale", None)
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert ll.compute(out.metrics) == pytest.approx(ll.compute(whole.metrics), rel=1e-12)
 
 
 # add_noise
@@ -290,26 +283,6 @@ def test_an_empty_batch_is_noise_alone():
         assert noise.samples == 0
         with pytest.raises(ValueError, match=r"the batch is empty: .*expected_batch_size"):
             ll.contrib.add_noise(inner, 2.0, 1.5)(state, empty)
-
-
-# gradient_noise_scale
-
-
-@pytest.mark.parametrize("kind", ["perceptron", "transformer"])
-def test_noise_scale_is_that_of_the_paper_and_the_gradient_the_mean(kind):
-    model, loss_fn, batch = a_model_and_batch(kind)
-    each = one_by_one(model, loss_fn, batch, 7)
-    out = ll.contrib.gradient_noise_scale(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(
-        ll.init_state(model), batch
-    )
-    close(out.grads, {name: grad.mean(0) for name, grad in each.items()})
-    # McCandlish et al., A.1: from the squared norms of gradients over 1 example and over 7
-    flat = torch.cat([grad.flatten(1) for grad in each.values()], dim=1)
-    small, big = flat.square().sum(1).mean(), flat.mean(0).square().sum()
-    squared, trace = (7 * big - small) / (7 - 1), (small - big) / (1 - 1 / 7)
-    scale = out.metrics["gradient_noise_scale"]
-    torch.testing.assert_close(scale.total, trace, rtol=1e-11, atol=0)
-    torch.testing.assert_close(scale.weight, squared, rtol=1e-11, atol=1e-14)
 
 
 # refusals

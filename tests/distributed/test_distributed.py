@@ -288,10 +288,8 @@ import looplib as ll
 
 adamw = ll.optimizer(torch.optim.AdamW, lr=1e-2)
 CASES = {
-    "adaptive_grad_clip": (ll.contrib.adaptive_grad_clip, adamw),
     "clip_by_value": (lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.01), adamw),
     "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
-    "lookahead": (None, ll.contrib.lookahead(adamw, 2, 0.5)),
     "swa": (None, ll.optim.swa(adamw, start=1)),
     "ema": (None, ll.ema(adamw, 0.5)),
     "freeze": (None, ll.optim.freeze(adamw, lambda name, tensor: name.startswith("0"))),

@@ -198,7 +198,6 @@ WRAPPED = {
     ],
     "grads.clip_by_value": [lambda g: ll.grads.clip_by_value(g, 0.01)],
     "grads.reduce_gradients": [lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2))],
-    "contrib.adaptive_grad_clip": [ll.contrib.adaptive_grad_clip],
     "contrib.sam": [ll.contrib.sam, lambda g: ll.contrib.sam(g, adaptive=True)],
 }
 for name, wrappers in WRAPPED.items():
@@ -321,7 +320,6 @@ OPTIMIZERS = {
     ),
     "optim.freeze": (ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1), {}),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
-    "contrib.lookahead": (ll.contrib.lookahead(SGD, sync_period=2), {}),
 }
 for name, (optimizer, options) in OPTIMIZERS.items():
     case(name)(functools.partial(both, optimizer=optimizer, **options))
@@ -368,11 +366,6 @@ def _(device):
         return ll.contrib.add_noise(clipped, max_norm=0.5, noise_multiplier=1.1)
 
     return per_sample(device, private)
-
-
-@case("contrib.gradient_noise_scale")
-def _(device):
-    return per_sample(device, ll.contrib.gradient_noise_scale)
 
 
 @case("contrib.make_contrastive_grad_fn")
@@ -592,7 +585,6 @@ COMPOSED = """
 """.split()  # noqa: SIM905
 EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "checkpoint.Checkpoint": _RECORD,
-    "checkpoint.Checkpoints": _RECORD,
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,
@@ -609,7 +601,6 @@ _COUNTS = "the number of updates, which the host reads at each step, and waits f
 ON_THE_HOST = {
     "checkpoint.checkpoint_io": _COUNTS,
     "checkpoint.optimizer_state_dict": "the number of updates, where torch.optim has it",
-    "contrib.lookahead": _COUNTS,
     "transforms.vmap_step": _COUNTS,
     "optim.optimizer": "the number of updates, where torch.optim has it",
     "evaluation.predict_to": "files",

@@ -79,7 +79,6 @@ def test_compute_reads_once_and_a_window_not_at_all():
 
 WITHOUT_ROW = {
     "contrib.find_lr": "a run of its own, which reads the loss of each step",
-    "contrib.gradient_noise_scale": "for now and then",
     "grads.wrapper": "wrappers of the user's own",
     "optim.eval_state": "no part of a step",
     "optim.hyperparameters": "no part of a step",

@@ -67,7 +67,6 @@ WRAPPED = {
     "accumulate": lambda g, o: (ll.clip_by_global_norm(ll.accumulate(g, 2), 0.1), o),
     "conditional": lambda g, o: (ll.grads.scale_loss(g), ll.optim.dynamic_loss_scale(ll.optim.apply_if_finite(o, 2))),
     "averaged": lambda g, o: (ll.contrib.sam(g), ll.ema(o)),
-    "adaptive": lambda g, o: (ll.contrib.adaptive_grad_clip(g), ll.contrib.lookahead(o)),
 }
 
 

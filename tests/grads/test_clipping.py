@@ -110,94 +110,12 @@ def test_without_a_bound_the_norm_is_reported_alone(norm_type, donate):
     assert out.grads["0.weight"].isfinite().all()
 
 
-# Adaptive clipping
-
-
-def timms(model, clip_factor=0.01, eps=1e-3, applies=lambda name, p: True):
-    """`timm.utils.agc`, as published."""
-
-    def unitwise_norm(x):
-        return x.norm(2.0) if x.ndim <= 1 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
-
-    for name, p in model.named_parameters():
-        if not applies(name, p):
-            continue
-        data, grad = p.detach(), p.grad.detach()
-        max_norm = unitwise_norm(data).clamp_(min=eps).mul_(clip_factor)
-        grad_norm = unitwise_norm(grad)
-        clipped = grad * (max_norm / grad_norm.clamp(min=1e-6))
-        grad.copy_(torch.where(grad_norm < max_norm, grad, clipped))
-
-
-def unit_by_unit(model, clipping, eps):
-    """The paper's formula, one unit after another."""
-    for p in model.parameters():
-        units = [(p, p.grad)] if p.ndim < 2 else list(zip(p, p.grad, strict=True))
-        for weights, grad in units:
-            most = clipping * max(math.sqrt(weights.detach().square().sum()), eps)
-            norm = math.sqrt(grad.square().sum())
-            if norm > most:
-                grad.mul_(most / norm)
-
-
-@both_states
-@both_steps
-def test_adaptive_clipping_has_the_bits_of_timms(donate, bound):
-    def applies(name, p):
-        return not name.startswith("4.weight")
-
-    check_steps(lambda g: ll.contrib.adaptive_grad_clip(g, 0.02), lambda model: timms(model, 0.02), donate, bound)
-    check_steps(
-        lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn, 0.05, 0.1, applies=applies),
-        lambda model: timms(model, 0.05, 0.1, applies),
-        donate,
-        bound,
-    )
-
-
-@given(
-    seed=st.integers(0, 1000),
-    scale=st.floats(1e-3, 1e3),
-    clipping=st.floats(1e-3, 10),
-    eps=st.sampled_from([1e-3, 0.1, 1.0]),
-)
-@settings(max_examples=40, deadline=None)
-def test_adaptive_clipping_equals_the_formula_unit_by_unit(seed, scale, clipping, eps):
-    model = net(torch.float64)
-    torch.manual_seed(seed)
-    x = torch.randn(5, 2, 4, 4, dtype=torch.float64)
-
-    def scaled(model, x):
-        return loss_fn(model, x) * scale
-
-    grad_fn = ll.contrib.adaptive_grad_clip(ll.make_grad_fn(model, scaled), clipping, eps)
-    grads = grad_fn(ll.init_state(model), x).grads
-    scaled(model, x).backward()
-    unit_by_unit(model, clipping, eps)
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-14)
-
-
-def test_all_zero_gradients_and_scalars_are_left():
-    model = nn.Module()
-    model.scale = nn.Parameter(torch.tensor(0.0))
-    grads = ll.contrib.adaptive_grad_clip(ll.make_grad_fn(model, lambda model, x: model.scale * x.mean()))(
-        ll.init_state(model), torch.zeros(3)
-    ).grads
-    assert grads["scale"].item() == 0
-    grads = ll.contrib.adaptive_grad_clip(ll.make_grad_fn(model, lambda model, x: model.scale * x.mean()), 0.5, 0.2)(
-        ll.init_state(model), torch.full((3,), 7.0)
-    ).grads
-    torch.testing.assert_close(grads["scale"], torch.tensor(0.1))
-
-
 # Where they stand
 
 WRAPPERS = {
     "clip_by_global_norm": lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1.0),
     "clip_by_norm": lambda grad_fn: ll.grads.clip_by_norm(grad_fn, 0.1),
     "clip_by_value": lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0),
-    "adaptive_grad_clip": lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn),
 }
 
 
@@ -230,10 +148,6 @@ def test_arguments_out_of_range_are_named():
     for wrong in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match=rf"max_value is {wrong}; give a magnitude above 0"):
             ll.grads.clip_by_value(grad_fn, wrong)
-        with pytest.raises(ValueError, match=rf"clipping is {wrong} and eps 0.001; give numbers above 0"):
-            ll.contrib.adaptive_grad_clip(grad_fn, wrong)
-        with pytest.raises(ValueError, match=rf"clipping is 0.01 and eps {wrong}; give numbers above 0"):
-            ll.contrib.adaptive_grad_clip(grad_fn, eps=wrong)
         with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
             ll.clip_by_global_norm(grad_fn, wrong)
         with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
@@ -250,7 +164,7 @@ def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     assert ll.grads.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
 
 
-CLIPPING = [ll.clip_by_global_norm, ll.grads.clip_by_norm, ll.grads.clip_by_value, ll.contrib.adaptive_grad_clip]
+CLIPPING = [ll.clip_by_global_norm, ll.grads.clip_by_norm, ll.grads.clip_by_value]
 
 
 @pytest.mark.parametrize("clip", CLIPPING)

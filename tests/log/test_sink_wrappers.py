@@ -14,7 +14,6 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from looplib.log import (
-    csv_file,
     every_rank,
     in_background,
     jsonl,
@@ -58,7 +57,7 @@ def test_windowed_logs_the_means_over_each_window():
 def test_the_first_rank_alone_writes_unless_each_is_to(tmp_path):
     for rank in (0, 1):
         folder = tmp_path / str(rank)
-        makes = [jsonl, csv_file, lambda path: tracker("tensorboard", path)]
+        makes = [jsonl, lambda path: tracker("tensorboard", path)]
         quiet = [make(folder / f"quiet{i}") for i, make in enumerate(makes)]
         loud = [every_rank(make(folder / f"loud{i}")) for i, make in enumerate(makes)]
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
@@ -68,7 +67,7 @@ def test_the_first_rank_alone_writes_unless_each_is_to(tmp_path):
             distributed.destroy_process_group()
         written = {path.name[:-1] for path in folder.iterdir()}
         assert written == ({"loud", "quiet"} if rank == 0 else {"loud"})
-        assert len([*folder.iterdir()]) == 3 * len(written)
+        assert len([*folder.iterdir()]) == 2 * len(written)
 
 
 # safely and in_background

@@ -1,12 +1,9 @@
-"""Files, lines and tables: read by the standard library, cut and resumed."""
+"""Files and lines: read by the standard library, cut and resumed."""
 
-import csv
 import enum
 import io
 import json
 import math
-import os
-import re
 import struct
 
 import numpy as np
@@ -17,10 +14,8 @@ from hypothesis import strategies as st
 from shared import COUNTS, STATE, at
 
 import looplib as ll
-from looplib.log import console, csv_file, every_rank, jsonl, only, read_columns, read_jsonl, record, rename, tee
+from looplib.log import console, every_rank, jsonl, only, read_columns, read_jsonl, record, rename, tee
 from looplib.metrics import Mean
-
-FILES = (jsonl, csv_file)
 
 
 def strict_json(line):
@@ -30,12 +25,6 @@ def strict_json(line):
         raise ValueError(f"{constant} is not JSON")
 
     return json.loads(line, parse_constant=refuse)
-
-
-def table(path):
-    """As the standard library reads it, which knows nothing of looplib."""
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def bits(value):
@@ -56,34 +45,27 @@ def test_every_number_in_any_growing_log_comes_back_with_its_type_and_bits(tmp_p
         record(memory)(at(step), row)
     assert [list(line) for line in memory] == [[*COUNTS, *row] for row in rows]
     names = dict.fromkeys([*COUNTS, *(name for row in rows for name in row)])
-    for make in FILES:
-        path = folder / make.__name__
-        log = make(str(path))
-        for step, row in enumerate(rows):
-            log = log if step % 3 else make(path)  # which continues it
-            log(at(step), row)
-        columns = read_columns(path)
-        assert list(columns) == list(names)
-        for name in columns:
-            assert [bits(value) for value in columns[name]] == [bits(row.get(name)) for row in memory]
-            assert name in COUNTS or [bits(value) for value in columns[name]] == [bits(row.get(name)) for row in rows]
-        assert columns["step"] == list(range(len(rows)))
-    lines = [strict_json(line) for line in (folder / "jsonl").read_bytes().splitlines()]
+    path = folder / "log"
+    log = jsonl(str(path))
+    for step, row in enumerate(rows):
+        log = log if step % 3 else jsonl(path)  # which continues it
+        log(at(step), row)
+    columns = read_columns(path)
+    assert list(columns) == list(names)
+    for name in columns:
+        assert [bits(value) for value in columns[name]] == [bits(row.get(name)) for row in memory]
+        assert name in COUNTS or [bits(value) for value in columns[name]] == [bits(row.get(name)) for row in rows]
+    assert columns["step"] == list(range(len(rows)))
+    lines = [strict_json(line) for line in path.read_bytes().splitlines()]
     assert [list(line) for line in lines] == [[*COUNTS, *row] for row in rows]
-    cells = table(folder / "csv_file")
-    assert [(line["step"], set(line)) for line in cells] == [(str(step), set(columns)) for step in range(len(rows))]
 
 
 @given(st.lists(st.text(st.characters(**characters, exclude_characters="\0"), min_size=1), min_size=1))
-def test_any_text_comes_back_and_is_one_line_of_a_table(tmp_path_factory, values):
-    folder = tmp_path_factory.mktemp("log")
-    log = tee(*[make(folder / make.__name__) for make in FILES])
+def test_any_text_comes_back(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("log") / "log"
     for step, value in enumerate(values):
-        log(at(step), {"note": value})
-    assert [strict_json(line)["note"] for line in (folder / "jsonl").read_bytes().splitlines()] == values
-    expected = [re.sub("[\r\n]+", " ", value) for value in values]
-    assert [row["note"] for row in table(folder / "csv_file")] == expected
-    assert list(map(str, read_columns(folder / "csv_file")["note"])) == expected
+        jsonl(path)(at(step), {"note": value})
+    assert [strict_json(line)["note"] for line in path.read_bytes().splitlines()] == values
 
 
 class Phase(enum.IntEnum):
@@ -104,50 +86,30 @@ def test_scalars_of_torch_and_numpy_are_plain_values(tmp_path):
         (Phase.WARMUP, 3),
     ]
     rows, given = [], {str(i): value for i, (value, _) in enumerate(values)}
-    tee(record(rows), *[make(tmp_path / make.__name__) for make in FILES])(STATE, given)
-    assert bits(rows[0].pop(str(len(values) - 1))) == bits(Phase.WARMUP)
-    files = [{name: value for name, (value,) in read_columns(tmp_path / make.__name__).items()} for make in FILES]
-    for found in (*files, *rows):
-        for (_, plain), value in zip(values, [*found.values()][len(COUNTS) :], strict=False):
-            assert bits(value) == bits(plain)
+    tee(record(rows), jsonl(tmp_path / "log"))(STATE, given)
+    expected = {name: bits(value) for name, value in COUNTS.items()}
+    expected |= {str(i): bits(plain) for i, (_, plain) in enumerate(values)}
+    read = {name: value for name, (value,) in read_columns(tmp_path / "log").items()}
+    for found in (read, *rows):
+        assert list(found) == list(expected)
+        for name, value in found.items():
+            assert bits(value) == expected[name] or value is Phase.WARMUP
 
 
 def test_a_log_cut_at_any_byte_loses_at_most_its_last_row(tmp_path):
+    path, ends = tmp_path / "log", []
     values = [{"x": math.inf, "text": 'é}\n{"5",'}, {"x": -0.5, "text": "\r\n"}]
-    for make in FILES:
-        path = tmp_path / make.__name__
-        ends = []
-        for step, row in enumerate(values):
-            make(path)(at(step), row)
-            # A line of JSON that lacks nothing but its newline is whole.
-            ends.append(path.stat().st_size - (make is jsonl))
-        whole = path.read_bytes()
-        for cut in range(len(whole) + 1):
-            path.write_bytes(whole[:cut])
-            kept = [row["x"] for row, end in zip(values, ends, strict=True) if cut >= end]
-            assert read_columns(path).get("x", []) == kept
-            make(path)(at(9), {"x": 9.0, "text": "t"})
-            assert read_columns(path)["x"] == [*kept, 9.0]
-            assert read_columns(path)["text"][-1] == "t"
-
-
-def test_rows_of_the_same_names_are_appended_and_a_new_name_keeps_links(tmp_path):
-    path, link, outside = tmp_path / "log.csv", tmp_path / "link.csv", tmp_path / "outside"
-    log = csv_file(link)
-    log(at(1), {"a": 1})
-    link.rename(path)
-    link.symlink_to(path)
-    inode = path.stat().st_ino
-    log(at(2), {"a": 2})
-    assert path.stat().st_ino == inode
-    outside.write_text("mine")
-    (tmp_path / f".{path.name}.writing").symlink_to(outside)
-    log(at(3), {"b": 3})
-    assert path.stat().st_ino != inode
-    assert link.is_symlink()
-    assert outside.read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["link.csv", "log.csv", "outside"]
-    assert read_columns(path)["b"] == [None, None, 3]
+    for step, row in enumerate(values):
+        jsonl(path)(at(step), row)
+        ends.append(path.stat().st_size - 1)  # a line that lacks nothing but its newline is whole
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        kept = [row["x"] for row, end in zip(values, ends, strict=True) if cut >= end]
+        assert read_columns(path).get("x", []) == kept
+        jsonl(path)(at(9), {"x": 9.0, "text": "t"})
+        assert read_columns(path)["x"] == [*kept, 9.0]
+        assert read_columns(path)["text"][-1] == "t"
 
 
 # read_columns
@@ -156,8 +118,8 @@ def test_rows_of_the_same_names_are_appended_and_a_new_name_keeps_links(tmp_path
 @given(data=st.data())
 def test_resumed_runs_are_joined_without_doubled_or_lost_steps(tmp_path_factory, data):
     """Any number of passes over one run, each from a checkpoint at or before the last step that was logged."""
-    folder = tmp_path_factory.mktemp("log")
-    log = tee(*[make(folder / make.__name__) for make in FILES])
+    path = tmp_path_factory.mktemp("log") / "log"
+    log = jsonl(path)
     train, evals = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     log(at(0), {})
     step, passes = 0, {}
@@ -171,15 +133,14 @@ def test_resumed_runs_are_joined_without_doubled_or_lost_steps(tmp_path_factory,
                 log(at(step, samples=8 * step), {"auc": -step})
             if step % train == 0 or step % evals == 0:
                 passes[step] = attempt
-    for make in FILES:
-        columns = read_columns(folder / make.__name__)
-        # A pass that ended before its first row has replaced nothing.
-        assert columns["step"][: len(passes) + 1] == [0, *passes]
-        for name, every, value in (("loss", train, lambda n: n / 10), ("auc", evals, int.__neg__)):
-            expected = [value(n) if n and n % every == 0 else None for n in columns["step"]]
-            assert columns.get(name, [None] * len(expected)) == expected
-        found = dict(zip(columns["step"], columns.get("pass", [None] * len(columns["step"])), strict=True))
-        assert all(found[n] in (None, which) for n, which in passes.items())
+    columns = read_columns(path)
+    # A pass that ended before its first row has replaced nothing.
+    assert columns["step"][: len(passes) + 1] == [0, *passes]
+    for name, every, value in (("loss", train, lambda n: n / 10), ("auc", evals, int.__neg__)):
+        expected = [value(n) if n and n % every == 0 else None for n in columns["step"]]
+        assert columns.get(name, [None] * len(expected)) == expected
+    found = dict(zip(columns["step"], columns.get("pass", [None] * len(columns["step"])), strict=True))
+    assert all(found[n] in (None, which) for n, which in passes.items())
 
 
 def test_steps_without_an_update_are_told_apart_and_another_batch_size_replaces(tmp_path):
@@ -242,7 +203,7 @@ def test_tee_calls_all_and_raises_the_first_error_with_the_sinks_named():
 
 
 def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_sink(tmp_path):
-    for make in (jsonl, csv_file, lambda path: record([]), lambda path: console()):
+    for make in (jsonl, lambda path: record([]), lambda path: console()):
         log = make(tmp_path / "log")
         for value, parts in (
             (torch.zeros(2, 3), ["Tensor", "(2, 3)", ".mean()"]),
@@ -266,10 +227,10 @@ def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_s
 
 
 def test_other_mistakes_are_named(tmp_path):
-    path = tmp_path / "log.csv"
+    path = tmp_path / "log.jsonl"
     for call, error, named in (
-        (lambda: read_jsonl(path), FileNotFoundError, "log.csv"),
-        (lambda: read_columns(path), FileNotFoundError, "log.csv"),
+        (lambda: read_jsonl(path), FileNotFoundError, "log.jsonl"),
+        (lambda: read_columns(path), FileNotFoundError, "log.jsonl"),
         (lambda: tee(console(), [console()]), TypeError, r"tee got a list.*ll.tee\(\*sinks\)"),
         (lambda: only(console(), "loss"), TypeError, r"'loss'.*\['loss'\]"),
         (lambda: every_rank(tee(console())), TypeError, r"tee\(.*\) writes in each process"),
@@ -277,20 +238,12 @@ def test_other_mistakes_are_named(tmp_path):
     ):
         with pytest.raises(error, match=named):
             call()
-    for text in ("a,b\n1,2\n", "a", '{"step":1}\n', "\n"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"log\.csv is no log of csv_file"):
-            csv_file(path)(STATE, {"x": 1.0})
-        assert path.read_text() == text
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="no log of csv_file"):
-        read_columns(path)
 
 
 def test_reprs_read_as_the_code_that_made_them(tmp_path):
     inner = f"every_rank(jsonl({str(tmp_path / 'log.jsonl')!r}))"
     wrapped = f"in_background(safely(only(rename({inner}, {{'a': 'b'}}), ['b'])), max_pending=5)"
     windowed = "windowed(console(), every_n_steps(5), prefix='train/')"
-    code = f"tee({inner}, {wrapped}, csv_file({str(tmp_path)!r}), {windowed})"
+    code = f"tee({inner}, {wrapped}, {windowed})"
     assert repr(eval(code, vars(ll.log) | {"every_n_steps": ll.every_n_steps})) == code
     assert "StringIO" in repr(console(file=io.StringIO()))

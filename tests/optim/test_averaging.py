@@ -118,7 +118,7 @@ def test_a_decay_that_moves_is_asked_for_the_averages_so_far(donate):
 
 @both_states
 def test_a_donated_step_spends_an_eval_state_that_shares_its_averages(bound):
-    for optimizer in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1), ll.contrib.lookahead(adamw(), 2)):
+    for optimizer in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1)):
         model = net()
         step = step_of(model, optimizer, donate=True)
         state = begin(model, optimizer, bound)
@@ -136,21 +136,20 @@ def wrapped(name):
     return {
         "ema": lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=3, buffers=True),
         "swa": lambda: ll.optim.swa(adamw(), start=4, every=2),
-        "lookahead": lambda: ll.contrib.lookahead(adamw(), 5),
         "skipping": lambda: ll.optim.apply_if_finite(
             ll.optim.dynamic_loss_scale(ll.ema(adamw()), growth_interval=4), 3
         ),
         "partition": lambda: ll.optim.partition(
             {
                 "first": ll.optim.freeze(ll.ema(adamw()), lambda name, step: step < 4),
-                "last": ll.contrib.lookahead(adamw(), 2),
+                "last": ll.optim.swa(adamw(), start=2),
             },
             lambda name, tensor: "first" if name[0] in "01" else "last",
         ),
     }[name]()
 
 
-@pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
+@pytest.mark.parametrize("name", ["ema", "swa", "skipping", "partition"])
 def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(name):
     optimizer, model = wrapped(name), net()
     step = step_of(model, optimizer)
@@ -167,7 +166,6 @@ def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(name):
 AVERAGING = {
     "ema": lambda inner: ll.ema(inner, 0.9, start=2, every=3, buffers=True),
     "swa": lambda inner: ll.optim.swa(inner, start=3, every=2),
-    "lookahead": lambda inner: ll.contrib.lookahead(inner, 3),
 }
 SKIPPING = {
     "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 5),
@@ -196,14 +194,10 @@ REFUSED = [
     *((ValueError, f"decay {wrong}", lambda wrong=wrong: ll.ema(adamw(), wrong)) for wrong in (-0.1, 1.5, float("nan"))),
     (ValueError, "start -1 every 1", lambda: ll.optim.swa(adamw(), start=-1)),
     (ValueError, "start 0 every 0", lambda: ll.ema(adamw(), every=0)),
-    *(
-        (ValueError, f"sync_period {period} slow_step_size {part}", lambda a=period, b=part: ll.contrib.lookahead(adamw(), a, b))
-        for period, part in ((0, 0.5), (3, 0.0), (3, 1.5), (3, float("nan")))
-    ),
     (TypeError, "AdamW ll.optimizer", lambda: ll.ema(raw_adamw(net()))),
     *(
         (ValueError, f"{found} AdamW", lambda wrong=wrong, made=made: ll.eval_state(wrong, ll.init_state(net(), made)))
-        for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1), ll.contrib.lookahead(adamw()))
+        for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1))
         for made, found in ((adamw(), "exp_avg"), (None, "nothing"))
     ),
 ]  # fmt: skip
@@ -245,40 +239,6 @@ def test_schedule_free_evaluates_where_its_own_eval_does_and_continues(cls, dona
         expected = loss_fn(fork[0].eval(), data[0]).item()
         assert ll.compute(evaluate(chosen, data[0]))["loss"] == expected
         assert bits(state) == before
-
-
-# Lookahead
-
-
-@both_states
-@both_steps
-@pytest.mark.parametrize(("period", "part"), [(6, 0.5), (4, 0.8), (1, 0.3), (5, 1.0)])
-@pytest.mark.parametrize("whole", [True, False], ids=["all", "gradients that come and go"])
-def test_lookahead_equals_the_loop_by_hand(whole, period, part, donate, bound):
-    def partly(model, batch):
-        x, last = batch
-        return (model(x) if last else model[:2](x)).square().mean()
-
-    data = [(x, whole or at % 2 == 0) for at, x in enumerate(batches(23, torch.float64), start=1)]
-    model, pure = smooth(), smooth()
-    slow = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def after(step):
-        with torch.no_grad():
-            for name, p in model.named_parameters() if step % period == 0 else ():
-                if p.grad is not None:
-                    slow[name] += part * (p - slow[name])
-                    p.copy_(slow[name])
-
-    raw_loop(model, raw_adamw(model), data, after, partly)
-    optimizer = ll.contrib.lookahead(adamw(), period, part)
-    state = run(pure, optimizer, data, donate, bound, loss_fn=partly, allow_unused=True)
-    close = {"rtol": 1e-12, "atol": 1e-14}
-    torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), **close)
-    chosen = ll.eval_state(optimizer, state)
-    torch.testing.assert_close(dict(chosen.params), slow, **close)
-    assert chosen.buffers is state.buffers
-    assert (state.params["0.weight"] is pure[0].weight) == (donate and bound)
 
 
 def test_without_averages_the_state_itself_is_evaluated():

@@ -253,12 +253,11 @@ def test_what_an_update_returns_must_fit_the_parameters(change, error, words, wa
         (report, "moved"),
         (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
         (lambda inner: ll.ema(report(inner)), "moved"),
-        (lambda inner: ll.contrib.lookahead(report(inner)), "moved"),
         (lambda inner: ll.optim.apply_if_finite(report(inner), 3), "moved"),
         (lambda inner: ll.optim.freeze(report(inner), lambda name, step: False), "moved"),
         (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
     ],
-    ids=["alone", "two", "ema", "lookahead", "apply_if_finite", "freeze", "partition"],
+    ids=["alone", "two", "ema", "apply_if_finite", "freeze", "partition"],
 )
 def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
     model, optimizer = net(), wrap(adamw())
@@ -321,7 +320,6 @@ def test_what_decide_must_return(answer, error, words, options):
 AROUND = {
     "ema": ll.ema,
     "swa": lambda inner: ll.optim.swa(inner, start=0),
-    "lookahead": ll.contrib.lookahead,
     "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 3),
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
     "freeze": lambda inner: ll.optim.freeze(inner, lambda name, step: False),

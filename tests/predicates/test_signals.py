@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import looplib as ll
-from looplib.predicates import Stopped, after_signal, stop_when
+from looplib.predicates import after_signal
 
 ROOT = Path(__file__).parents[2]
 STATE = ll.TrainState()
@@ -232,27 +232,6 @@ def test_loops_and_donated_steps_pass_signals_on(parts, monkeypatch, made, close
     gc.collect()
     stop_now.close()
     assert signal.signal(signal.SIGUSR2, before) == signal.SIG_DFL
-
-
-def test_stop_when_leaves_an_evaluation_between_two_batches(parts):
-    with after_signal(signal.SIGUSR1) as stop_now:
-        eval_step, taken = stop_when(parts.eval_step, stop_now), []
-
-        def batches():
-            for index in range(10):
-                torch.rand(1)  # as a loader that shuffles would
-                if index == 4:
-                    signal.raise_signal(signal.SIGUSR1)
-                taken.append(index)
-                yield torch.ones(2, 2)
-
-        whole = ll.evaluate(eval_step, parts.state, [torch.ones(2, 2)])
-        assert whole == ll.evaluate(parts.eval_step, parts.state, [torch.ones(2, 2)])
-        stream = torch.get_rng_state()
-        with pytest.raises(Stopped, match=r"^after_signal\(signal.SIGUSR1\) is true at step 0 \(epoch 0, batch 0\)"):
-            ll.evaluate(eval_step, parts.state, batches())
-        assert taken == [0, 1, 2, 3, 4]
-        assert torch.equal(torch.get_rng_state(), stream)
 
 
 RUN = """

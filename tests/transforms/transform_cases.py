@@ -94,11 +94,9 @@ WRAPPERS = {
     "accumulate within": (lambda g: ll.accumulate(ll.accumulate(g, 2), 2), the_same, 1),
     "clip_by_global_norm": (lambda g: ll.clip_by_global_norm(ll.accumulate(g, 3), 0.3), the_same, 1),
     "clip_by_value": (lambda g: ll.grads.clip_by_value(g, 0.05), the_same, 1),
-    "adaptive_grad_clip": (lambda g: ll.contrib.adaptive_grad_clip(g, 0.05), the_same, 1),
     "sam": (lambda g: ll.contrib.sam(g, 0.05), the_same, 1),
     "ema": (the_same, lambda o: ll.ema(o, ll.optim.ema_warmup(0.9), buffers=True), 1),
     "swa": (the_same, lambda o: ll.optim.swa(o, start=2, every=2), 2),
-    "lookahead": (the_same, lambda o: ll.contrib.lookahead(o, 3), 2),
     "finite": (the_same, lambda o: ll.ema(ll.optim.apply_if_finite(o, 3), 0.9), 1),
     "loss scale": (ll.grads.scale_loss, lambda o: ll.optim.dynamic_loss_scale(o, growth_interval=2), 1),
     "partition": (

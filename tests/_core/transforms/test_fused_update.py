@@ -123,7 +123,7 @@ def test_the_kernel_writes_to_a_donated_state_and_not_to_copies():
 
 
 def averaged(optimizer):
-    return ll.optim.ema(ll.contrib.lookahead(optimizer, 2), 0.9)
+    return ll.optim.ema(ll.optim.swa(optimizer, start=1, every=2), 0.9)
 
 
 @both
