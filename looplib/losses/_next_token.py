@@ -62,7 +62,7 @@ def next_token_loss(
 
     Raises:
         ValueError: shapes or dtypes of inputs and labels do not match, or an argument is out of range.
-        TypeError: `head` is neither a Linear nor a tensor, or computes something else than `nn.Linear` does, in a forward
+        TypeError: `head` is neither a Linear nor a tensor, or does not compute what `nn.Linear` computes, in a forward
             pass or in hooks of its own.
 
     Source: chunking as in Hsu et al., "Liger kernel", 2024.

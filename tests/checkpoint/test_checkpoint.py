@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from shared import file_size_limit
 
 import looplib as ll
-from looplib.checkpoint import _directory
-from looplib.checkpoint._directory import write_tensors
 from looplib.predicates import BestSoFar
 
 ROOT = Path(__file__).parents[2]
@@ -244,22 +242,23 @@ def test_a_reader_never_takes_a_replaced_or_deleted_checkpoint_for_a_damaged_one
 
 
 def test_a_save_that_meets_another_processes_fails_and_is_never_mixed_with_it(tmp_path, monkeypatch):
-    """Both have written their tensors of one step: this process first, which then goes on before the other does."""
+    """Both have written their files of one step: this process first, which then continues before the other does."""
     ckpt, other = ll.checkpoint_io(tmp_path, keep_last=1), ll.checkpoint_io(tmp_path, keep_last=1, asynchronous=True)
     ckpt.save(state_of(1, step=1))
     they_have_written, we_have_ended = threading.Event(), threading.Event()
 
-    def in_turn(path, parts):
-        file = write_tensors(path, parts)
-        if threading.current_thread() is threading.main_thread():
-            other.save(state_of(3, step=2))
-            they_have_written.wait(60)
-        else:
-            they_have_written.set()
-            we_have_ended.wait(60)
-        return file
+    def in_turn(path, target):
+        if Path(target).name.startswith("step-"):
+            if threading.current_thread() is threading.main_thread():
+                other.save(state_of(3, step=2))
+                they_have_written.wait(60)
+            else:
+                they_have_written.set()
+                we_have_ended.wait(60)
+        return rename(path, target)
 
-    monkeypatch.setattr(_directory, "write_tensors", in_turn)
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", in_turn)
     try:
         with pytest.raises(OSError, match="step-00000002 could not be saved"):
             ckpt.save(state_of(2, step=2))
