@@ -29,6 +29,7 @@ __all__ = [
     "Gradients",
     "Grads",
     "Init",
+    "Logger",
     "LossFn",
     "Metric",
     "Metrics",
@@ -36,7 +37,6 @@ __all__ = [
     "Params",
     "PredictStep",
     "Schedule",
-    "Sink",
     "TrainState",
     "TrainStep",
     "Update",
@@ -533,8 +533,8 @@ Schedule = Callable[[int], float]
 >>> optimizer = ll.optimizer(torch.optim.SGD, lr=rising, momentum=lambda step: min(0.9, step / 100))
 """
 
-Sink = Callable[[TrainState, Mapping[str, float]], None]
-"""Sink: a function that logs values, given the state (for its counts) and a dict of names and floats.
+Logger = Callable[[TrainState, Mapping[str, float]], None]
+"""Logger: a function that logs values, given the state (for its counts) and a dict of names and floats.
 
 >>> import looplib as ll
 >>> def shout(state, values):

@@ -75,7 +75,7 @@ def main(
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    check = ll.evaluate(judges["model"], state, dev, limit=1)  # mistakes show now instead of after training
+    check = ll.evaluate(judges["model"], state, dev, max_batches=1)  # mistakes show now instead of after training
     truth = ll.evaluate(judges["truth"]["all"], state, dev["all"], prefix="truth/all/")
     print(f"step {state.step}: AUC {check['all/auc']:.4f} in one batch, best on all {truth['truth/all/auc']:.4f}")
 

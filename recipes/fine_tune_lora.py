@@ -68,7 +68,7 @@ def main(
     options: dict[str, Any] = {"seed": seed, "collate_fn": hf.DataCollatorWithPadding(tokenizer)}
     lengths = [len(ids) for ids in tables["train"]["input_ids"]]
     loader = ll.make_loader(tables["train"], batch_size=batch_size, order=ll.data.by_length(lengths), **options)
-    test_batches = ll.make_loader(tables["test"], batch_size=64, order=ll.data.in_order(), **options)
+    test_batches = ll.make_loader(tables["test"], batch_size=64, order=ll.data.sequential(), **options)
     labels = {"id2label": dict(enumerate(PACKAGES)), "label2id": {name: i for i, name in enumerate(PACKAGES)}}
     scores: dict[str, float] = {}
     for method, rate in (("head", 2 * lr), ("full", lr / 6), ("lora", lr)):

@@ -55,7 +55,7 @@ def main(
         size = batch_size_per_gpu * update_every * ll.distributed.world_size()  # of an update
         make_loader = partial(ll.make_loader, batch_size=size, num_workers=num_workers, device=device)
         loader = make_loader(train_data, seed=seed, drop_last=drop_last)
-        dev_batches = make_loader(dev_data, order=ll.data.in_order())
+        dev_batches = make_loader(dev_data, order=ll.data.sequential())
         steps = n_epochs * len(loader)
         rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
         optimizer = ll.optimizer(torch.optim.Adam, lr=rate)

@@ -50,11 +50,11 @@ def main(
         model = DistributedDataParallel(model.to(device)) if ll.distributed.launched() else model.to(device)
         train_set, test_set = load_data()
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, device=device)
-        test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.in_order(), device=device)
+        test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.sequential(), device=device)
         if overfit_batches:  # whole batches, of which each rank takes its samples
             undivided = ll.make_loader(train_set, batch_size=batch_size, seed=seed, divide=False)
             few = list(islice(undivided(ll.TrainState()), overfit_batches))
-            loader = test_batches = ll.make_loader(few, batch_size=None, order=ll.data.in_order(), device=device)
+            loader = test_batches = ll.make_loader(few, batch_size=None, order=ll.data.sequential(), device=device)
 
         half = torch.float16 if fp16 == "float16" else torch.bfloat16
         cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")
@@ -78,7 +78,7 @@ def main(
         finished = f"already finished at step {state.step}; delete {folder} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")
 
-        ll.evaluate(eval_step, state, test_batches, limit=2)  # num_eval_sanity_batch=2
+        ll.evaluate(eval_step, state, test_batches, max_batches=2)  # num_eval_sanity_batch=2
         bar = ll.progress(loader, leave=False, disable=None)
         while not done(state):
             for batch in bar(state):

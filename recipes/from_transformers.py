@@ -56,7 +56,7 @@ def main(
         train_set, eval_set = load_data()
         size = per_device_train_batch_size * gradient_accumulation_steps * ll.distributed.world_size()  # of an update
         loader = ll.make_loader(train_set, batch_size=size, seed=seed, device=device)
-        eval_batches = ll.make_loader(eval_set, batch_size=size, order=ll.data.in_order(), device=device)
+        eval_batches = ll.make_loader(eval_set, batch_size=size, order=ll.data.sequential(), device=device)
         steps = math.ceil(num_train_epochs * len(loader))
         rate = ll.warmup_cosine(learning_rate, warmup=warmup_steps, total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases

@@ -87,7 +87,7 @@ def main(
                 fully_shard(part, mesh=mesh, mp_policy=policy)
         train_set, test_set = load_data(length)
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
-        test_batches = ll.make_loader(test_set, batch_size=batch_size, order=ll.data.in_order(), device=device)
+        test_batches = ll.make_loader(test_set, batch_size=batch_size, order=ll.data.sequential(), device=device)
         rate = ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
         optimizer = ll.optimizer(

@@ -66,7 +66,7 @@ def main(
         cut = len(text) * 9 // 10  # the last tenth is held out
         train_set, test_set = (ll.data.windows(part, length) for part in (text[:cut], text[cut:]))
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
-        test_batches = ll.make_loader(test_set, batch_size=4 * batch_size, order=ll.data.in_order(), device=device)
+        test_batches = ll.make_loader(test_set, batch_size=4 * batch_size, order=ll.data.sequential(), device=device)
         rate = ll.warmup_cosine(lr, warmup=steps // 6, total=steps)
         optimizer = ll.optimizer(torch.optim.AdamW, lr=rate)
         grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), max_norm=1.0)

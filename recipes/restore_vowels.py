@@ -64,11 +64,11 @@ def main(
     ids = {"vocab_size": len(TOKENIZER), "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     model: Any = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **ids, dropout_rate=0.0))
     train_set, test_set = load_data(held_out, seed)
-    pad, in_order = hf.DataCollatorForSeq2Seq(TOKENIZER), ll.data.in_order()
+    pad, sequential = hf.DataCollatorForSeq2Seq(TOKENIZER), ll.data.sequential()
     cut = ll.data.collate_microbatches(pad, microbatches)
     loader = ll.make_loader(train_set, batch_size=batch_size, collate_fn=cut, seed=seed, drop_last=True)
-    eval_batches = ll.make_loader(test_set[:128], batch_size=64, collate_fn=pad, order=in_order)
-    test_batches = ll.make_loader(test_set, batch_size=64, collate_fn=pad, order=in_order)
+    eval_batches = ll.make_loader(test_set[:128], batch_size=64, collate_fn=pad, order=sequential)
+    test_batches = ll.make_loader(test_set, batch_size=64, collate_fn=pad, order=sequential)
 
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps))
     grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss))  # the loader has cut the batch already

@@ -63,7 +63,7 @@ def main(
     train_set, test_set = load_data(examples, seed)
     model = ResNet(width).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     loader = ll.make_loader(Augmented(train_set, rotation, zoom, shift), batch_size=batch_size, seed=seed)
-    test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.in_order())
+    test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.sequential())
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         pictures, labels, others, share = mixed(*batch, mixup)

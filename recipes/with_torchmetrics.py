@@ -60,7 +60,7 @@ def main(
     train_set, test_set = load_data(seed)
     model = nn.Sequential(nn.Linear(30, width), nn.ReLU(), nn.Linear(width, 1), nn.Flatten(0))
     loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed)
-    test_batches = ll.make_loader(test_set, batch_size=eval_batch_size, order=ll.data.in_order())
+    test_batches = ll.make_loader(test_set, batch_size=eval_batch_size, order=ll.data.sequential())
 
     optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)

@@ -1,6 +1,6 @@
 """Every public function that takes one of looplib's things, given every other of them: refused by name, when built.
 
-The table is made from the rooms' indexes: a new function with a parameter called `grad_fn`, `sink` or the like is in it
+The table is made from the rooms' indexes: a new function with a parameter called `grad_fn`, `logger` or the like is in it
 without a line here.
 """
 
@@ -29,8 +29,8 @@ ROOMS = (
 )
 STEPS = {"train_step", "eval_step", "predict_step"}
 # What a parameter of this name takes.
-PARAMETERS = {name: {name} for name in (*STEPS, "grad_fn", "optimizer", "loss_fn", "model", "sink", "predicate")}
-PARAMETERS |= {"metric_fn": {"loss_fn"}, "predict_fn": {"loss_fn"}, "embed_fn": {"loss_fn"}, "sinks": {"sink"}}
+PARAMETERS = {name: {name} for name in (*STEPS, "grad_fn", "optimizer", "loss_fn", "model", "logger", "predicate")}
+PARAMETERS |= {"metric_fn": {"loss_fn"}, "predict_fn": {"loss_fn"}, "embed_fn": {"loss_fn"}, "loggers": {"logger"}}
 SPECIAL = {
     ("log.windowed", "when"): {"predicate"},
     ("evaluation.split_on_oom", "step"): {"eval_step", "predict_step"},
@@ -60,7 +60,7 @@ THINGS = {
     "eval_step": ll.make_eval_step(MODEL, lambda model, batch: {"loss": loss_fn(model, batch)}),
     "predict_step": ll.make_predict_step(MODEL, not_a_step),
     "predicate": ll.every_n_steps(2),
-    "sink": ll.console(),
+    "logger": ll.console(),
     "file": ll.jsonl("runs/none.jsonl"),
     "schedule": ll.warmup_cosine(0.1, warmup=1, total=9),
     "loader": ll.make_loader(BATCH, batch_size=2),
@@ -129,7 +129,7 @@ def call(function, parameter, given, state=THINGS["state"]):
         pytest.param(function, parameter, thing, id=f"{name}({parameter}={thing})")
         for name, function, parameter, kinds in takers()
         for thing in THINGS
-        if {"file": "sink"}.get(thing, thing) not in kinds
+        if {"file": "logger"}.get(thing, thing) not in kinds
     ],
 )
 def test_what_is_of_another_kind_is_refused_by_name(function, parameter, thing):

@@ -79,8 +79,8 @@ STEPS = [
 ]
 LOADERS = [
     "ll.make_loader(TensorDataset, batch_size=4)",
-    "ll.make_loader(TensorDataset, batch_size=4, seed=3, drop_last=True, limit=1)",
-    "ll.make_loader(TensorDataset, batch_size=4, order=ll.data.in_order())",
+    "ll.make_loader(TensorDataset, batch_size=4, seed=3, drop_last=True, max_batches=1)",
+    "ll.make_loader(TensorDataset, batch_size=4, order=ll.data.sequential())",
     "ll.make_loader(range, batch_size=2, order=ll.data.sampler(days))",
     "ll.make_loader(TensorDataset, order=ll.data.growing({0: 2, 9: 4}, order=ll.data.with_replacement(num_samples=7)))",
 ]

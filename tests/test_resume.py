@@ -52,7 +52,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 FAMILIES = {
     "momentum": lambda: ll.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "adamw": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=30)),
+    "adamw": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=3000)),
     "adagrad": lambda: ll.optimizer(torch.optim.Adagrad, lr=0.05),
     "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
     "apply_if_finite": lambda: ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),

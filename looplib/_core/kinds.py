@@ -1,4 +1,4 @@
-"""Kinds of functions: gradient function, step, predicate, sink, and so on.
+"""Kinds of functions: gradient function, step, predicate, logger, and so on.
 
 A function that looplib made has its kind in its record. Of a plain function, only the parameters can be inspected.
 """
@@ -44,7 +44,7 @@ KINDS = {
     "loss_fn": ("a loss function", 2, "a function (model, batch) -> loss"),
     "predicate": ("a predicate", 1, "a predicate, such as ll.every_n_steps(100)"),
     "schedule": ("a schedule", 1, "a number or a schedule, such as ll.warmup_cosine(...)"),
-    "sink": ("a sink", 2, "a sink, such as ll.jsonl(path)"),
+    "logger": ("a logger", 2, "a logger, such as ll.jsonl(path)"),
     "loader": ("a loader", 1, "a loader, as ll.make_loader returns"),
     "state": ("a state", None, "a state, as ll.init_state returns"),
 }
@@ -75,7 +75,7 @@ def kind_of(value: Any) -> str | None:
     first, second, *_ = [*positional(value), "", ""]
     if second and first in MODELS:
         return "loss_fn"
-    return "sink" if second == "values" else None
+    return "logger" if second == "values" else None
 
 
 def check_kind(value: T, who: str, *expected: str, advice: str = "") -> T:

@@ -1,6 +1,6 @@
 """Records of functions: what made a function, what it wraps, its kind, and the parts that transforms take.
 
-To Python, gradient functions, steps, sinks and so on are all callables. Each that looplib makes, or a user with
+To Python, gradient functions, steps, loggers and so on are all callables. Each that looplib makes, or a user with
 `ll.grads.wrapper`, is therefore a `Function` with one record, `Made`. Functions that take such a function read the
 record, through all wrappers that have one too.
 

@@ -22,11 +22,11 @@ class NotGiven(Enum):
 
 
 _INSTEAD = {
-    "shuffle": "order=ll.data.shuffled(), which is the default, or order=ll.data.in_order()",
+    "shuffle": "order=ll.data.shuffled(), which is the default, or order=ll.data.sequential()",
     "sampler": "order=ll.data.sampler(...)",
     "batch_sampler": "order=ll.data.batch_sampler(...)",
     "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
-    "in_order": "nothing: batches always come in the order of the epoch. (order=ll.data.in_order() does not shuffle)",
+    "in_order": "nothing: batches always come in the order of the epoch. (order=ll.data.sequential() does not shuffle)",
 }
 
 
@@ -76,7 +76,7 @@ def check_order(order: Any) -> None:
     """Raise TypeError for an `order` that is not an Order."""
     check(
         order is None or isinstance(order, Order),
-        f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), in_order(), "
+        f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), sequential(), "
         "with_replacement(num_samples), weighted(weights), mixture(weights, num_samples), by_length(lengths), "
         "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
@@ -84,7 +84,7 @@ def check_order(order: Any) -> None:
     )
 
 
-def check_stream(dataset: Any, order: Order | None, limit: int | None, num_workers: int, divide: bool) -> None:
+def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num_workers: int, divide: bool) -> None:
     """Raise TypeError or ValueError for a dataset that is not a stream, or options that streams do not support."""
     kind = type(dataset).__name__
     check(
@@ -105,9 +105,9 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
     if divide:
         check_undivided("dataset", dataset)
     check(
-        limit is None,
-        f"limit={limit} is given for a stream ({kind}), whose epochs the state ends: "
-        f"ll.init_state(..., epoch_length={limit})",
+        max_batches is None,
+        f"max_batches={max_batches} is given for a stream ({kind}), whose epochs the state ends: "
+        f"ll.init_state(..., epoch_length={max_batches})",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from looplib.data._orders import Order, batch_sampler, in_order, sampler, shuffled
+from looplib.data._orders import Order, batch_sampler, sampler, sequential, shuffled
 
 _OPTIONS = (
     "collate_fn",
@@ -38,7 +38,7 @@ def _order_of(loader: DataLoader[Any], source: Any) -> Order:
     dataset: Any = loader.dataset
     whole = hasattr(dataset, "__len__") and len(source) == len(dataset)
     if whole and _torchs_name(source) == "SequentialSampler":
-        return in_order()
+        return sequential()
     if whole and _torchs_name(source) == "RandomSampler" and not source.replacement:
         return shuffled()
     return sampler(source)

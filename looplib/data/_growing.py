@@ -50,7 +50,7 @@ def growing(sizes: Mapping[int, int], order: Order | None = None) -> Order:
         f"sizes is {sizes}; give ints: the numbers of samples, among them 0, from which each batch size holds",
     )
     inner = shuffled() if order is None else order
-    check_type("order is", inner, Order, "give an order of ll.data, such as ll.data.in_order()")
+    check_type("order is", inner, Order, "give an order of ll.data, such as ll.data.sequential()")
     check(
         inner.any_batch_size and not inner.may_vary,
         f"order={inner} has batches of its own, or epochs that may differ in length; give an order of samples whose "

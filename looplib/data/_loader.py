@@ -60,7 +60,7 @@ class Loader:
         seed: seed of the order and of random draws inside the dataset.
         order: order of the samples, or None for a stream.
         drop_last: True if an incomplete last batch is dropped.
-        limit: number of batches after which an epoch ends, or None.
+        max_batches: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
     """
 
@@ -69,7 +69,7 @@ class Loader:
     seed: int
     order: Order | None
     drop_last: bool
-    limit: int | None
+    max_batches: int | None
     divide: bool
     source: Samples | Streamed
     _move: Callable[[Any], Any]
@@ -86,7 +86,7 @@ class Loader:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
 
         >>> import looplib as ll, torch
-        >>> loader = ll.make_loader(torch.arange(5), batch_size=4, order=ll.data.in_order())
+        >>> loader = ll.make_loader(torch.arange(5), batch_size=4, order=ll.data.sequential())
         >>> list(loader.parts(ll.TrainState()))
         [(tensor([0, 1, 2, 3]), True), (tensor([4]), True)]
 
@@ -99,7 +99,7 @@ class Loader:
         """Dataset indices of the samples in the next batch, without reading them.
 
         >>> import looplib as ll, torch
-        >>> loader = ll.make_loader(torch.arange(5) * 10, batch_size=4, order=ll.data.in_order())
+        >>> loader = ll.make_loader(torch.arange(5) * 10, batch_size=4, order=ll.data.sequential())
         >>> loader.indices(ll.TrainState(batch=1))
         tensor([4])
 
@@ -125,7 +125,7 @@ class Loader:
         At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
         are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
         next sample and that the order of the samples has not changed. The order changes if the dataset does, except
-        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
+        with `sequential()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
         state knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if
         the epoch has as many batches as before. Use the same seed as before: a state does not store it, so it cannot
         be checked.
@@ -157,7 +157,7 @@ class Loader:
         >>> import looplib as ll
         >>> ll.make_loader(range(10), batch_size=4, seed=3).description
         {'dataset': 'range', 'samples': 10, 'order': 'shuffled()', 'seed': 3, 'batch_size': 4, 'drop_last': False,
-         'limit': None}
+         'max_batches': None}
 
         Compare it when resuming. Long weights and lengths, and the indices that a sampler gives for epoch 0, are
         represented by a checksum. The contents of the dataset are not described.
@@ -170,7 +170,7 @@ class Loader:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-            "limit": self.limit,
+            "max_batches": self.max_batches,
             **({} if self.divide else {"divide": False}),
         }
 
@@ -234,7 +234,7 @@ def make_loader(
     order: Order | None = None,
     seed: int = 0,
     drop_last: bool = False,
-    limit: int | None = None,
+    max_batches: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     device: torch.device | str | int | None = None,
     divide: bool = True,
@@ -253,7 +253,7 @@ def make_loader(
     tensor([...])
     >>> [x for (x,) in loader(state.replace(batch=2))][0].equal(x)
     True
-    >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.in_order(), num_workers=0)
+    >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.sequential(), num_workers=0)
 
     The order is a function of (seed, epoch), so a resumed run gets the batches that were left, with any number of
     workers. Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
@@ -264,13 +264,13 @@ def make_loader(
             StatefulDataLoader), whose settings are used, except for its generator.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
             Required, except with `growing` and `batch_sampler` and for a DataLoader.
-        order: `ll.data.shuffled()` (the default), `in_order()`, `with_replacement(num_samples)`, `weighted(weights)`,
+        order: `ll.data.shuffled()` (the default), `sequential()`, `with_replacement(num_samples)`, `weighted(weights)`,
             `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
             `batch_sampler(...)`. A stream has its own order.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
-        limit: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
-            repeat the same ones, also pass `order=ll.data.in_order()`, or use a Subset. For streams, set the state's
+        max_batches: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
+            repeat the same ones, also pass `order=ll.data.sequential()`, or use a Subset. For streams, set the state's
             `epoch_length` instead.
         collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
         device: device to move the tensors of each batch to (and anything else in it that has a `to`). The copy to an
@@ -323,13 +323,17 @@ def make_loader(
         given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None}
         _arguments.check_beside_dataloader(dataset, {**given, "collate_fn": collate_fn, **dataloader_options})
         settings = settings_of(dataset)
-        return make_loader(dataset.dataset, seed=seed, limit=limit, device=device, divide=divide, **settings)
+        return make_loader(
+            dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
+        )
 
     _arguments.check_dataloader_options(dataloader_options)
     _arguments.check_order(order)
-    check_optional_count("limit", limit, advice="expected a number of batches, at least 1, or None for all")
+    check_optional_count(
+        "max_batches", max_batches, advice="expected a number of batches, at least 1, or None for all"
+    )
     if _arguments.is_stream(dataset):
-        _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
+        _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
         _arguments.check_samples(dataset)
@@ -344,11 +348,11 @@ def make_loader(
         engines = Engines(Stream(dataset, collate, seed, size, drop_last), seed, dataloader_options)
         source = _streamed(dataset, engines, divide)
     else:
-        epochs = Epochs(order, dataset, size, seed, drop_last, limit)
+        epochs = Epochs(order, dataset, size, seed, drop_last, max_batches)
         engines = Engines(reader_of(dataset, collate, seed, size, batched=batched), seed, dataloader_options)
         source = Samples(engines, order, epochs, _epoch_length(epochs), batched)
     move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
-    made = Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
+    made = Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, move)
     return with_repr(
         made,
         make_loader,
@@ -357,7 +361,7 @@ def make_loader(
         order=None if repr(order) in ("None", "shuffled()") else Code(f"ll.data.{order}"),  # these are the defaults
         seed=seed,
         drop_last=drop_last,
-        limit=limit,
+        max_batches=max_batches,
         divide=divide,
         collate_fn=collate_fn,
         device=device,

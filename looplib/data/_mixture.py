@@ -38,7 +38,7 @@ def mixture(weights: Sequence[float] | Tensor | Callable[[int], Any], num_sample
 
     Which samples an epoch has is a function of (seed, epoch), and does not depend on the batch size or the ranks. What
     earlier epochs have read is computed from the weights and `num_samples`, not remembered, so change the weights of a
-    run by a function that still returns the old ones for its earlier epochs. Samples that `drop_last` or `limit` leaves
+    run by a function that still returns the old ones for its earlier epochs. Samples that `drop_last` or `max_batches` leaves
     out of an epoch count as read. Planning an epoch takes about 10 ns and 8 bytes for each sample of the datasets that
     it reads, and 0.1 ms for each earlier epoch.
 

@@ -65,9 +65,9 @@ class Order:
     """Sample order of a loader, for `make_loader(order=...)`.
 
     >>> import looplib as ll, torch
-    >>> loader = ll.make_loader(torch.arange(5), batch_size=2, order=ll.data.in_order())
+    >>> loader = ll.make_loader(torch.arange(5), batch_size=2, order=ll.data.sequential())
     >>> loader.order
-    in_order()
+    sequential()
     >>> [batch.tolist() for batch in loader(ll.TrainState())]
     [[0, 1], [2, 3], [4]]
 
@@ -118,17 +118,17 @@ def shuffled() -> Order:
     return Order("shuffled()", draw, shuffles=True, distinct=True)
 
 
-def in_order() -> Order:
+def sequential() -> Order:
     """Sequential order: the dataset's own, for evaluation.
 
     >>> import looplib as ll
-    >>> loader = ll.make_loader(range(4), batch_size=3, order=ll.data.in_order())
+    >>> loader = ll.make_loader(range(4), batch_size=3, order=ll.data.sequential())
     >>> [batch.tolist() for batch in loader(ll.TrainState())]
     [[0, 1, 2], [3]]
 
     It is the only order that a stream accepts.
     """
-    return Order("in_order()", lambda epoch: torch.arange(epoch.samples), distinct=True, any_length=True)
+    return Order("sequential()", lambda epoch: torch.arange(epoch.samples), distinct=True, any_length=True)
 
 
 def with_replacement(num_samples: int) -> Order:

@@ -41,7 +41,7 @@ class Plan:
         keys: every sample of the epoch in order: int64 of shape (samples,).
         ends: index in `keys` at which each batch ends; the last one may lie beyond the end.
         visits: (samples,) number of earlier occurrences of that key in the epoch; None if all are distinct.
-        drawn: number of samples that the order has drawn, of which `drop_last` and `limit` leave out the last.
+        drawn: number of samples that the order has drawn, of which `drop_last` and `max_batches` leave out the last.
     """
 
     keys: Tensor
@@ -81,7 +81,7 @@ class Epochs:
         batch_size: keys in a batch; None if each batch has one key, or if the order decides.
         seed: seed of the order's generator and the global streams, together with the epoch.
         drop_last: drop an incomplete last batch.
-        limit: number of batches after which an epoch ends, or None for all.
+        max_batches: number of batches after which an epoch ends, or None for all.
     """
 
     order: Order
@@ -89,7 +89,7 @@ class Epochs:
     batch_size: int | None
     seed: int
     drop_last: bool
-    limit: int | None
+    max_batches: int | None
 
     def __call__(self, epoch: int) -> Plan:
         generator = torch.Generator().manual_seed(mix(ORDER, self.seed, epoch))
@@ -98,11 +98,11 @@ class Epochs:
             seed_streams(mix(ORDER, self.seed, epoch, 1))
             drawn = self.order.draw(Epoch(self.dataset, self.batch_size, self.drop_last, epoch, self.seed, generator))
             if self.order.whole_batches:
-                batches = [list(listed(batch)) for batch in islice(drawn, self.limit)]
+                batches = [list(listed(batch)) for batch in islice(drawn, self.max_batches)]
                 keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
             else:
                 keys, size = _as_keys(drawn), self.batch_size or 1
-                ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.limit]
+                ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.max_batches]
         count = len(keys)
         keys = keys[: ends[-1]] if ends else keys
         return Plan(keys, ends, None if self.order.distinct else _visits(keys), count)

@@ -14,7 +14,7 @@ from looplib._core import trees
 from looplib._core.checks import check
 from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import bytes_of, local
-from looplib.log._sinks import read_jsonl
+from looplib.log._loggers import read_jsonl
 from looplib.metrics._mean import Mean
 
 Fingerprint = Mapping[str, str]

@@ -205,14 +205,14 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
     >>> say("once")
     once
 
-    Wrap a sink of your own, or a validation that the first rank does alone, without the others:
+    Wrap a logger of your own, or a validation that the first rank does alone, without the others:
 
         log = ll.distributed.rank_zero_only(lambda state, values: client.log(values, step=state.step))
         validate = ll.distributed.rank_zero_only(lambda state: ll.evaluate(eval_step, state, batches, "eval/"))
 
     During the call, looplib's functions act as in a single process and wait for no other rank: `evaluate` reads all
     batches, `save` writes the state of this rank, and `reduce` returns its metrics. A model in DDP runs without sending
-    its buffers. looplib's own sinks write on the first rank alone without it. The rank is read at each call.
+    its buffers. looplib's own loggers write on the first rank alone without it. The rank is read at each call.
 
     Args:
         function: a function without collective calls of torch, which would wait for the other ranks.

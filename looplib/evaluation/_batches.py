@@ -27,7 +27,7 @@ class Reading(NamedTuple):
 
     Attributes:
         batches: any iterable, or a looplib loader.
-        limit: number of batches, or None for all.
+        max_batches: number of batches, or None for all.
         title: text before the bar, or None for no bar.
         divide: True if the ranks divide the batches; otherwise each rank has its own.
         start: index of the first batch.
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     """
 
     batches: Any
-    limit: int | None = None
+    max_batches: int | None = None
     title: str | None = None
     divide: bool = True
     start: int = 0
@@ -59,7 +59,9 @@ def _needs_all(state: TrainState) -> bool:
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
     _check_several(reading.batches)
-    check_optional_count("limit", reading.limit, advice="give how many batches, at least 1, or None for all")
+    check_optional_count(
+        "max_batches", reading.max_batches, advice="give how many batches, at least 1, or None for all"
+    )
     length = _length_of(reading.batches)
     left = math.inf if length is None else max(0, length - reading.start)
     if left == 0 and is_loader(reading.batches):
@@ -69,7 +71,7 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
         return shares
     from tqdm.auto import tqdm
 
-    count = left if reading.limit is None else min(left, reading.limit)
+    count = left if reading.max_batches is None else min(left, reading.max_batches)
     if reading.divide and not divides_rows(reading) and count < math.inf:
         count = math.ceil(count / world_size())
     bar: Iterator[tuple[Any, bool]] = iter(tqdm(shares, desc=reading.title, total=count, leave=False))
@@ -90,7 +92,7 @@ def _check_several(batches: Any) -> None:
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise TypeError(
             f"batches is {named(batches)}, whose items are samples: give ll.make_loader(dataset, batch_size=256, "
-            "order=ll.data.in_order()), or a DataLoader of it"
+            "order=ll.data.sequential()), or a DataLoader of it"
         )
 
 
@@ -118,13 +120,13 @@ def _shares(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     first = reading.start if is_loader(batches) and batches.order is not None else 0
     start = state.replace(epoch=0, batch=first, epoch_length=None)
     if divides_rows(reading):
-        return islice(_after(batches.parts(start), first, reading), reading.limit)
+        return islice(_after(batches.parts(start), first, reading), reading.max_batches)
     with nullcontext() if reading.divide else alone():  # a loader divides its batches among the ranks it finds here
         if is_loader(batches):
             every = (batch for batch, _ in batches.parts(start))
         else:
             every = iter(batches(start) if callable(batches) else batches)
-    rest = islice(_after(every, first, reading), reading.limit)
+    rest = islice(_after(every, first, reading), reading.max_batches)
     if reading.divide:
         return _in_turn(rest, rank(), world_size())
     return _together(rest) if _needs_all(state) else ((batch, True) for batch in rest)

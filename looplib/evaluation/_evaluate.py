@@ -31,7 +31,7 @@ def evaluate(
     batches: Any,
     prefix: str = "",
     *,
-    limit: int | None = None,
+    max_batches: int | None = None,
     progress: bool = False,
     rates: bool = False,
     divide: bool = True,
@@ -58,7 +58,7 @@ def evaluate(
         batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from the start of the epoch),
             with any batch size. Or a dict of them by name, whose metrics are put under `name/`.
         prefix: string put before each name.
-        limit: evaluate only the first `limit` batches, for example as a check before training.
+        max_batches: evaluate only the first `max_batches` batches, for example as a check before training.
         progress: if True, show a progress bar, removed when done.
         rates: if True, add `samples_per_second`, `steps_per_second` and `seconds`. They depend on the machine, so a
             log that contains them is not reproduced by a resumed run.
@@ -92,7 +92,12 @@ def evaluate(
         check(not missing, f"no eval_step for the sets {missing}: there are those of {', '.join(steps)}")
         values: dict[str, float] = {}
         for name, of_set in batches.items():
-            options: dict[str, Any] = {"limit": limit, "progress": progress, "rates": rates, "divide": divide}
+            options: dict[str, Any] = {
+                "max_batches": max_batches,
+                "progress": progress,
+                "rates": rates,
+                "divide": divide,
+            }
             values |= evaluate(steps[name], state, of_set, f"{prefix}{name}/", **options)
         return values
     if isinstance(eval_step, Mapping):
@@ -106,7 +111,7 @@ def evaluate(
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
     began = time.perf_counter()
     with restored(torch.default_generator):
-        reading = Reading(batches, limit, title, divide)
+        reading = Reading(batches, max_batches, title, divide)
         records = _measured("evaluate", eval_step, state, reading, count if rates else None)
         metrics = compute(records, prefix)  # waits for the device
     return metrics | _rates(counts, time.perf_counter() - began, prefix, divide) if rates else metrics
@@ -126,7 +131,7 @@ def measure(
     state: TrainState,
     batches: Any,
     *,
-    limit: int | None = None,
+    max_batches: int | None = None,
     progress: bool = False,
     divide: bool = True,
 ) -> dict[str, Metric]:
@@ -149,7 +154,7 @@ def measure(
 
     Args:
         eval_step, state, batches: as for `evaluate`, for a single set.
-        limit, progress, divide: as for `evaluate`.
+        max_batches, progress, divide: as for `evaluate`.
 
     It behaves like `evaluate` on several ranks, and raises the same errors.
     """
@@ -159,7 +164,7 @@ def measure(
         raise ValueError(f"measure takes one set, and batches has {', '.join(batches)}: call it for each of them")
     with restored(torch.default_generator):
         title = "evaluation" if progress else None
-        return _measured("measure", eval_step, state, Reading(batches, limit, title, divide))
+        return _measured("measure", eval_step, state, Reading(batches, max_batches, title, divide))
 
 
 def _measured(

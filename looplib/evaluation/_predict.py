@@ -31,7 +31,7 @@ def predict(
     batches: Any,
     *,
     start: int = 0,
-    limit: int | None = None,
+    max_batches: int | None = None,
     progress: bool = False,
     divide: bool = True,
     device: torch.device | str | None = "cpu",
@@ -52,7 +52,7 @@ def predict(
         state: the state to predict with.
         batches: as for `evaluate`.
         start: index of the first batch. A looplib loader does not read the earlier ones.
-        limit: number of batches.
+        max_batches: number of batches.
         progress: if True, show a progress bar, removed when done.
         divide: as for `evaluate` on several ranks. With False, this rank gets the outputs of its own batches, and waits
             for no other rank.
@@ -63,7 +63,7 @@ def predict(
     """
     check_order("predict", predict_step, state)
     predict_step = check_kind(predict_step, "predict", "predict_step")
-    reading = Reading(batches, limit, "prediction" if progress else None, divide, start)
+    reading = Reading(batches, max_batches, "prediction" if progress else None, divide, start)
     for _, output in predicted(predict_step, state, reading, device):
         yield output
 
@@ -114,7 +114,7 @@ def check_unshuffled(batches: Any) -> None:
     check(
         not (getattr(batches, "shuffles", False) or isinstance(sampler, torch.utils.data.RandomSampler)),
         "predictions would come out in a shuffled order, and nothing says which is whose: give a loader made with "
-        "order=ll.data.in_order()",
+        "order=ll.data.sequential()",
     )
 
 

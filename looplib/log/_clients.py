@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from looplib._core.checks import check_argument
-from looplib.log._sinks import plain_values
+from looplib.log._loggers import plain_values
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class TrackerClient(Protocol):
     >>> log.close()
     end
 
-    They are called on the first rank only, in this order. What they raise, the sink raises.
+    They are called on the first rank only, in this order. What they raise, the logger raises.
     """
 
     def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str | None:
@@ -202,7 +202,7 @@ class MLflow:
                     metrics.append(entities.Metric(name, float(value), now, step))
                 case _ if value.ndim == 1:
                     raise TypeError(
-                        f"mlflow takes no histograms, and {name!r} is one; leave it out, by ll.log.only(sink, names), or "
+                        f"mlflow takes no histograms, and {name!r} is one; leave it out, by ll.log.only(logger, names), or "
                         "log numbers of it, such as its mean"
                     )
                 case _:

@@ -1,4 +1,4 @@
-"""Live plot: a sink that redraws during training."""
+"""Live plot: a logger that redraws during training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 from looplib._core.checks import check
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
+from looplib.log._loggers import COUNTS, CodedLogger, plain_values, read_jsonl
 from looplib.log._plots import curves_of, draw, figure_class, matches, save
-from looplib.log._sinks import COUNTS, CodedSink, plain_values, read_jsonl
-from looplib.types import Sink, TrainState
+from looplib.types import Logger, TrainState
 
 
 def live_plot(
@@ -28,15 +28,15 @@ def live_plot(
     every: float = 5.0,
     path: str | os.PathLike[str] | None = None,
     history: str | os.PathLike[str] | None = None,
-) -> Sink:
-    """Live plot: a sink that redraws its plot during training, in the notebook cell or in a file.
+) -> Logger:
+    """Live plot: a logger that redraws its plot during training, in the notebook cell or in a file.
 
     >>> import looplib as ll, tempfile
     >>> log = ll.log.live_plot(path=tempfile.mkdtemp() + "/loss.png", every=60)
     >>> log(ll.TrainState(step=1), {"train/loss": 0.5})
 
     The first call draws. After that, a call draws if at least `every` seconds have passed and drawing has used less
-    than a tenth of the time. The final plot is drawn when the cell finishes; for a file, when the sink is deleted or
+    than a tenth of the time. The final plot is drawn when the cell finishes; for a file, when the logger is deleted or
     the program exits. A call that does not draw takes microseconds.
 
     Args:
@@ -45,9 +45,9 @@ def live_plot(
         path: file to draw to. None draws in the notebook cell.
         history: path of the run's `jsonl` log, if it has one. Its rows are drawn first, so a resumed run, or a cell
             that is run again, shows the whole run. Steps that the run repeats replace the earlier ones. Without it,
-            the plot shows what this sink was given, in all cells together.
+            the plot shows what this logger was given, in all cells together.
 
-    The sink raises TypeError for a value that is not a number, bool or str, naming it.
+    The logger raises TypeError for a value that is not a number, bool or str, naming it.
 
     Raises:
         RuntimeError: `path` is None and there is no notebook (or IPython shell) to draw in.
@@ -62,15 +62,15 @@ def live_plot(
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         canvas.add({**plain_values(values), **fields_of(state, COUNTS)})
 
-    sink = CodedSink(
+    logger = CodedLogger(
         write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True
     )
     if shell is None:
-        weakref.finalize(sink, canvas.finish)
+        weakref.finalize(logger, canvas.finish)
     else:
         shell.events.register("post_execute", canvas.finish)
-        weakref.finalize(sink, shell.events.unregister, "post_execute", canvas.finish)
-    return sink
+        weakref.finalize(logger, shell.events.unregister, "post_execute", canvas.finish)
+    return logger
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from looplib._core.checks import check, check_argument
-from looplib.log._sinks import COUNTS, read_jsonl
+from looplib.log._loggers import COUNTS, read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

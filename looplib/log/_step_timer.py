@@ -1,6 +1,6 @@
 """Step timer: throughput, the time of each part of a step, and the rank that the others wait for.
 
-A meter wraps the parts of a loop and leaves their results unchanged, so one line adds it and one line removes it. An
+A step timer wraps the parts of a loop and leaves their results unchanged, so one line adds it and one line removes it. An
 accelerator's times are read only when you ask for them; nothing waits for it in between.
 
 Ranks wait for each other while they exchange gradients, within the part called gradients. So that part is as long on a
@@ -36,18 +36,18 @@ _ALONE = ("data", "forward", "update", "rest")  # in which ranks do not wait for
 _END = object()
 
 
-class meter:
+class step_timer:
     """Step timer: the time of a step, split into data, gradients, update, and the rest.
 
     >>> import looplib as ll, torch
-    >>> meter = ll.log.meter()
+    >>> step_timer = ll.log.step_timer()
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    >>> train_step = ll.make_train_step(meter.grad_fn(grad_fn), meter.optimizer(optimizer))
+    >>> train_step = ll.make_train_step(step_timer.grad_fn(grad_fn), step_timer.optimizer(optimizer))
     >>> state = ll.init_state(model, optimizer)
-    >>> for batch in meter.data(torch.ones(3, 4, 2)):
+    >>> for batch in step_timer.data(torch.ones(3, 4, 2)):
     ...     state, metrics = train_step(state, batch)
-    >>> costs = meter.read()
+    >>> costs = step_timer.read()
     >>> list(costs)
     ['step_seconds', 'data_seconds', 'gradients_seconds', 'update_seconds', 'rest_seconds', 'samples_per_second']
     >>> parts = costs["data_seconds"] + costs["gradients_seconds"] + costs["update_seconds"] + costs["rest_seconds"]
@@ -55,7 +55,7 @@ class meter:
     True
 
     You can leave out any part. Its time is then part of the rest, together with logging, evaluation and everything
-    else between the first call and `read()`. Wrapped functions return the same values bit for bit, since the meter
+    else between the first call and `read()`. Wrapped functions return the same values bit for bit, since the step timer
     only reads the clock around them, and states and checkpoints do not know about it.
 
     Args:
@@ -91,7 +91,7 @@ class meter:
         """Time data loading: yield the batches unchanged and measure the wait for each.
 
         >>> import looplib as ll
-        >>> list(ll.log.meter().data(["a", "b"]))
+        >>> list(ll.log.step_timer().data(["a", "b"]))
         ['a', 'b']
 
         Args:
@@ -100,7 +100,7 @@ class meter:
         Raises:
             TypeError: `batches` cannot be iterated over, such as a loader without its state.
         """
-        check_batches("meter.data", batches, "meter.data(loader(state))")
+        check_batches("step_timer.data", batches, "step_timer.data(loader(state))")
         return self._data(batches)
 
     def _data(self, batches: Iterable[T]) -> Iterator[T]:
@@ -114,7 +114,7 @@ class meter:
         Put it around everything that computes the gradients of a step (`accumulate`, clipping). If it is inside them,
         the time of the outer functions is in the rest. Raises TypeError if `grad_fn` is not a function.
         """
-        grad_fn = check_grad_fn(grad_fn, "meter.grad_fn")
+        grad_fn = check_grad_fn(grad_fn, "step_timer.grad_fn")
 
         @functools.wraps(grad_fn)
         def metered(state: TrainState, batch: Any, *part: Any, **named: Any) -> Any:
@@ -124,23 +124,23 @@ class meter:
                 self._tokens = self._tokens + self._count_tokens(batch)
             return out
 
-        record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
+        record = made(grad_fn) or Made("grad_fn", "step_timer.grad_fn")
         return mark(metered, record._replace(microbatches=None))  # accumulate calls it for each
 
     def loss_fn(self, loss_fn: LossFn) -> LossFn:
         """Time a loss function, the forward pass. `gradients_seconds` is then without it.
 
         >>> import looplib as ll, torch
-        >>> meter, model = ll.log.meter(), torch.nn.Linear(2, 1)
-        >>> grad_fn = ll.make_grad_fn(model, meter.loss_fn(lambda model, x: model(x).square().mean()))
-        >>> gradients = meter.grad_fn(grad_fn)(ll.init_state(model), torch.ones(4, 2))
-        >>> list(meter.read())[:4]
+        >>> step_timer, model = ll.log.step_timer(), torch.nn.Linear(2, 1)
+        >>> grad_fn = ll.make_grad_fn(model, step_timer.loss_fn(lambda model, x: model(x).square().mean()))
+        >>> gradients = step_timer.grad_fn(grad_fn)(ll.init_state(model), torch.ones(4, 2))
+        >>> list(step_timer.read())[:4]
         ['step_seconds', 'data_seconds', 'forward_seconds', 'gradients_seconds']
 
         Put it around everything that computes the loss (`autocast`, `recompute`), inside `make_grad_fn`. Raises TypeError
         if `loss_fn` is not a function of a model and a batch.
         """
-        check_kind(loss_fn, "meter.loss_fn", "loss_fn")
+        check_kind(loss_fn, "step_timer.loss_fn", "loss_fn")
 
         @functools.wraps(loss_fn)
         def metered(model: Any, batch: Any) -> Any:
@@ -153,7 +153,7 @@ class meter:
 
         Raises TypeError if `optimizer` is not an `ll.optimizer(...)`.
         """
-        check_kind(optimizer, "meter.optimizer", "optimizer")
+        check_kind(optimizer, "step_timer.optimizer", "optimizer")
         return replace(optimizer, update_=functools.partial(self._time, "update", optimizer.update_))
 
     def read(self, prefix: str = "") -> dict[str, float]:
@@ -164,9 +164,9 @@ class meter:
 
         Returns:
             `step_seconds`, the time of a step, and its parts `data_seconds`, `gradients_seconds`, `update_seconds`
-                and `rest_seconds`; `forward_seconds` with `meter.loss_fn`; `samples_per_second` with `meter.grad_fn`,
+                and `rest_seconds`; `forward_seconds` with `step_timer.loss_fn`; `samples_per_second` with `step_timer.grad_fn`,
                 and `tokens_per_second` if tokens are counted, both for this process alone. A step is an update;
-                without `meter.optimizer`, it is a call for gradients, or otherwise a batch. The dict is empty if
+                without `step_timer.optimizer`, it is a call for gradients, or otherwise a batch. The dict is empty if
                 there were no steps.
 
         Evaluation between two readings counts as rest. To leave it out, call `read` before it for the log and after
@@ -229,17 +229,17 @@ def slowest_rank(costs: Mapping[str, float]) -> dict[str, Any]:
     {'slow_rank': 0, 'slow_part': 'data', 'slow_seconds': 0.0}
 
     All ranks call it with what their meters have read. It compares what each rank does alone: loading, the forward pass
-    (with `meter.loss_fn`), the update and the rest. The rank whose sum of these is largest is the one that the others
+    (with `step_timer.loss_fn`), the update and the rest. The rank whose sum of these is largest is the one that the others
     wait for, while they exchange gradients.
 
     It cannot tell who is slow where ranks meet within such a part: in a forward pass that gathers weights or sends
     activations (FSDP2, tensor parallelism, SyncBatchNorm, DDP that sends the buffers of BatchNorm), in an update like that of
-    Muon on shards, or in the rest (evaluation, `ll.distributed.reduce`; read the meter before them, and after them to
+    Muon on shards, or in the rest (evaluation, `ll.distributed.reduce`; read the step timer before them, and after them to
     reset). A rank that is slow in its backward pass alone is not named. Times are means, so ranks that are slow in turn
     do not show.
 
     Args:
-        costs: dict of seconds as returned by `meter.read()`, without a prefix.
+        costs: dict of seconds as returned by `step_timer.read()`, without a prefix.
 
     Returns:
         `slow_rank`; `slow_part`, the part in which it is furthest above the mean of the other ranks ("data", "forward",
@@ -254,7 +254,7 @@ def slowest_rank(costs: Mapping[str, float]) -> dict[str, Any]:
     ranks = _ranks.gather(own)
     check(
         own and len({*map(tuple, ranks)}) == 1,
-        "slowest_rank compares costs of meter.read(), without a prefix and with the same names on all ranks, and found "
+        "slowest_rank compares costs of step_timer.read(), without a prefix and with the same names on all ranks, and found "
         f"the parts {', '.join(map(str, map(list, ranks)))}",
     )
     slowest = max(ranks, key=lambda parts: sum(parts.values()))

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from looplib.log._sinks import CodedSink, read_jsonl, row_of
-from looplib.types import Sink, TrainState
+from looplib.log._loggers import CodedLogger, read_jsonl, row_of
+from looplib.types import Logger, TrainState
 
 
-def record(rows: list[dict[str, Any]]) -> Sink:
+def record(rows: list[dict[str, Any]]) -> Logger:
     """In-memory log: collect logged values in a list of rows, for notebooks.
 
     >>> import looplib as ll
@@ -26,14 +26,14 @@ def record(rows: list[dict[str, Any]]) -> Sink:
     Args:
         rows: a list, to which each call appends one dict.
 
-    The sink raises TypeError for a value that is not a number, bool or str, and ValueError for one with the name of a
+    The logger raises TypeError for a value that is not a number, bool or str, and ValueError for one with the name of a
     count.
     """
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         rows.append(row_of(state, values))
 
-    return CodedSink(write, "record(<list>)")
+    return CodedLogger(write, "record(<list>)")
 
 
 def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""Experiment trackers: one sink for all of them, which continues a run where it stopped."""
+"""Experiment trackers: one logger for all of them, which continues a run where it stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from looplib._core.checks import check, check_type
 from looplib._core.ranks import is_first
 from looplib.log._clients import TrackerClient, client_of, tracked_values
 from looplib.log._configuration import configuration
-from looplib.log._sinks import CodedSink
+from looplib.log._loggers import CodedLogger
 from looplib.types import TrainState
 
 
@@ -25,7 +25,7 @@ def tracker(
     config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Tracker:
-    """Experiment tracker as a sink: TensorBoard, W&B, MLflow, Trackio, or a client of your own.
+    """Experiment tracker as a logger: TensorBoard, W&B, MLflow, Trackio, or a client of your own.
 
     >>> import looplib as ll, tempfile
     >>> log = ll.log.tracker("tensorboard", tempfile.mkdtemp() + "/digits", config={"args": {"warmup": 100}})
@@ -51,7 +51,7 @@ def tracker(
         TypeError: `client` lacks a method, options are given to a client of your own, or `config` is not a mapping.
         ImportError: its package is not installed. The message says what to install.
 
-    The sink raises TypeError for a value of a kind that the tracker does not take, naming it, and the client's
+    The logger raises TypeError for a value of a kind that the tracker does not take, naming it, and the client's
     errors.
 
     **Values.** If the state has an `epoch_length`, each step also has an `epoch`, with its fraction, as in the Trainers'
@@ -79,8 +79,8 @@ def tracker(
     return Tracker(made, name, Path(directory), config or {}, f"tracker({client!r}, {os.fspath(directory)!r}{code})")
 
 
-class Tracker(CodedSink):
-    """Sink of a tracker, as `ll.log.tracker` makes it.
+class Tracker(CodedLogger):
+    """Logger of a tracker, as `ll.log.tracker` makes it.
 
     Its file in the directory holds {"id": ..., "steps": {name: step}}.
     """
@@ -112,18 +112,20 @@ class Tracker(CodedSink):
         Raises:
             FileNotFoundError: there is nothing at this path.
             TypeError: the tracker stores no files (TensorBoard).
-            RuntimeError: the sink has not been called yet.
+            RuntimeError: the logger has not been called yet.
         """
         if is_first():
             path = Path(path).absolute()
             missing = f"there is nothing at {path} to store; a checkpoint saved in the background needs ckpt.wait()"
             check(path.exists(), missing, FileNotFoundError)
-            early = f"the {self._name} run has not been started: the first call of the sink does, log(state, values)"
+            early = (
+                f"the {self._name} run has not been started: the first call of the logger does, log(state, values)"
+            )
             check(self._started, early, RuntimeError)
             self._client.artifact(path, name)
 
     def close(self) -> None:
-        """End the run, on the first rank. Another call of the sink continues it."""
+        """End the run, on the first rank. Another call of the logger continues it."""
         if self._started:
             self._started = False
             atexit.unregister(self.close)

@@ -1,6 +1,6 @@
-"""Sink wrappers: functions from a sink to a sink.
+"""Logger wrappers: functions from a logger to a logger.
 
-They take means over steps, select and rename values, and keep a sink's failures or delays away from the loop. `safely`
+They take means over steps, select and rename values, and keep a logger's failures or delays away from the loop. `safely`
 and `in_background` report and count failures; without them, failures are raised.
 """
 
@@ -20,14 +20,14 @@ from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
 from looplib.distributed import reduce
-from looplib.log._sinks import COUNTS, CodedSink
+from looplib.log._loggers import COUNTS, CodedLogger
 from looplib.metrics import Window, compute
 from looplib.predicates import Predicate
-from looplib.types import Sink, TrainState
+from looplib.types import Logger, TrainState
 
 
-def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
-    """Rename values on their way to a sink.
+def rename(logger: Logger, names: Mapping[str, str] | Callable[[str], str]) -> Logger:
+    """Rename values on their way to a logger.
 
     >>> import looplib as ll
     >>> log = ll.log.rename(ll.console(), {"eval/auc": "eval_auc"})
@@ -41,24 +41,24 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
     step      5  epoch      0  loss 0.5         eval_auc 0.75
 
     Args:
-        sink: the sink to call.
+        logger: the logger to call.
         names: dict of old name -> new name (the others stay), or a function from the old name to the new one.
 
-    The sink raises ValueError if two values would have the same name.
+    The logger raises ValueError if two values would have the same name.
     """
-    check_kind(sink, "rename", "sink")
+    check_kind(logger, "rename", "logger")
     new_name = names if callable(names) else lambda name: names.get(name, name)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         renamed = {new_name(old): value for old, value in values.items()}
         check(len(renamed) == len(values), f"two of {[*values]} would have one name, as only {[*renamed]} are left")
-        sink(state, renamed)
+        logger(state, renamed)
 
-    return CodedSink(write, f"rename({sink!r}, {names!r})")
+    return CodedLogger(write, f"rename({logger!r}, {names!r})")
 
 
-def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
-    """Filter values on their way to a sink, which is not called if none are left.
+def only(logger: Logger, names: Collection[str] | Callable[[str], bool]) -> Logger:
+    """Filter values on their way to a logger, which is not called if none are left.
 
     >>> import looplib as ll
     >>> log = ll.log.only(ll.console(), lambda name: name.startswith("eval/"))
@@ -68,26 +68,26 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
     >>> log = ll.log.only(ll.console(), ["train/loss", "eval/auc"])
 
     Args:
-        sink: the sink to call.
+        logger: the logger to call.
         names: list or set of names to keep, or a function `name -> bool`.
 
     Raises:
         TypeError: `names` is a single string.
     """
-    check_kind(sink, "only", "sink")
+    check_kind(logger, "only", "logger")
     several = f"only takes several names, or a predicate, and found the str {names!r}; write [{names!r}]"
     check(not isinstance(names, str), several, TypeError)
     passes: Callable[[str], bool] = names if callable(names) else names.__contains__
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         if passed := {name: value for name, value in values.items() if passes(name)}:
-            sink(state, passed)
+            logger(state, passed)
 
-    return CodedSink(write, f"only({sink!r}, {names!r})")
+    return CodedLogger(write, f"only({logger!r}, {names!r})")
 
 
-def windowed(sink: Sink, when: Predicate, prefix: str = "") -> Sink:
-    """Log means over several steps: a sink to call with the metrics of every step.
+def windowed(logger: Logger, when: Predicate, prefix: str = "") -> Logger:
+    """Log means over several steps: a logger to call with the metrics of every step.
 
     >>> import looplib as ll
     >>> log_metrics = ll.log.windowed(ll.console(), ll.every_n_steps(2), prefix="train/")
@@ -109,13 +109,13 @@ def windowed(sink: Sink, when: Predicate, prefix: str = "") -> Sink:
     checkpoints, so a resumed run starts with an empty one.
 
     Args:
-        sink: the sink that gets the means.
+        logger: the logger that gets the means.
         when: predicate that is asked after each step.
         prefix: string put before each name.
 
-    The sink raises ValueError if the steps of a window have different names.
+    The logger raises ValueError if the steps of a window have different names.
     """
-    check_kind(sink, "windowed", "sink")
+    check_kind(logger, "windowed", "logger")
     check_kind(when, "windowed", "predicate")
     window = Window()
 
@@ -124,12 +124,12 @@ def windowed(sink: Sink, when: Predicate, prefix: str = "") -> Sink:
         window = window.add(metrics)
         if when(state):
             full, window = window, Window()
-            sink(state, compute(reduce(full.metrics()), prefix))
+            logger(state, compute(reduce(full.metrics()), prefix))
 
-    return CodedSink(add, f"windowed({sink!r}, {when!r}{f', prefix={prefix!r}' if prefix else ''})")
+    return CodedLogger(add, f"windowed({logger!r}, {when!r}{f', prefix={prefix!r}' if prefix else ''})")
 
 
-def every_rank(sink: Sink) -> Sink:
+def every_rank(logger: Logger) -> Logger:
     """Log on every rank instead of only the first.
 
     >>> import looplib as ll, tempfile
@@ -137,25 +137,25 @@ def every_rank(sink: Sink) -> Sink:
     >>> log = ll.log.every_rank(ll.jsonl(f"{folder}/log-{ll.distributed.rank()}.jsonl"))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
 
-    Give each rank its own file. For a sink inside another, write `ll.tee(ll.log.every_rank(...), ...)`.
+    Give each rank its own file. For a logger inside another, write `ll.tee(ll.log.every_rank(...), ...)`.
 
     Args:
-        sink: one of looplib's sinks, such as `jsonl`. Your own functions already write in each process.
+        logger: one of looplib's loggers, such as `jsonl`. Your own functions already write in each process.
 
     Raises:
-        TypeError: `sink` is not a sink that writes only in the first process.
+        TypeError: `logger` is not a logger that writes only in the first process.
     """
-    check_kind(sink, "every_rank", "sink")
-    if not (isinstance(sink, CodedSink) and sink.first_rank):
+    check_kind(logger, "every_rank", "logger")
+    if not (isinstance(logger, CodedLogger) and logger.first_rank):
         raise TypeError(
-            f"{sink!r} writes in each process as it is: every_rank is for jsonl, console, tracker and "
+            f"{logger!r} writes in each process as it is: every_rank is for jsonl, console, tracker and "
             "live_plot themselves, inside of what wraps them"
         )
-    return CodedSink(sink.write, f"every_rank({sink!r})")
+    return CodedLogger(logger.write, f"every_rank({logger!r})")
 
 
-def safely(sink: Sink) -> Sink:
-    """Fault-tolerant sink: its errors do not stop training. The first one is a warning, and each call is tried again.
+def safely(logger: Logger) -> Logger:
+    """Fault-tolerant logger: its errors do not stop training. The first one is a warning, and each call is tried again.
 
     >>> import looplib as ll, warnings
     >>> def server(state, values):
@@ -168,32 +168,32 @@ def safely(sink: Sink) -> Sink:
     >>> [str(warning.message) for warning in told]
     ["<function server at ...> failed at step 0: ConnectionError('no route to it'); training continues, ..."]
 
-    Values of failed calls are lost. Interrupts are not errors and are raised. For a slow sink, use `in_background`.
+    Values of failed calls are lost. Interrupts are not errors and are raised. For a slow logger, use `in_background`.
 
     Args:
-        sink: the sink to call.
+        logger: the logger to call.
     """
-    check_kind(sink, "safely", "sink")
+    check_kind(logger, "safely", "logger")
     warned = False
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         nonlocal warned
         try:
-            sink(state, values)
+            logger(state, values)
         except Exception as error:
             if not warned:
                 warned = True
                 message = (
-                    f"{sink!r} failed at step {state.step}: {error!r}; training continues, each later call is tried "
+                    f"{logger!r} failed at step {state.step}: {error!r}; training continues, each later call is tried "
                     "again, and what cannot be written is lost"
                 )
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    return CodedSink(write, f"safely({sink!r})")
+    return CodedLogger(write, f"safely({logger!r})")
 
 
-def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0) -> Background:
-    """Background sink: pass each call to a thread, so that a slow disk or a dead server never delays the loop.
+def in_background(logger: Logger, max_pending: int = 1000, *, patience: float = 60.0) -> Background:
+    """Background logger: pass each call to a thread, so that a slow disk or a dead server never delays the loop.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -204,7 +204,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0
     >>> ll.log.read_jsonl(path)[0]["train/loss"]
     0.5
 
-    Calls reach the inner sink in order, with a copy of the values (tensors are copied to the CPU) and a state that
+    Calls reach the inner logger in order, with a copy of the values (tensors are copied to the CPU) and a state that
     has only counts, so that waiting calls keep no parameters in memory.
 
     Errors do not stop training: the first one is a warning at the next call, later calls are tried again, and
@@ -215,7 +215,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0
     waiting calls.
 
     Args:
-        sink: the sink to call, in one thread. Use `tee` for several.
+        logger: the logger to call, in one thread. Use `tee` for several.
         max_pending: number of calls that may wait.
         patience: seconds that `flush` and `close` wait at most. A warning says how many calls still wait; they are
             written later if the process keeps running.
@@ -223,18 +223,18 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0
     Raises:
         ValueError: `max_pending` is not positive.
     """
-    check_kind(sink, "in_background", "sink")
+    check_kind(logger, "in_background", "logger")
     check_count("max_pending", max_pending, advice="at least one call must be able to wait: give 1 or more")
-    return Background(sink, max_pending, patience)
+    return Background(logger, max_pending, patience)
 
 
 class Background:
-    """Sink returned by `in_background`, with `flush` and `close`."""
+    """Logger returned by `in_background`, with `flush` and `close`."""
 
-    def __init__(self, sink: Sink, max_pending: int, patience: float) -> None:
-        self._sink, self._max_pending, self._patience = sink, max_pending, patience
+    def __init__(self, logger: Logger, max_pending: int, patience: float) -> None:
+        self._logger, self._max_pending, self._patience = logger, max_pending, patience
         self._thread = threading.Thread()
-        # Runs before atexit, which closes what the sink works with (a W&B run), like concurrent.futures.
+        # Runs before atexit, which closes what the logger works with (a W&B run), like concurrent.futures.
         threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _start(self) -> None:
@@ -267,7 +267,7 @@ class Background:
         if not finished:
             waiting = self._calls.qsize()  # without the call that the thread is busy with, and with `reached`
             message = (
-                f"{self._sink!r} has not written {waiting} of {self._given} calls after {self._patience} seconds"
+                f"{self._logger!r} has not written {waiting} of {self._given} calls after {self._patience} seconds"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._tell_losses()
@@ -280,7 +280,7 @@ class Background:
             self._thread.join()
 
     def __repr__(self) -> str:
-        return f"in_background({self._sink!r}, max_pending={self._max_pending})"
+        return f"in_background({self._logger!r}, max_pending={self._max_pending})"
 
     def _work(self, calls: queue.SimpleQueue[Any]) -> None:
         while (call := calls.get()) is not None:
@@ -289,7 +289,7 @@ class Background:
                 continue
             state, values = call
             try:
-                self._sink(state, values)
+                self._logger(state, values)
             except BaseException as error:  # interrupts are only raised in the main thread
                 self._reason = self._reason or f"at step {state.step} it failed with {error!r}"
                 self._failed += 1
@@ -299,7 +299,7 @@ class Background:
         lost = self._dropped + self._failed
         if lost > self._told:
             self._told = lost
-            message = f"{self._sink!r} lost {lost} of {self._given} calls; {self._reason}; training continues"
+            message = f"{self._logger!r} lost {lost} of {self._given} calls; {self._reason}; training continues"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 

@@ -40,7 +40,7 @@ def looplib(rows: int) -> Callable[[], object]:
 
     model = Model()
     eval_step, state = ll.make_eval_step(model, metric_fn), ll.init_state(model)
-    loader = ll.make_loader(data(rows), batch_size=BATCH, order=ll.data.in_order())
+    loader = ll.make_loader(data(rows), batch_size=BATCH, order=ll.data.sequential())
     return lambda: ll.evaluate(eval_step, state, loader)
 
 

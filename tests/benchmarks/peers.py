@@ -135,7 +135,7 @@ def looplib(run: Run, donate: bool = True) -> None:
         assert ckpt
         state = ckpt.restore(state, quiet=True)
     if run.batch_size:
-        order = ll.data.shuffled() if run.shuffle else ll.data.in_order()
+        order = ll.data.shuffled() if run.shuffle else ll.data.sequential()
         batches = ll.make_loader(run.data, batch_size=run.batch_size, order=order)(state)
     save_now = ll.every_n_steps(run.save_every or sys.maxsize)
     try:

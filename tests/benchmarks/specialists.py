@@ -351,10 +351,10 @@ def epochs(make: Callable[[], Any], workers: int = 0, bound: bool = False) -> Co
     def looplib() -> Prepared:
         dataset, numbers = make(), itertools.count()
         shuffled = ll.make_loader(dataset, batch_size=64, **options)
-        in_order = ll.make_loader(dataset, batch_size=64, order=ll.data.in_order())
+        sequential = ll.make_loader(dataset, batch_size=64, order=ll.data.sequential())
         return (
             lambda: drained(shuffled(ll.TrainState(epoch=next(numbers)))),
-            lambda: list(in_order(ll.TrainState())),
+            lambda: list(sequential(ll.TrainState())),
         )
 
     def other(cls: Any) -> Prepared:
@@ -364,8 +364,8 @@ def epochs(make: Callable[[], Any], workers: int = 0, bound: bool = False) -> Co
 
     def least() -> Prepared:
         shuffled = ll.make_loader(make(), batch_size=64)
-        in_order = ll.make_loader(make(), batch_size=64, order=ll.data.in_order())
-        run, answer = (seeded(loader, 0, default_collate) for loader in (shuffled, in_order))
+        sequential = ll.make_loader(make(), batch_size=64, order=ll.data.sequential())
+        run, answer = (seeded(loader, 0, default_collate) for loader in (shuffled, sequential))
         return lambda: drained(run()), lambda: list(answer())
 
     return {

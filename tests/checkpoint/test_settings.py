@@ -168,7 +168,7 @@ def batches(batch_size=4, samples=24, **kwargs):
 
 def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
     def loader(seed=0):
-        return batches(8, order=ll.data.in_order(), seed=seed)
+        return batches(8, order=ll.data.sequential(), seed=seed)
 
     assert trained(tmp_path, 1, batches())[0] == []
     assert trained(tmp_path, 2, batches())[0] == []  # more epochs are no other settings
@@ -176,7 +176,7 @@ def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
     found, state = trained(tmp_path, 4, loader())
     assert found == [
         "epoch_length was 6, is 3",
-        "loader order was shuffled(), is in_order()",
+        "loader order was shuffled(), is sequential()",
         "loader batch_size was 4, is 8",
     ]
     assert (state.epoch, state.step, state.samples) == (4, 18, 96)
@@ -188,7 +188,7 @@ def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
 
 def test_a_run_of_several_loaders_is_compared_with_each(tmp_path):
     def pair(size=2):
-        labeled, unlabeled = batches(4), batches(size, samples=100, limit=6)
+        labeled, unlabeled = batches(4), batches(size, samples=100, max_batches=6)
         return lambda state: [labeled, unlabeled]
 
     for size, differences in ((2, []), (2, []), (3, ["loader batch_size was 2, is 3"]), (3, [])):

@@ -143,7 +143,7 @@ def cut(generator, count, size, drop_last):
 
 ORDERS = {
     "shuffled": (lambda count: None, lambda generator, count, *_: torch.randperm(count, generator=generator)),
-    "in order": (lambda count: ll.data.in_order(), lambda generator, count, *_: range(count)),
+    "in order": (lambda count: ll.data.sequential(), lambda generator, count, *_: range(count)),
     "weights": (lambda count: ll.data.weighted(weights_of(count)), drawn_by_weight),
     "with replacement": (
         lambda count: ll.data.with_replacement(count + 1),

@@ -12,7 +12,7 @@ from looplib.data import growing, make_loader
 
 ORDERS = {
     "shuffled": ll.data.shuffled(),
-    "in_order": ll.data.in_order(),
+    "sequential": ll.data.sequential(),
     "with_replacement": ll.data.with_replacement(17),
     "sampler": ll.data.sampler([3, 1, 2, 0, 2]),
 }
@@ -79,13 +79,13 @@ def test_a_run_continues_with_another_batch_size_at_any_sample(count, size, othe
 
 def test_a_refused_batch_size_names_the_order_that_continues():
     state = ll.TrainState(epoch=1, batch=3, epoch_length=10, samples=52, batch_samples=4)
-    loader = make_loader(range(40), batch_size=8, order=ll.data.in_order())
+    loader = make_loader(range(40), batch_size=8, order=ll.data.sequential())
     with pytest.raises(
         ValueError, match="12 samples have been read, and no batch of this loader begins there"
     ) as error:
         loader.resume(state)
     code = re.search(r"order=(ll\.data\.growing.*?\(\)\))", str(error.value))[1]
-    assert code == "ll.data.growing({0: 4, 52: 8}, order=ll.data.in_order())"
+    assert code == "ll.data.growing({0: 4, 52: 8}, order=ll.data.sequential())"
     continued = make_loader(range(40), order=eval(code))
     assert batches_of(continued, 1, continued.resume(state).batch)[0] == [*range(12, 20)]
     elsewhere = make_loader(range(40), order=growing({0: 5}))
@@ -111,8 +111,8 @@ def test_wrong_sizes_and_loaders_of_growing_batches_are_refused_by_name():
         ({0: 8}, ll.data.by_length([1, 2]), {}, ValueError, "by_length"),
         ({0: 8}, ll.data.batch_sampler([[1]]), {}, ValueError, "batch_sampler"),
         ({0: 8}, ll.data.sampler(lambda epoch, generator: [1]), {}, ValueError, "sampler"),
-        ({0: 8}, ll.data.in_order(), {"batch_size": 4}, ValueError, "batch_size=4 and order=growing"),
-        ({0: 8}, ll.data.in_order(), {"dataset": iter_again(), "batch_size": 4}, ValueError, "stream"),
+        ({0: 8}, ll.data.sequential(), {"batch_size": 4}, ValueError, "batch_size=4 and order=growing"),
+        ({0: 8}, ll.data.sequential(), {"dataset": iter_again(), "batch_size": 4}, ValueError, "stream"),
     ):
         with pytest.raises(error, match=names):
             make_loader(**{"dataset": range(40), "order": growing(sizes, order)} | options)

@@ -61,25 +61,25 @@ orders = st.sampled_from(sorted(ORDERS))
     count=st.integers(2, 40),
     size=st.integers(1, 12),
     drop_last=st.booleans(),
-    limit=st.none() | st.integers(1, 5),
+    max_batches=st.none() | st.integers(1, 5),
     seed=st.integers(),
     epoch=st.integers(0, 3),
     first=st.integers(0, 40),
     ranks=st.integers(1, 4),
 )
-@example(order="pools", count=900, size=4, drop_last=False, limit=7, seed=1, epoch=1, first=5, ranks=3)
+@example(order="pools", count=900, size=4, drop_last=False, max_batches=7, seed=1, epoch=1, first=5, ranks=3)
 @settings(max_examples=150)
 def test_a_loader_reads_what_a_plain_loop_reads_from_any_batch_on_any_rank(
-    order, count, size, drop_last, limit, seed, epoch, first, ranks
+    order, count, size, drop_last, max_batches, seed, epoch, first, ranks
 ):
     options = options_of(order, count, size, drop_last)
-    expected = plain_batches(order, count, size, drop_last, seed, epoch)[:limit]
+    expected = plain_batches(order, count, size, drop_last, seed, epoch)[:max_batches]
     data, reference = Augmented(count), Augmented(count)
     if not expected:
         with pytest.raises(ValueError, match=f"no batches: .*, batch_size={size}, drop_last=True"):
             make_loader(data, seed=seed, **options)
         return
-    loader = make_loader(data, seed=seed, limit=limit, **options)
+    loader = make_loader(data, seed=seed, max_batches=max_batches, **options)
     assert len(loader) == len(expected)
     first %= len(expected)
     state = at(epoch, first, len(expected))
@@ -201,14 +201,14 @@ def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
         while True:
             yield torch.randint(0, 5, (3,), generator=generator)
 
-    loader = make_loader(range(5), order=ll.data.batch_sampler(endless), limit=4)
+    loader = make_loader(range(5), order=ll.data.batch_sampler(endless), max_batches=4)
     assert len(loader) == len(batches_of(loader)) == 4
     assert batches_of(loader, 0, 2) == batches_of(loader)[2:]
 
 
 def test_indices_of_batches_and_of_streams():
     batches = [torch.arange(3), torch.arange(5)]
-    assert make_loader(batches, batch_size=None, order=ll.data.in_order()).indices(at(0, 1)).tolist() == [1]
+    assert make_loader(batches, batch_size=None, order=ll.data.sequential()).indices(at(0, 1)).tolist() == [1]
     assert make_loader(AugmentedStream(5), batch_size=2).indices(at()) is None
 
 
@@ -252,8 +252,8 @@ def test_subsets_and_stacks_are_augmented_item_by_item():
         one, other = (
             torch.cat([torch.as_tensor(b[0] if isinstance(b, list) else b) for b in loader(at())])
             for loader in (
-                make_loader(wrapped, batch_size=3, order=ll.data.in_order()),
-                make_loader(wrapped, batch_size=10, order=ll.data.in_order()),
+                make_loader(wrapped, batch_size=3, order=ll.data.sequential()),
+                make_loader(wrapped, batch_size=10, order=ll.data.sequential()),
             )
         )
         assert torch.equal(one, other)
@@ -290,7 +290,7 @@ def test_tensors_come_as_the_dataloader_gives_them():
 
 def test_tensors_are_copied_out_of_the_dataset():
     data = TensorDataset(torch.zeros(6))
-    for (x,) in make_loader(data, batch_size=3, order=ll.data.in_order())(at()):
+    for (x,) in make_loader(data, batch_size=3, order=ll.data.sequential())(at()):
         x += 1
     assert not data.tensors[0].any()
 
@@ -382,7 +382,7 @@ def test_a_workers_error_comes_with_its_traceback():
 
 
 def test_an_interrupt_of_the_process_group_leaves_the_workers_alone():
-    loader = make_loader(Offset(40), batch_size=2, order=ll.data.in_order(), num_workers=1, prefetch_factor=1)
+    loader = make_loader(Offset(40), batch_size=2, order=ll.data.sequential(), num_workers=1, prefetch_factor=1)
     batches = loader(at())
     seen = next(batches).tolist()
     (worker,) = multiprocessing.active_children()
@@ -403,7 +403,7 @@ class Offset(Augmented):
 
 def test_worker_init_fn_finds_the_dataset_itself():
     loader = make_loader(
-        Offset(4), batch_size=2, order=ll.data.in_order(), num_workers=2, worker_init_fn=give_worker_its_number
+        Offset(4), batch_size=2, order=ll.data.sequential(), num_workers=2, worker_init_fn=give_worker_its_number
     )
     assert batches_of(loader) == [[100, 101], [202, 203]]
 
@@ -451,15 +451,15 @@ def test_a_dataloader_is_taken_over(kind):
     data = Augmented(10)
     for theirs, ours in (
         ({"batch_size": 4, "shuffle": True}, {"batch_size": 4}),
-        ({"batch_size": 3}, {"batch_size": 3, "order": ll.data.in_order()}),
-        ({"batch_size": None}, {"batch_size": None, "order": ll.data.in_order()}),
+        ({"batch_size": 3}, {"batch_size": 3, "order": ll.data.sequential()}),
+        ({"batch_size": None}, {"batch_size": None, "order": ll.data.sequential()}),
         (
             {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 10, 7)},
             {"batch_size": 4, "order": ll.data.sampler(WeightedRandomSampler([1.0] * 10, 7))},
         ),
         (
             {"batch_sampler": BatchSampler(SequentialSampler(data), 3, True)},
-            {"batch_size": 3, "order": ll.data.in_order(), "drop_last": True},
+            {"batch_size": 3, "order": ll.data.sequential(), "drop_last": True},
         ),
         ({"batch_sampler": [[3, 1], [4]]}, {"order": ll.data.batch_sampler([[3, 1], [4]])}),
         *(

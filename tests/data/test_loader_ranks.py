@@ -75,7 +75,7 @@ def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
     loader = (
         make_loader(dict(enumerate(items)).values(), batch_size=None)
         if stream
-        else make_loader(items, batch_size=None, order=ll.data.in_order())
+        else make_loader(items, batch_size=None, order=ll.data.sequential())
     )
     pairs = read(loader, ranks, how="parts")
     for k, item in enumerate(items):
@@ -112,8 +112,8 @@ def _tensor(batch):
 
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
 def test_ranks_draw_their_own_numbers_in_collate_fn_and_the_same_ones_in_the_items(make):
-    plain = make_loader(make(12), batch_size=6, order=ll.data.in_order())
-    loader = make_loader(make(12), batch_size=6, order=ll.data.in_order(), collate_fn=with_draws)
+    plain = make_loader(make(12), batch_size=6, order=ll.data.sequential())
+    loader = make_loader(make(12), batch_size=6, order=ll.data.sequential(), collate_fn=with_draws)
     random.seed(0), torch.manual_seed(0), np.random.seed(0)  # noqa: NPY002
     parts = read(loader, 3)
     again = read(loader, 3)
@@ -144,7 +144,7 @@ def test_the_first_ranks_collate_fn_draws_what_one_process_does():
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
 def test_workers_that_live_on_learn_of_another_rank(make):
     loader = make_loader(
-        make(24), batch_size=6, order=ll.data.in_order(), collate_fn=stack, num_workers=2, persistent_workers=True
+        make(24), batch_size=6, order=ll.data.sequential(), collate_fn=stack, num_workers=2, persistent_workers=True
     )
     whole = list(loader(at(1)))
     for ranks in (2, 3):

@@ -17,7 +17,7 @@ from looplib.data import make_loader
 def test_an_order_and_a_loader_read_as_the_code_that_made_them():
     for text in (
         "shuffled()",
-        "in_order()",
+        "sequential()",
         "weighted([0, 0.5, 2])",
         "weighted([0, 1, 2], num_samples=7)",
         "by_length([3, 1])",
@@ -53,7 +53,7 @@ def test_a_loader_describes_itself_in_plain_values():
 
     weights = [1.0] * 40
     orders = [
-        ll.data.in_order(),
+        ll.data.sequential(),
         ll.data.weighted(weights),
         ll.data.weighted([*weights[:-1], 2.0]),
         ll.data.by_length(weights),
@@ -62,7 +62,7 @@ def test_a_loader_describes_itself_in_plain_values():
         ll.data.sampler(lambda epoch, generator: [1]),
         ll.data.sampler(lambda epoch, generator: [2]),
     ]
-    options = [{"batch_size": 5}, {"seed": 4}, {"drop_last": True}, {"limit": 3}, {"divide": False}]
+    options = [{"batch_size": 5}, {"seed": 4}, {"drop_last": True}, {"max_batches": 3}, {"divide": False}]
     found = [described(data) for data in (range(40), range(41), [*range(40)], AugmentedStream(40))]
     found += [described(**given) for given in (*options, *({"order": order} for order in orders))]
     assert all(json.loads(json.dumps(description)) == description for description in found)
@@ -75,7 +75,7 @@ def test_a_loader_describes_itself_in_plain_values():
         "seed": 3,
         "batch_size": 4,
         "drop_last": False,
-        "limit": None,
+        "max_batches": None,
     }
 
 

@@ -48,13 +48,13 @@ def consume(state, samples):
     size=st.integers(1, 8),
     other=st.integers(1, 16),
     batches=st.integers(1, 40),
-    kind=st.sampled_from(["shuffled", "in_order", "weighted", "sampler"]),
+    kind=st.sampled_from(["shuffled", "sequential", "weighted", "sampler"]),
 )
 @settings(max_examples=150, deadline=None)
 def test_a_run_continues_within_an_epoch_with_another_batch_size(count, size, other, batches, kind):
     order = {
         "shuffled": ll.data.shuffled(),
-        "in_order": ll.data.in_order(),
+        "sequential": ll.data.sequential(),
         "weighted": ll.data.weighted([1 + i % 3 for i in range(count)]),
         "sampler": ll.data.sampler(lambda epoch, generator: torch.randperm(count, generator=generator)),
     }[kind]
@@ -86,7 +86,7 @@ def test_at_the_end_of_an_epoch_any_loader_continues():
 
 
 def test_samples_at_the_end_of_a_dataset_in_order_continue_within_an_epoch():
-    one, two = (make_loader(range(count), batch_size=4, order=ll.data.in_order()) for count in (20, 30))
+    one, two = (make_loader(range(count), batch_size=4, order=ll.data.sequential()) for count in (20, 30))
     seen, state = continued(one, two, 3)
     assert (seen, state.samples) == ([*range(30)], 50)
 
@@ -125,7 +125,7 @@ def test_a_state_that_fits_is_resumed_as_it_is():
     ten = make_loader(range(10), batch_size=4)
     for loader, samples in (
         (ten, 4),
-        (make_loader(range(9), batch_size=3, limit=2), 3),
+        (make_loader(range(9), batch_size=3, max_batches=2), 3),
         (ten, 3),  # as a collate_fn that drops a sample makes it
         (ten, 4096),  # of a step that counts tokens
         (ten, 0),
@@ -143,9 +143,9 @@ def test_a_state_that_fits_is_resumed_as_it_is():
     [
         (9, {"batch_size": 4}, {"batch_size": 3}, "by_length"),
         (9, {"batch_size": 3}, {"batch_size": 4}, "by_length"),
-        (12, {"batch_size": 2, "limit": 3}, {"batch_size": 4}, "shuffled"),
-        (20, {"batch_size": 2, "limit": 5}, {"batch_size": 4}, "by_length"),
-        (12, {"batch_size": 2, "limit": 3}, {"batch_size": 4, "limit": 3}, "shuffled"),
+        (12, {"batch_size": 2, "max_batches": 3}, {"batch_size": 4}, "shuffled"),
+        (20, {"batch_size": 2, "max_batches": 5}, {"batch_size": 4}, "by_length"),
+        (12, {"batch_size": 2, "max_batches": 3}, {"batch_size": 4, "max_batches": 3}, "shuffled"),
     ],
 )
 def test_another_batch_size_is_seen_whatever_the_order_and_the_limit(count, old, new, order, known, tmp_path):

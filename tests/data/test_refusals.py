@@ -46,7 +46,7 @@ ARGUMENTS = [
     (range(4), TWO | {"shuffle": True}, TypeError, "shuffle.*order="),
     (range(4), TWO | {"generator": torch.Generator()}, TypeError, "generator.*seed="),
     (range(4), TWO | {"num_worker": 2}, TypeError, "num_worker"),  # DataLoader's own error
-    (DataLoader(range(9)), {"order": ll.data.in_order()}, ValueError, "order.* DataLoader"),
+    (DataLoader(range(9)), {"order": ll.data.sequential()}, ValueError, "order.* DataLoader"),
     *((range(4), {"batch_size": size}, ValueError, "batch_size is") for size in (0, True, 2.0)),
     *((make(4), {}, TypeError, f"batch_size=64.*{make.__name__}") for make in (Augmented, AugmentedStream)),
     ([], TWO, ValueError, "0 samples, batch_size=2"),
@@ -72,8 +72,8 @@ ARGUMENTS = [
     (Squares(), TWO, TypeError, "Squares.*__len__"),
     (iter(range(3)), TWO, TypeError, "range_iterator"),
     (AugmentedStream(3), TWO | {"order": ll.data.shuffled()}, ValueError, "shuffled.*AugmentedStream"),
-    (DataLoader(AugmentedStream(3)), {"limit": 2}, ValueError, "limit=2.*AugmentedStream"),
-    (range(3), TWO | {"limit": 0}, ValueError, "limit is 0"),
+    (DataLoader(AugmentedStream(3)), {"max_batches": 2}, ValueError, "max_batches=2.*AugmentedStream"),
+    (range(3), TWO | {"max_batches": 0}, ValueError, "max_batches is 0"),
     (IterableWrapper([1]), TWO | {"num_workers": 2}, TypeError, "DataPipe.*num_workers=0"),
     (Shard(), TWO, ValueError, "Shard"),
     ((X, X), TWO, TypeError, "tuple.*TensorDataset"),
@@ -217,7 +217,7 @@ def test_a_stop_iteration_is_an_error_that_names_the_batch(num_workers):
         (AugmentedStream(10), ends),
     ):
         loader = make_loader(
-            data, batch_size=2, order=ll.data.in_order(), collate_fn=collate_fn, num_workers=num_workers
+            data, batch_size=2, order=ll.data.sequential(), collate_fn=collate_fn, num_workers=num_workers
         )
         with pytest.raises(RuntimeError, match=r"raised StopIteration.* in batch \d of epoch 0"):
             list(loader(at()))

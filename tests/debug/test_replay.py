@@ -158,7 +158,7 @@ def test_a_skipped_batch_is_had_again_and_the_one_after_it_at_the_same_step(dona
     step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     data = torch.arange(8.0).reshape(8, 1)
     data[4] = math.nan
-    loader = ll.make_loader(data, batch_size=2, order=ll.data.in_order())
+    loader = ll.make_loader(data, batch_size=2, order=ll.data.sequential())
     found = replay(step, ll.init_state(model, optimizer, epoch_length=4), loader, 2)
     assert (found.after.skipped, found.state.step, found.after.step) == (True, 2, 2)
     found = replay(step, found.after, loader, 2)

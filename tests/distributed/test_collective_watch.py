@@ -172,7 +172,7 @@ def first_rank_alone(folder):
         rank = ll.distributed.rank()
         step, eval_step, predict_step, state = parts(norm=True)
         data = torch.randn(9, 2)
-        loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
+        loader = ll.make_loader(data, batch_size=4, order=ll.data.sequential())
         ckpt = ll.checkpoint_io(folder, keep_best=1, monitor="eval/loss")
         ckpt.save(state, {"eval/loss": 1.0})
         expected = ll.evaluate(eval_step, state, loader)

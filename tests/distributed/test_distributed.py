@@ -220,8 +220,8 @@ with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
     plain = torch.utils.data.TensorDataset(data, labels, users)
     own = [[column[n : n + 1] for column in (data, labels, users)] for n in range(rank, 101, world)]
     sets = {
-        "loader": ll.make_loader(plain, batch_size=7, order=ll.data.in_order()),
-        "small": ll.make_loader(torch.utils.data.Subset(plain, range(3)), batch_size=2, order=ll.data.in_order()),
+        "loader": ll.make_loader(plain, batch_size=7, order=ll.data.sequential()),
+        "small": ll.make_loader(torch.utils.data.Subset(plain, range(3)), batch_size=2, order=ll.data.sequential()),
         "list": list(zip(data.split(9), labels.split(9), users.split(9))),
         "torch": torch.utils.data.DataLoader(plain, batch_size=10),
     }
@@ -233,7 +233,7 @@ with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
         found[f"{name}/outputs"] = {key: torch.cat([output[key] for output in outputs]) for key in ("score", "user")}
     records = ll.evaluation.measure(eval_step, state, own, divide=False)  # of this rank alone
     found |= ll.compute(ll.distributed.reduce(records), prefix="own/")
-    found |= ll.evaluate(eval_step, state, sets["loader"], prefix="limited/", limit=3)
+    found |= ll.evaluate(eval_step, state, sets["loader"], prefix="limited/", max_batches=3)
     ll.predict_to(f"{folder}/predictions", predict_step, state, sets["loader"])
     state = state.replace(step=1)
     log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
@@ -340,12 +340,12 @@ with ll.distributed.setup():
     sums = [torch.zeros(1) for _ in range(world)]
     torch.distributed.all_gather(sums, torch.tensor([drawn[1]]))
     if rank == 0:
-        print(len(CASES), "alike;", len({value.item() for value in sums}), "masks")
+        print("all alike;", len({value.item() for value in sums}), "masks")
 """
 
 
 def test_every_wrapper_gives_the_same_with_each_engine(tmp_path):
-    assert launch(tmp_path, 2, WRAPPERS) == "11 alike; 2 masks\n"
+    assert launch(tmp_path, 2, WRAPPERS) == "all alike; 2 masks\n"
 
 
 BATCHNORM = """

@@ -37,7 +37,7 @@ def test_several_sets():
     model, _, state = parts()
     eval_step = ll.make_eval_step(model, metric_fn)
     sets = {"a": [torch.ones(2, 3)], "b": [torch.zeros(5, 3), torch.ones(2, 3)]}
-    found = ll.evaluate(eval_step, state, sets, prefix="eval/", limit=1)
+    found = ll.evaluate(eval_step, state, sets, prefix="eval/", max_batches=1)
     assert list(found) == ["eval/a/mean", "eval/a/mse", "eval/b/mean", "eval/b/mse"]
     assert found["eval/b/mean"] == ll.evaluate(eval_step, state, sets["b"][:1])["mean"]
     count = ll.make_eval_step(model, lambda model, x: {"count": ll.Mean(len(x))})
@@ -48,7 +48,7 @@ def test_the_first_batches_rates_and_a_bar_that_goes_away(capfd):
     model, _, state = parts()
     eval_step = ll.make_eval_step(model, lambda model, x: {"count": ll.Mean(len(x))})
     batches = torch.zeros(9, 3).split(2)
-    assert ll.evaluate(eval_step, state, batches, limit=2)["count"] == 2
+    assert ll.evaluate(eval_step, state, batches, max_batches=2)["count"] == 2
     found = ll.evaluate(eval_step, state, batches, "e/", rates=True, progress=True)
     assert list(found) == ["e/count", "e/samples_per_second", "e/steps_per_second", "e/seconds"]
     assert found["e/samples_per_second"] * found["e/seconds"] == pytest.approx(9)
@@ -88,15 +88,15 @@ def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with
 def test_measure_gives_the_records_that_evaluate_computes():
     model, _, state = parts()
     eval_step, batches = ll.make_eval_step(model, metric_fn), torch.randn(20, 3).split(3)
-    found = measure(eval_step, state, batches, limit=4)
+    found = measure(eval_step, state, batches, max_batches=4)
     assert found["mean"].weight == 24
-    assert ll.compute(found) == ll.evaluate(eval_step, state, batches, limit=4)
+    assert ll.compute(found) == ll.evaluate(eval_step, state, batches, max_batches=4)
 
 
 ROWS = [torch.zeros(2, 3)]
 REFUSED = [
     (lambda step, state: ll.evaluate(step, state, {"x": ROWS[0]}), ValueError, "x"),
-    (lambda step, state: ll.evaluate(step, state, ROWS, limit=0), ValueError, "limit is 0"),
+    (lambda step, state: ll.evaluate(step, state, ROWS, max_batches=0), ValueError, "max_batches is 0"),
     (lambda step, state: ll.evaluate({"a": step}, state, {"a": ROWS, "b": ROWS}), ValueError, "sets b"),
     (lambda step, state: ll.evaluate({"a": step}, state, ROWS), ValueError, "eval_step has a"),
     (lambda step, state: measure(step, state, {"a": ROWS, "b": ROWS}), ValueError, "a, b"),
@@ -130,7 +130,7 @@ def test_a_stream_without_a_length_is_evaluated_and_predicted_as_a_list_is(capfd
     x = torch.randn(11, 3)
     stream = torch.utils.data.DataLoader(Stream(x), batch_size=4)
     eval_step = ll.make_eval_step(model, metric_fn)
-    for options in ({}, {"limit": 2}, {"progress": True}):
+    for options in ({}, {"max_batches": 2}, {"progress": True}):
         assert ll.evaluate(eval_step, state, stream, **options) == ll.evaluate(
             eval_step, state, x.split(4), **options
         )

@@ -228,7 +228,7 @@ def test_shuffled_batches_are_refused_and_leave_no_folder(tmp_path, loader_of):
         lambda: next(ll.predict(same, state, loader)),
         lambda: ll.predict_to(tmp_path / "out", same, state, loader),
     ):
-        with pytest.raises(ValueError, match=r"shuffled .*in_order\(\)"):
+        with pytest.raises(ValueError, match=r"shuffled .*sequential\(\)"):
             call()
     assert not (tmp_path / "out").exists()
 
@@ -286,7 +286,7 @@ def generate_on_ranks(folder):
         assert ll.distributed.reduce(own)["ranks"].compute() == "['rank 0', 'rank 1']"
         rows = torch.arange(40.0, dtype=torch.float64).view(10, 4)
         expected = [bits(of_odd_dtypes(None, part)) for part in rows.split(4)]
-        loader = ll.make_loader(rows, batch_size=4, order=ll.data.in_order())
+        loader = ll.make_loader(rows, batch_size=4, order=ll.data.sequential())
         for batches in loader, list(rows.split(4)):
             assert [bits(out) for out in ll.predict(of_odd_dtypes, ll.TrainState(), batches)] == expected
         state, x, path = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32), f"{folder}/DataLoader"

@@ -57,7 +57,7 @@ THROUGH = {
     "reduce_gradients": ll.grads.reduce_gradients,
     "keeping": keeping,
     "all": lambda g: ll.grads.reduce_gradients(keeping(ll.accumulate(keeping(g), size=2))),
-    "meter": lambda g: ll.log.meter().grad_fn(g),
+    "step_timer": lambda g: ll.log.step_timer().grad_fn(g),
 }
 
 
@@ -99,7 +99,7 @@ def test_a_users_own_clipping_says_its_norm():
 def test_a_wrong_order_is_refused_when_built_through_marked_wrappers(around):
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(nn.Linear(3, 2), loss_fn), 1.0)
     wrap = {"accumulate": lambda g: ll.accumulate(g, 2)}.get(around) or getattr(ll.grads, around)
-    for inner in (clipped, marked(clipped), keeping(marked(clipped)), ll.log.meter().grad_fn(clipped)):
+    for inner in (clipped, marked(clipped), keeping(marked(clipped)), ll.log.step_timer().grad_fn(clipped)):
         with pytest.raises(ValueError, match=f"clip_by_global_norm within {around} would act on"):
             wrap(inner)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
-from looplib.log import memory, meter
+from looplib.log import memory, step_timer
 
 PARTS = ["data_seconds", "forward_seconds", "gradients_seconds", "update_seconds", "rest_seconds"]
 
@@ -53,7 +53,7 @@ def metered(cost, model, donate=False, pieces=None, inside=False):
 
 
 class Clock:
-    """Stands for the meter's clock: time passes where the test says so, however busy the machine is."""
+    """Stands for the step timer's clock: time passes where the test says so, however busy the machine is."""
 
     now = 0.0
 
@@ -76,7 +76,7 @@ def slowly(things, seconds, clock):
 
 def test_time_is_found_where_it_was_spent(clock):
     seconds = dict(zip(PARTS, (0.03, 0.02, 0.04, 0.05, 0.06), strict=True))
-    cost, model, inner = meter(device="cpu"), net(2, 3, 1), adamw()
+    cost, model, inner = step_timer(device="cpu"), net(2, 3, 1), adamw()
 
     def slow_loss(model, x):
         clock.sleep(seconds["forward_seconds"])
@@ -116,7 +116,7 @@ def test_a_meter_changes_no_bits_and_no_state(pieces, inside, donate):
     plain_fn = ll.make_grad_fn(own := copy.deepcopy(model), loss_fn)
     plain = ll.make_train_step(ll.accumulate(plain_fn, pieces) if pieces else plain_fn, adamw())
     expected = train(ll.init_state(own, adamw()), plain, given)
-    cost = meter(device="cpu", tokens=torch.numel)
+    cost = step_timer(device="cpu", tokens=torch.numel)
     state, train_step = metered(cost, model, donate, pieces, inside)
     assert bits(train(state, train_step, cost.data(given))) == bits(expected)
     costs = cost.read()
@@ -127,7 +127,7 @@ def test_a_meter_changes_no_bits_and_no_state(pieces, inside, donate):
 def test_steps_are_updates_or_else_gradients_or_else_batches(clock):
     given, model = batches(6), net(2, 1)
     for wrapped, steps in (("all", 3), ("gradients", 6), ("data", 6)):
-        cost = meter(device="cpu")
+        cost = step_timer(device="cpu")
         grad_fn, optimizer = ll.make_grad_fn(model, loss_fn), adamw()
         state = ll.init_state(model, optimizer)
         grad_fn = grad_fn if wrapped == "data" else cost.grad_fn(grad_fn)
@@ -150,7 +150,7 @@ def test_a_tensor_of_tokens_is_read_only_with_the_costs():
             Unread.read = True
             return 10.0
 
-    cost = meter(device="cpu", tokens=lambda x: torch.tensor(5).as_subclass(Unread))
+    cost = step_timer(device="cpu", tokens=lambda x: torch.tensor(5).as_subclass(Unread))
     state, train_step = metered(cost, net(2, 1))
     train(state, train_step, batches(2))
     assert not Unread.read
@@ -198,7 +198,7 @@ def test_an_accelerators_own_times_are_read_without_waiting_for_it(monkeypatch, 
         queue.work(0.05)
         return loss_fn(model, x)
 
-    cost, model = meter(device="cuda"), net(2, 1)
+    cost, model = step_timer(device="cuda"), net(2, 1)
     optimizer = cost.optimizer(adamw())
     train_step = ll.make_train_step(cost.grad_fn(ll.make_grad_fn(model, launches)), optimizer)
     train(ll.init_state(model, optimizer), train_step, cost.data(slowly(batches(5), 0.005, clock)))
@@ -238,7 +238,7 @@ def one_of_three_ranks_is_slow():
 
             return called
 
-        cost, inner = meter(device="cpu"), adamw()
+        cost, inner = step_timer(device="cpu"), adamw()
         model = DistributedDataParallel(net(2, 3, 1))
         grad_fn = ll.make_grad_fn(model, cost.loss_fn(late("forward", loss_fn)))
         optimizer = cost.optimizer(ll.types.Optimizer(inner.init, late("update", inner.update_)))
@@ -270,12 +270,12 @@ def test_the_slow_rank_and_its_part_are_named():
 def test_what_cannot_be_metered_is_refused():
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(net(2, 1), loss_fn), 1.0)
     for use, error, named in (
-        (lambda: meter().data(lambda state: []), TypeError, r"function.*meter.data\(loader\(state\)\)"),
-        (lambda: meter().grad_fn(nn.Linear(1, 1)), TypeError, "meter.grad_fn.*Linear"),
-        (lambda: meter().loss_fn(adamw()), TypeError, "meter.loss_fn got a Optimizer"),
+        (lambda: step_timer().data(lambda state: []), TypeError, r"function.*step_timer.data\(loader\(state\)\)"),
+        (lambda: step_timer().grad_fn(nn.Linear(1, 1)), TypeError, "step_timer.grad_fn.*Linear"),
+        (lambda: step_timer().loss_fn(adamw()), TypeError, "step_timer.loss_fn got a Optimizer"),
         (lambda: ll.log.slowest_rank({"train/data_seconds": 1.0}), ValueError, r"without a prefix.*\[\]"),
-        (lambda: meter().optimizer(nn.Linear(1, 1)), TypeError, "meter.optimizer.*Linear.*ll.optimizer"),
-        (lambda: ll.accumulate(meter().grad_fn(clipped), 2), ValueError, "clip_by_global_norm.*accumulate"),
+        (lambda: step_timer().optimizer(nn.Linear(1, 1)), TypeError, "step_timer.optimizer.*Linear.*ll.optimizer"),
+        (lambda: ll.accumulate(step_timer().grad_fn(clipped), 2), ValueError, "clip_by_global_norm.*accumulate"),
     ):
         with pytest.raises(error, match=named):
             use()

@@ -1,4 +1,4 @@
-"""One sink for all trackers: each client's files are read back after a run that was stopped and resumed."""
+"""One logger for all trackers: each client's files are read back after a run that was stopped and resumed."""
 
 import io
 import json
@@ -149,7 +149,7 @@ def test_tensorboard_reads_each_kind_of_value(board, tmp_path):
         board(at(step), {"train/loss": torch.tensor(step / 4), "best": step == 1, "nan": math.nan})
     board(at(10), {"vector": vector, "picture": picture, "bytes": np.full((1, 4, 4), 200, np.uint8), "note": "warm"})
     board(at(11), {"vector": torch.tensor([math.nan, 1.0, math.inf]), "none": torch.tensor([math.nan])})
-    events = events_of(tmp_path / "run")  # written, though the sink is open
+    events = events_of(tmp_path / "run")  # written, though the logger is open
     assert hparams_of(events)["args/width"].number_value == 8
     scalars = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert math.isnan(scalars.pop("nan")[0][1])
@@ -238,7 +238,7 @@ def test_mlflow_gets_an_experiment_a_run_its_parameters_and_a_batch_of_values(mo
     assert second["set_terminated"] == [(("an-id", "FINISHED"), {})]
 
 
-# What the sink does itself, with a client that only remembers.
+# What the logger does itself, with a client that only remembers.
 
 
 class Remembering:

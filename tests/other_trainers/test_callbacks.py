@@ -63,7 +63,7 @@ def test_callbacks_see_what_they_see_in_the_trainer(make, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     names, ours, theirs = {}, Recorder(), Recorder()
     exec(SETUP, names)
-    names["loader"] = ll.make_loader(names["train_set"], batch_size=32, order=ll.data.in_order())
+    names["loader"] = ll.make_loader(names["train_set"], batch_size=32, order=ll.data.sequential())
     raw, names["callbacks_here"] = WithLoss(names["model"]), [make(), ours]
     start = {name: tensor.clone() for name, tensor in raw.state_dict().items()}
     block, number = re.subn(r"callbacks = \[.*\]", "callbacks = callbacks_here", BLOCK)

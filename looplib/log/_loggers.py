@@ -1,7 +1,7 @@
-"""Sinks: JSON Lines, the console, and several at once.
+"""Loggers: JSON Lines, the console, and several at once.
 
-A sink is a function of a state and a mapping of names to numbers, and so is a function that wraps one or combines
-several. No sink holds a file open or keeps a buffer: when a call returns, the values have been handed to the
+A logger is a function of a state and a mapping of names to numbers, and so is a function that wraps one or combines
+several. No logger holds a file open or keeps a buffer: when a call returns, the values have been handed to the
 operating system, and there is nothing to close.
 """
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
-from looplib.types import Metric, Sink, TrainState, check_state
+from looplib.types import Logger, Metric, TrainState, check_state
 
 COUNTS = ("step", "epoch", "batch", "samples")
 
@@ -30,10 +30,10 @@ _READ = {name: float(number) for number, name in _NOT_FINITE.items()}
 
 
 @dataclass(repr=False, eq=False)
-class CodedSink:
-    """A sink whose repr is the code that made it."""
+class CodedLogger:
+    """A logger whose repr is the code that made it."""
 
-    write: Sink
+    write: Logger
     code: str
     first_rank: bool = False  # does nothing on the other ranks
 
@@ -45,11 +45,11 @@ class CodedSink:
         return self.code
 
 
-CodedSink.__call__.__qualname__ = "log"  # in Python's error for a call without the state
+CodedLogger.__call__.__qualname__ = "log"  # in Python's error for a call without the state
 
 
-def jsonl(path: str | os.PathLike[str]) -> Sink:
-    """JSON Lines log: a sink that appends one line per call with step, epoch, batch, samples and the values.
+def jsonl(path: str | os.PathLike[str]) -> Logger:
+    """JSON Lines log: a logger that appends one line per call with step, epoch, batch, samples and the values.
 
     >>> import looplib as ll, pathlib, tempfile
     >>> path = tempfile.mkdtemp() + "/runs/digits/log.jsonl"
@@ -70,7 +70,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
     Args:
         path: the file. A relative path refers to the working directory at the time of this call.
 
-    The sink raises: TypeError: a value is not a number, bool or str (a tensor or array without dimensions is
+    The logger raises: TypeError: a value is not a number, bool or str (a tensor or array without dimensions is
     accepted), and the message names it; or an integer has more than 64 bits. ValueError: a value has the name of one
     of the state's counts. OSError: the file cannot be written.
     """
@@ -87,7 +87,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
                     line = b"\n" + line
             file.write(line)
 
-    return CodedSink(write, f"jsonl({os.fspath(path)!r})", first_rank=True)
+    return CodedLogger(write, f"jsonl({os.fspath(path)!r})", first_rank=True)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -122,8 +122,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def console(*, file: TextIO | None = None) -> Sink:
-    """Console sink: print one aligned line per call, above a progress bar if there is one.
+def console(*, file: TextIO | None = None) -> Logger:
+    """Console logger: print one aligned line per call, above a progress bar if there is one.
 
     >>> import looplib as ll
     >>> log = ll.console()
@@ -138,7 +138,7 @@ def console(*, file: TextIO | None = None) -> Sink:
     Args:
         file: text stream to print to. Defaults to standard output at the time of the call.
 
-    The sink raises TypeError for a value that is not a number, bool or str, naming it.
+    The logger raises TypeError for a value that is not a number, bool or str, naming it.
     """
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
@@ -150,11 +150,11 @@ def console(*, file: TextIO | None = None) -> Sink:
         # print would break the progress bar of the surrounding loop
         tqdm.write(f"step {state.step:>6}  epoch {epoch:>6}{''.join(pairs)}".rstrip(), file=file)
 
-    return CodedSink(write, "console()" if file is None else f"console(file={file!r})", first_rank=True)
+    return CodedLogger(write, "console()" if file is None else f"console(file={file!r})", first_rank=True)
 
 
-def tee(*sinks: Sink) -> Sink:
-    """Combine sinks: pass each call to all of them, in order.
+def tee(*loggers: Logger) -> Logger:
+    """Combine loggers: pass each call to all of them, in order.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -164,33 +164,33 @@ def tee(*sinks: Sink) -> Sink:
     >>> ll.log.read_jsonl(path)[0]["train/loss"]
     0.5
 
-    If a sink raises an error, the others are still called. Then the first error is raised, with a note that names the
-    sink and those that failed after it. An interrupt is raised immediately.
+    If a logger raises an error, the others are still called. Then the first error is raised, with a note that names the
+    logger and those that failed after it. An interrupt is raised immediately.
 
     Args:
-        sinks: any number of sinks.
+        loggers: any number of loggers.
 
     Raises:
-        TypeError: an argument is not a sink.
+        TypeError: an argument is not a logger.
     """
-    for sink in sinks:
-        check_kind(sink, "tee", "sink", advice="; for a list of sinks write ll.tee(*sinks)")
+    for logger in loggers:
+        check_kind(logger, "tee", "logger", advice="; for a list of loggers write ll.tee(*loggers)")
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         first: Exception | None = None
-        for sink in sinks:
+        for logger in loggers:
             try:
-                sink(state, values)
+                logger(state, values)
             except Exception as error:
-                error.add_note(f"raised by the sink {sink!r}")
+                error.add_note(f"raised by the logger {logger!r}")
                 if first is None:
                     first = error
                 else:
-                    first.add_note(f"the sink {sink!r} failed too: {error!r}")
+                    first.add_note(f"the logger {logger!r} failed too: {error!r}")
         if first is not None:
             raise first
 
-    return CodedSink(write, f"tee({', '.join(map(repr, sinks))})")
+    return CodedLogger(write, f"tee({', '.join(map(repr, loggers))})")
 
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
@@ -226,7 +226,7 @@ def _refused(name: str, value: Any) -> str:
         advice = "reduce it to one, by .mean() or .item(), or log its elements under names of their own"
     else:
         advice = f"convert it, by float() or str(), leave it out, or log its items as '{name}/0', '{name}/1'"
-    return f"{description}; a sink takes one number, bool or str for a name: {advice}"
+    return f"{description}; a logger takes one number, bool or str for a name: {advice}"
 
 
 def _written(value: bool | int | float | str) -> bool | int | float | str:

@@ -180,7 +180,7 @@ def test_console_lines_of_the_same_names_are_aligned(rows):
     assert [line.split()[4::2] for line in (first, last)] == [["b", "a", "c"], ["d", "c"]]
 
 
-def test_tee_calls_all_and_raises_the_first_error_with_the_sinks_named():
+def test_tee_calls_all_and_raises_the_first_error_with_the_loggers_named():
     def broken(state, values):
         raise ConnectionError("no route to the server")
 
@@ -202,7 +202,7 @@ def test_tee_calls_all_and_raises_the_first_error_with_the_sinks_named():
 # refusals, and reprs
 
 
-def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_sink(tmp_path):
+def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_logger(tmp_path):
     for make in (jsonl, lambda path: record([]), lambda path: console()):
         log = make(tmp_path / "log")
         for value, parts in (
@@ -231,7 +231,7 @@ def test_other_mistakes_are_named(tmp_path):
     for call, error, named in (
         (lambda: read_jsonl(path), FileNotFoundError, "log.jsonl"),
         (lambda: read_columns(path), FileNotFoundError, "log.jsonl"),
-        (lambda: tee(console(), [console()]), TypeError, r"tee got a list.*ll.tee\(\*sinks\)"),
+        (lambda: tee(console(), [console()]), TypeError, r"tee got a list.*ll.tee\(\*loggers\)"),
         (lambda: only(console(), "loss"), TypeError, r"'loss'.*\['loss'\]"),
         (lambda: every_rank(tee(console())), TypeError, r"tee\(.*\) writes in each process"),
         (lambda: rename(console(), lambda name: name[-1])(STATE, {"a/x": 1, "b/x": 2}), ValueError, "a/x.*b/x.*'x'"),

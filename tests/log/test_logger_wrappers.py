@@ -1,4 +1,4 @@
-"""Sink wrappers: with real processes that are killed, forked and hung, and full disks."""
+"""Logger wrappers: with real processes that are killed, forked and hung, and full disks."""
 
 import gc
 import os
@@ -34,11 +34,11 @@ from looplib.state import init_state
 def test_rename_and_only_hand_on_what_they_say():
     values = {"train/loss": 1.0, "eval/auc": 2.0}
     for wrap, passed in (
-        (lambda sink: rename(sink, {"eval/auc": "eval_auc"}), [{"train/loss": 1.0, "eval_auc": 2.0}]),
-        (lambda sink: rename(sink, lambda name: name[-3:]), [{"oss": 1.0, "auc": 2.0}]),
-        (lambda sink: only(sink, ["eval/auc"]), [{"eval/auc": 2.0}]),
-        (lambda sink: only(sink, lambda name: name.startswith("train/")), [{"train/loss": 1.0}]),
-        (lambda sink: only(sink, {"other"}), []),
+        (lambda logger: rename(logger, {"eval/auc": "eval_auc"}), [{"train/loss": 1.0, "eval_auc": 2.0}]),
+        (lambda logger: rename(logger, lambda name: name[-3:]), [{"oss": 1.0, "auc": 2.0}]),
+        (lambda logger: only(logger, ["eval/auc"]), [{"eval/auc": 2.0}]),
+        (lambda logger: only(logger, lambda name: name.startswith("train/")), [{"train/loss": 1.0}]),
+        (lambda logger: only(logger, {"other"}), []),
     ):
         calls = []
         wrap(lambda *call, calls=calls: calls.append(call))(STATE, values)
@@ -85,7 +85,7 @@ def test_safely_tells_the_first_error_at_the_line_of_the_call_and_tries_again(tm
     assert read_jsonl(tmp_path / "log") == [{**COUNTS, "x": 2}]
 
 
-def test_calls_reach_the_inner_sink_in_order_and_by_another_thread():
+def test_calls_reach_the_inner_logger_in_order_and_by_another_thread():
     got = []
     log = in_background(lambda state, values: got.append((state.step, values, threading.get_ident())))
     for step in range(500):
@@ -101,7 +101,7 @@ def test_calls_reach_the_inner_sink_in_order_and_by_another_thread():
     assert not [thread for thread in threading.enumerate() if thread.name == repr(log)]
 
 
-def test_a_slow_sink_holds_nothing_up_and_what_does_not_fit_is_counted():
+def test_a_slow_logger_holds_nothing_up_and_what_does_not_fit_is_counted():
     gate, got = threading.Event(), []
 
     def slow(state, values):
@@ -148,11 +148,11 @@ def test_an_error_is_told_once_and_counted_and_later_calls_are_tried(tmp_path):
 def test_the_values_of_the_call_are_written_and_no_parameter_is_kept():
     gate, got = threading.Event(), []
 
-    def sink(state, values):
+    def logger(state, values):
         gate.wait()
         got.append((state, values))
 
-    log = in_background(sink)
+    log = in_background(logger)
     state = init_state(torch.nn.Linear(2, 2)).replace(step=3, samples=5)
     held = weakref.ref(state.params["weight"])
     vector, array, values = torch.ones(3), np.ones(3), {"x": 1.0}
