@@ -273,8 +273,7 @@ def split(
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
         return [batch]
-    ends = [0, *accumulate(sizes)]
-    parts = [_cut(batch, count, partial(_at, slice(low, high))) for low, high in pairwise(ends)]
+    parts = _cut(batch, count, partial(_slices, sizes), len(sizes))
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
@@ -285,15 +284,23 @@ def split(
     return parts
 
 
+def _slices(sizes: list[int], rows: Any) -> list[Any]:
+    if isinstance(rows, Tensor):
+        return list(torch.split(rows, sizes))
+    indexed = getattr(rows, "iloc", rows)  # pandas objects are indexed by position
+    return [indexed[low:high] for low, high in pairwise([0, *accumulate(sizes)])]
+
+
 def take(batch: Any, count: int, index: Sequence[int]) -> Any:
     """Samples of a batch of `count` at these indices, in this order."""
-    return _cut(batch, count, partial(_at, list(index)))
+    [taken] = _cut(batch, count, partial(_at, list(index)), 1)
+    return taken
 
 
-def _at(index: Any, rows: Any) -> Any:
-    if _is_list(rows) and isinstance(index, list):
-        return type(rows)(rows[i] for i in index)
-    return getattr(rows, "iloc", rows)[index]  # pandas objects are indexed by position
+def _at(index: list[int], rows: Any) -> list[Any]:
+    if _is_list(rows):
+        return [type(rows)(rows[i] for i in index)]
+    return [getattr(rows, "iloc", rows)[index]]
 
 
 def empty_batch(sample: Any) -> Any:
@@ -303,21 +310,22 @@ def empty_batch(sample: Any) -> Any:
 
 def padding_batch(batch: Any) -> Any:
     """Two samples of ones in place of a batch of none, with its dtypes and further dimensions."""
-    return _cut(batch, 0, _ones)
+    [ones] = _cut(batch, 0, _ones, 1)
+    return ones
 
 
-def _ones(rows: Any) -> Any:
+def _ones(rows: Any) -> list[Any]:
     check(
         isinstance(rows, Tensor),
         f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
         "place: give the loader drop_last=True, or another batch_size",
         TypeError,
     )
-    return rows.new_ones(2, *rows.shape[1:])
+    return [rows.new_ones(2, *rows.shape[1:])]
 
 
-def _cut(node: Any, count: int, cut: Callable[[Any], Any], path: Path = ()) -> Any:
-    """A copy of the tree, with `cut(rows)` in place of each array or list that holds samples."""
+def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, path: Path = ()) -> list[Any]:
+    """Copies of the tree, with the parts that `cut` makes of each array or list that holds samples."""
     is_array = _is_array(node)
     if is_array and len(node) != count:
         raise ValueError(
@@ -336,9 +344,11 @@ def _cut(node: Any, count: int, cut: Callable[[Any], Any], path: Path = ()) -> A
             "one item for each sample, or make it a dataclass or a registered pytree"
         )
     if inner is None or not inner.children:
-        return node
-    children = zip(inner.names, inner.children, strict=True)
-    return inner.rebuild([_cut(child, count, cut, (*path, name)) for name, child in children])
+        return [node] * parts
+    columns = [
+        _cut(child, count, cut, parts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
+    ]
+    return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
 
 
 def _hides_samples(leaf: Any, count: int) -> bool:
