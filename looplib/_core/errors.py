@@ -40,10 +40,8 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-_FOLDED = (
-    str(Path(__file__).parents[1]),
-    nn.modules.module.__file__,
-)  # looplib, and how torch calls a module's forward
+# looplib, and how torch calls a module's forward
+_FOLDED = f"{Path(__file__).parents[1]}{os.sep}", nn.modules.module.__file__
 
 
 def fold(error: BaseException) -> None:

@@ -149,8 +149,8 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
     `split_dataset_by_node`), all ranks call this together, and the resumed run needs the same number of ranks.
 
     Only what is in the dataset's `state_dict` is kept. Hugging Face `datasets` fill a shuffle buffer with new
-    samples, so in this epoch the resumed run does not see those that were in the buffer, and a warning says so. Draws
-    from the global random streams (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
+    samples, so in this epoch the resumed run does not see those that were in the buffer, as `datasets` itself warns. Draws from
+    the global random streams (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
 
     Args:
         loader: a loader over a stream, with `num_workers=0`.

@@ -165,7 +165,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     if unknown:
         names = ", ".join(sorted(unknown))
         raise ValueError(
-            f"{names} does not stand in this state: make the state by an optimizer with {min(unknown)}=ll.optim.injected(...)"
+            f"this state has no injected {names}: make it with an optimizer that has {min(unknown)}=ll.optim.injected(...)"
         )
     return state.replace(opt_state=opt_state)
 

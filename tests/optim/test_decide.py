@@ -425,7 +425,7 @@ def with_weights_before(optimizer):
 
 
 @pytest.mark.parametrize("way", ["pure", "donated"])
-@pytest.mark.parametrize("last", [True, False], ids=["skipped last", "and goes on"])
+@pytest.mark.parametrize("last", [True, False], ids=["skipped last", "skipped between"])
 def test_weights_that_a_decision_keeps_are_those_of_that_moment_if_the_update_is_skipped(way, last):
     model, optimizer = net(), with_weights_before(ll.optim.apply_if_finite(adamw(), 3))
     step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
