@@ -18,7 +18,7 @@ from torch import Tensor
 from looplib._core.checks import check
 from looplib._core.random import mix
 from looplib.data._orders import Epoch, Order
-from looplib.data._random_streams import ORDER, kept_streams, seed_streams
+from looplib.data._readers import ORDER, kept_streams, seed_streams
 
 
 def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
