@@ -8,68 +8,17 @@ samples in the batch.
 from __future__ import annotations
 
 import itertools
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate, default_convert
 
-from looplib._core import interrupts as _interrupts
-from looplib._core import random as draws
 from looplib._core.random import mix
-from looplib.data._divide import own_part
-from looplib.data._plan import listed
-
-# Words instead of 0 to 3, so that no seed here coincides with one that a step uses for dropout.
-ORDER, ITEM, COLLATE, STREAM, MIXTURE = (
-    int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream", b"mixture")
-)
-
-
-def _numpy() -> Any:
-    """numpy.random, or None if nobody has imported numpy."""
-    return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def save_streams() -> tuple[Any, ...]:
-    """Return the states of the three global streams."""
-    numpy = _numpy()
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(legacy=False)
-
-
-def restore_streams(saved: tuple[Any, ...]) -> None:
-    """Restore what `save_streams` returned."""
-    torch.set_rng_state(saved[0])
-    random.setstate(saved[1])
-    if saved[2] is not None:
-        _numpy().set_state(saved[2])
-
-
-def seed_streams(seed: int) -> None:
-    """Seed the three global streams. It takes 7 us, which may be more than reading a sample does."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
-    random.seed(seed)
-    if numpy := _numpy():
-        numpy.seed(
-            seed >> 31
-        )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
-
-
-@contextmanager
-def kept_streams() -> Iterator[None]:
-    """Restore the global streams at the end of the block. Other threads that read or take steps wait."""
-    _interrupts.install()
-    with draws.turn:
-        saved = save_streams()
-        try:
-            yield
-        finally:
-            _hold_signals = True
-            restore_streams(saved)
+from looplib.data._plan import listed, own_part
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
 
 
 class Job(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sources of a loader: indexed datasets and streams."""
+"""Sources of a loader: indexed datasets, and streams, which are read from the start in every epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from looplib._core.random import mix
 from looplib.data._orders import Order
 from looplib.data._plan import Plan, listed, own_rows
 from looplib.data._position import check_position, stored_position
-from looplib.data._readers import STREAM, Job, Reader, restore_streams, save_streams, seed_streams
+from looplib.data._random_streams import STREAM, restore_streams, save_streams, seed_streams
+from looplib.data._readers import Job, Reader
 from looplib.data._workers import Engines
 from looplib.types import TrainState
 

@@ -12,8 +12,8 @@ from torch import nn
 from looplib._core.closures import walk
 from looplib._core.modules import _generators as generators_of
 from looplib._core.random import restored
-from looplib.data import _readers as random_streams
-from looplib.data._readers import kept_streams, save_streams
+from looplib.data import _random_streams as random_streams
+from looplib.data._random_streams import kept_streams, save_streams
 from looplib.testing._compare import copied
 from looplib.types import TrainState
 
