@@ -132,7 +132,7 @@ def in_code(tree):
         node = waiting.pop()
         if isinstance(node, ast.Raise):
             continue
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "check":
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "check" and len(node.args) > 1:
             waiting.append(node.args[0])  # and not the message
             continue
         yield node
