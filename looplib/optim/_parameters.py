@@ -1,4 +1,4 @@
-"""Wrappers that choose what an optimizer updates: some of the parameters, for some of the steps."""
+"""Several optimizers in one, and schedules that count the updates of one of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_type
-from looplib._core.mappings import mapped, pick
+from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.tracing import on_host, tracing
+from looplib._core.tracing import tracing
 from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, update_where
 from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Updated, update_within, wrap, wrong_state
@@ -151,35 +151,6 @@ def _name_within(key: str, name: str) -> str:
     """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
     first, slash, rest = name.partition("/")
     return f"{first}/{key}{slash}{rest}"
-
-
-def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:
-    """Parameter freezing for some of the steps, including optimizer state.
-
-    >>> import looplib as ll, torch
-    >>> def frozen(name, step):  # the first layer is thawed after 100 updates
-    ...     return name.startswith("0.") and step < 100
-    >>> optimizer = ll.optim.freeze(ll.optimizer(torch.optim.AdamW, lr=1e-3), frozen)
-
-    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch, and its optimizer
-    state starts with its own first update. Steps are counted even if everything is frozen.
-
-    The gradient of a frozen parameter is still computed and counts in `grad_norm`. To save that work when a layer is
-    frozen for long, use a second step with `make_grad_fn(..., trainable=...)` for that time.
-
-    Args:
-        optimizer: the optimizer that updates the other parameters.
-        frozen: `(name, step) -> bool`, where `step` is the number of updates completed.
-    """
-
-    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> tuple[Any, ...]:
-        names = tuple(grads)
-        chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
-        if not chosen:
-            return params, opt_state
-        return update_within(optimizer, pick(grads, chosen), opt_state, params, step, **info)
-
-    return wrap(optimizer, freeze, {"frozen": frozen}, {}, update_=update_)
 
 
 def own_steps(optimizer: Optimizer) -> Optimizer:

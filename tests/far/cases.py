@@ -318,7 +318,6 @@ OPTIMIZERS = {
         ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
         {},
     ),
-    "optim.freeze": (ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1), {}),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
 }
 for name, (optimizer, options) in OPTIMIZERS.items():

@@ -254,10 +254,9 @@ def test_what_an_update_returns_must_fit_the_parameters(change, error, words, wa
         (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
         (lambda inner: ll.ema(report(inner)), "moved"),
         (lambda inner: ll.optim.apply_if_finite(report(inner), 3), "moved"),
-        (lambda inner: ll.optim.freeze(report(inner), lambda name, step: False), "moved"),
         (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
     ],
-    ids=["alone", "two", "ema", "apply_if_finite", "freeze", "partition"],
+    ids=["alone", "two", "ema", "apply_if_finite", "partition"],
 )
 def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
     model, optimizer = net(), wrap(adamw())
@@ -322,7 +321,6 @@ AROUND = {
     "swa": lambda inner: ll.optim.swa(inner, start=0),
     "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 3),
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
-    "freeze": lambda inner: ll.optim.freeze(inner, lambda name, step: False),
     "partition": lambda inner: ll.optim.partition({"all": inner}, lambda name, tensor: "all"),
 }
 

@@ -309,13 +309,6 @@ def ends_compiled_and_plain(optimizer):
     return ends
 
 
-def test_compiled_a_parameter_begins_at_its_own_first_update():
-    inner = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
-    optimizer = ll.optim.freeze(inner, lambda name, step: name.startswith("0.") and step < 3)
-    for state in ends_compiled_and_plain(optimizer):
-        assert state.opt_state["inner_state"]["started"].all()
-
-
 def moving(step):
     return 0.5 + 0.01 * step
 

@@ -107,7 +107,6 @@ WRAPPERS = {
         ),
         1,
     ),
-    "freeze": (the_same, lambda o: ll.optim.freeze(o, lambda name, step: name.startswith("0") and step < 3), 2),
 }
 
 
