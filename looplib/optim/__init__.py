@@ -4,7 +4,7 @@ from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
 from looplib.optim._optimizer import optimizer
-from looplib.optim._parameters import own_steps, partition
+from looplib.optim._partition import partition
 from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "hyperparameters",
     "injected",
     "optimizer",
-    "own_steps",
     "partition",
     "set_hyperparameters",
     "swa",

@@ -29,7 +29,6 @@ def wrap(
     update_: Callable[..., Any] | None = None,
     decide: Callable[..., Any] | None = None,
     evaluation: Evaluation | None = None,
-    step_of: Callable[[Any, int], Any] = lambda opt_state, step: step,
 ) -> Optimizer:
     """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state, beside the entries that it `keeps`.
 
@@ -37,8 +36,7 @@ def wrap(
 
     `factory(optimizer, **settings)` is the call that makes it, from which its repr and its description are made.
     `decide(flag, opt_state, grads, metrics, step)` is given what the inner optimizer has decided, and returns the same
-    with its own part. By default, an update is that of the inner optimizer. `step_of(opt_state, step)` returns the step that
-    the inner optimizer decides at.
+    with its own part. By default, an update is that of the inner optimizer.
     """
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
@@ -54,7 +52,7 @@ def wrap(
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
             raise wrong_state(opt_state, repr(made), expected)
         inner = opt_state["inner_state"]
-        flag, inner = call_decide(optimizer, grads, inner, metrics, params, step_of(opt_state, step))
+        flag, inner = call_decide(optimizer, grads, inner, metrics, params, step)
         opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
 
@@ -65,7 +63,7 @@ def wrap(
         update_ or partial(update_within, optimizer),
         decide_both,
         evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, own["inner_state"])),
-        lambda own, step: optimizer.hyperparameters(own["inner_state"], step_of(own, step)),
+        lambda own, step: optimizer.hyperparameters(own["inner_state"], step),
         description,
         optimizer.kernel,
     )

@@ -1,4 +1,4 @@
-"""Several optimizers in one, and schedules that count the updates of one of them."""
+"""Several optimizers in one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_type
@@ -16,7 +15,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import tracing
 from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, update_where
 from looplib.optim._recipe import chosen_by_kind
-from looplib.optim._wrap import Updated, update_within, wrap, wrong_state
+from looplib.optim._wrap import Updated, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
@@ -35,7 +34,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     An optimizer acts only if one of its parameters has a gradient. Two networks in one module, with two gradient
     functions (`trainable=`), can therefore be trained by two steps over one state, each with its own optimizer, as in
-    a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them.
+    a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them: if a critic has five for
+    each of the generator's, the `total` of both their schedules is six times the number of batches.
 
     If one optimizer skips an update, the others still make theirs; if all do, the step counts as skipped. Classes that
     create their state in their first update (SGD with dampening, schedule-free ones) do so in the first update of each
@@ -151,32 +151,3 @@ def _name_within(key: str, name: str) -> str:
     """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
     first, slash, rest = name.partition("/")
     return f"{first}/{key}{slash}{rest}"
-
-
-def own_steps(optimizer: Optimizer) -> Optimizer:
-    """Step count of its own: schedules of this optimizer follow its own updates instead of `state.step`.
-
-    >>> import looplib as ll, torch
-    >>> def adam(total):
-    ...     return ll.optimizer(torch.optim.Adam, lr=ll.schedules.cosine(1e-3, total=total))
-    >>> networks = {"critic": ll.optim.own_steps(adam(5000)), "generator": ll.optim.own_steps(adam(1000))}
-    >>> optimizer = ll.optim.partition(networks, lambda name, tensor: name.split(".")[0])
-
-    Use it for the parts of a `partition` that are updated by steps of their own, such as a critic with five updates for
-    each of the generator's: `state.step` counts the updates of both. The count is kept in `opt_state["updates"]`, and is
-    not moved by updates that are skipped or go to other parts.
-
-    Args:
-        optimizer: the optimizer whose schedules, and wrappers that depend on the step, are to follow its own updates.
-    """
-
-    def count(opt_state: Any, step: Any) -> Any:
-        return opt_state["updates"] if tracing() else int(opt_state["updates"])
-
-    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        out = update_within(optimizer, grads, opt_state, params, count(opt_state, step), **info)
-        opt_state["updates"] += 1
-        return out
-
-    keeps = {"updates": lambda params, **extra: torch.tensor(0)}
-    return wrap(optimizer, own_steps, {}, keeps, update_=update_, step_of=count)
