@@ -21,46 +21,52 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check
-from looplib._core.mappings import pick, subset, without
+from looplib._core.mappings import in_dtypes_of, pick, subset, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._first_state import with_created, without_state
 from looplib.optim._kernels import FUSED, Part, aligned, columns_of, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
-# Their plain forms need the value of a count, or of a parameter without dimensions (Rprop), which torch.compile does
-# not have; those for CUDA graphs do not.
-_BRANCHING = {torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop}
+# Classes whose step is operations on tensors, without a value that the host would have to read.
+_IN_GRAPHS: set[Any] = {
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+}
 
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
     """Update these tensors in place, as operations of a graph."""
     _check(recipe, grads)
-    states = opt_state["state"]
-    late = _without_state(opt_state)
-    tensors = pick(params, grads)
+    states, tensors = opt_state["state"], pick(params, grads)
     instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
-    parts = [] if late else parts_for_kernels(recipe, grads, params, states, instance.param_groups)
+    parts = parts_for_kernels(recipe, grads, params, states, instance.param_groups)
     if parts:
         by_kernels(recipe, grads, states, params, parts, instance.param_groups)
         return params, opt_state
-    working = {name: {} if name in late else _working(states[name]) for name in grads}
     for name, grad in grads.items():
         tensors[name].grad = grad
-        instance.state[tensors[name]] = working[name]
+        instance.state[tensors[name]] = _working(states[name])
     with torch.no_grad(), numbers:
-        _taking_tensors(inspect.unwrap(recipe.cls.step))(instance)
-    made = {name: _as_before(dict(instance.state[tensor]), states[name]) for name, tensor in tensors.items()}
+        inspect.unwrap(recipe.cls.step)(instance)
     drop_grads(tensors.values())
-    return params, with_created(opt_state, made, late & grads.keys())
+    made = {name: in_dtypes_of(instance.state[tensor], states[name]) for name, tensor in tensors.items()}
+    return params, {**opt_state, "state": {**states, **made}}
 
 
 def _check(recipe: Recipe, grads: Grads) -> None:
     cls = recipe.cls
     check(
-        recipe.is_torch_optim and cls is not torch.optim.LBFGS,
-        f"a graph has the arithmetic of torch.optim's classes, and of these not LBFGS, which decides by the values of losses; "
-        f"found {cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
+        cls in _IN_GRAPHS and not recipe.makes_state_late,
+        f"a graph has the arithmetic of {', '.join(sorted(each.__name__ for each in _IN_GRAPHS))} without dampening; found "
+        f"{cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
         UntraceableError,
     )
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
@@ -70,14 +76,6 @@ def _check(recipe: Recipe, grads: Grads) -> None:
         "Embedding(sparse=True), or take the step without ll.compile_step",
         UntraceableError,
     )
-
-
-def _without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
-    """Parameters whose state the class creates now. There is one graph for each set of them."""
-    if "started" not in opt_state:
-        return frozenset()
-    names = dict.fromkeys(opt_state["state"])
-    return on_host(lambda started: without_state({"state": names, "started": started}), opt_state["started"])
 
 
 def _lent(
@@ -94,28 +92,17 @@ def _lent(
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
-        # (capturable) divide 0 by 0 at a learning rate of 0, so they are only for classes that need more.
-        forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
+        # (capturable) divide 0 by 0 at a learning rate of 0; only RAdam has no other without the value of a count.
+        forms = {"fused": False, "foreach": False, "capturable": recipe.cls is torch.optim.RAdam}
         group |= subset(forms, group)
     instance.state = defaultdict(dict)
     return instance, numbers
 
 
-def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """A state in its previous dtypes."""
-    return {
-        key: value.to(old[key].dtype) if isinstance(value, Tensor) and isinstance(old.get(key), Tensor) else value
-        for key, value in state.items()
-    }
-
-
 def _working(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state to update in a trace, with counts in double precision, from which bias corrections are computed."""
     count = state.get("step")
-    wide = (
-        isinstance(count, Tensor) and count.dtype is torch.float32 and not count.dim() and count.device.type != "mps"
-    )
-    return {**state, "step": count.double()} if wide else {**state}  # type: ignore[union-attr]
+    return {**state} if count is None or count.device.type == "mps" else {**state, "step": count.double()}
 
 
 class _Numbers(TorchFunctionMode):
@@ -183,20 +170,8 @@ def _add(func: Any, into: Any, other: Any, **kwargs: Any) -> Any:
     return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
 
 
-def _equal(func: Any, one: Any, other: Any) -> Any:
-    if isinstance(other, Tensor) and not other.dim() and one.is_floating_point():
-        other = other.to(one.dtype)  # as a number would be; two of these are compared in the wider dtype
-    return func(one, other)
-
-
 def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
     return into.add_((end - into) * weight) if isinstance(weight, Tensor) else func(into, end, weight)
-
-
-def _full_like(func: Any, like: Tensor, number: Any, **kwargs: Any) -> Any:
-    if not isinstance(number, Tensor):
-        return func(like, number, **kwargs)
-    return torch.zeros_like(like, **kwargs) + number.to(like.device, like.dtype)
 
 
 _WITH_TENSORS: dict[str, Callable[..., Any]] = {
@@ -205,28 +180,7 @@ _WITH_TENSORS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
     **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
     "lerp_": _lerp,
-    "eq": _equal,
-    "full_like": _full_like,
 }
-
-
-@functools.cache
-def _taking_tensors(step: Any) -> Any:
-    """Copy of a class's step whose `max` and `min` accept tensors, with which Adafactor limits its steps."""
-    names = {"max": _limited(max, "maximum", "min"), "min": _limited(min, "minimum", "max")}
-    return torch_private.with_names(step, names)
-
-
-def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., Any]:
-    def of(*values: Any) -> Any:
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        numbers = [value for value in values if not isinstance(value, Tensor)]
-        if not tensors:
-            return plain(*values)
-        extreme = functools.reduce(getattr(torch, by), tensors)
-        return torch.clamp(extreme, **{bound: plain(numbers)}) if numbers else extreme
-
-    return of
 
 
 # Fused kernels in graphs: the update of a group as one operation
