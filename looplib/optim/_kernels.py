@@ -25,9 +25,9 @@ PLAIN = {Tensor, torch.nn.Parameter}
 # Classes whose fused kernel is also used for sharded tensors, on the shards of each rank.
 _OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
 
-# Fused kernels of torch that are wrong by far more than rounding: on a CPU, SGD's handles half precision in vectors,
-# and from the first full vector on moves parameters by as much as their size.
-_WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
+# Where looplib takes fused kernels by itself. Elsewhere they have to be asked for.
+_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 Values = Mapping[str, Any]
@@ -64,7 +64,7 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         chosen = recipe.has_fused and KERNEL_OPTIONS.isdisjoint(values)  # otherwise the user has chosen the kernel
         for kind, some in alike.items():
             fused = asked or (
-                chosen and _supports(recipe, *kind) and _permit(recipe, [params[name] for name in some])
+                chosen and _supports(recipe.cls, *kind) and _permit(recipe, [params[name] for name in some])
             )
             parts.append(Part(number, some, FUSED.get(recipe.cls) if fused else None, asked))
     return parts
@@ -76,17 +76,12 @@ def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
     return (not sharded or recipe.cls in _OF_SHARDS) and all(map(is_dense, shards(tensors)))
 
 
-def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if torch has a correct fused kernel for such tensors, determined by a step on a single number."""
-    if (recipe.cls, device.type, dtype) in _WRONG:
-        return False
-    try:
-        tensor = torch.zeros(1, device=device, dtype=dtype)
-        tensor.grad = torch.zeros_like(tensor)
-        recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]], {len(recipe.groups)}).step()
-    except (RuntimeError, TypeError):
-        return False
-    return True
+def _supports(cls: type, device: torch.device, dtype: torch.dtype) -> bool:
+    """True if torch has a correct fused kernel for such tensors."""
+    # SGD's on a CPU handles half precision in vectors, and from the first full vector on moves parameters by as much as
+    # their size.
+    wrong = cls is torch.optim.SGD and device.type == "cpu" and dtype.itemsize == 2
+    return device.type in _DEVICES and dtype in _DTYPES and not wrong
 
 
 _strides_of = Tensor.stride

@@ -204,8 +204,7 @@ def parts_for_kernels(
     if recipe.cls not in FUSED or not _tracing.takes_kernel(len(grads)):
         return []
     given = pick(params, grads)
-    with torch_private.disable_current_modes():  # it takes a step on a number
-        parts = parts_of(recipe, given, recipe.members(given))
+    parts = parts_of(recipe, given, recipe.members(given))
     fit = all(
         part.kernel
         and params[part.names[0]].device.type == "cpu"
