@@ -28,7 +28,9 @@ def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set
         zeros = torch.zeros_like
         return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
     # The others create state at a parameter's first gradient, of which only the presence matters.
-    made = recipe.build(params, members, fused)
+    made = recipe.build(params, members)
+    for number in fused:  # on which device Adam counts depends on the kernel
+        made.param_groups[number]["fused"] = True
     for tensor in params.values():
         tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
     init_group = torch_private.init_group(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,12 +93,6 @@ class Recipe:
         holds_rate = self.cls in (torch.optim.ASGD, torch.optim.Rprop) and any("lr" in group for group in self.moving)
         return holds_rate or not self.is_torch_optim
 
-    @cached_property
-    def has_fused(self) -> bool:
-        """True if looplib may choose a fused kernel of torch's: those know nothing of a first update."""
-        takes = self.is_torch_optim and "fused" in inspect.signature(self.cls).parameters
-        return takes and not self.makes_state_late
-
     def values_at(
         self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int
     ) -> list[dict[str, Any]]:
@@ -113,12 +107,8 @@ class Recipe:
             numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
 
-    def build(self, params: Params, members: Sequence[Sequence[str]], fused: Set[int] = frozenset()) -> Any:
-        """An instance over these tensors, with the hyperparameters of step 0.
-
-        `fused` has the groups that take a fused kernel by looplib's choice: Adagrad makes its state here, and on which device
-        depends on that.
-        """
+    def build(self, params: Params, members: Sequence[Sequence[str]]) -> Any:
+        """An instance over these tensors, with the hyperparameters of step 0."""
         overrides = self.overrides
         if not self.is_torch_optim and not members[-1]:
             # A class may need a key of its own in each group (`use_muon`), which the default group, here empty, lacks.
@@ -127,8 +117,6 @@ class Recipe:
             {"params": [params[name] for name in names], **values_at(values, 0)}
             for names, values in zip(members, overrides, strict=True)
         ]
-        for number in fused:
-            groups[number]["fused"] = True
         try:
             made = self.cls(groups, **values_at(self.defaults, 0))
         except (KeyError, ValueError) as error:

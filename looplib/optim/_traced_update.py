@@ -263,8 +263,6 @@ def fused_update(
     columns = {key: entries[place * count : (place + 1) * count] for place, key in enumerate(keys)}
     if not aligned([params, grads]):  # the kernel pairs elements by their position in memory
         grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
-    if "step" in columns:
-        torch_private.foreach_add_(columns["step"], 1)
     FUSED[_CLASSES[cls]](values, params, grads, columns)
 
 

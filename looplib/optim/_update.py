@@ -23,7 +23,7 @@ from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
 from looplib.optim._first_state import States, states_of_torch, with_created, without_state
 from looplib.optim._hyperparameters import values_to_inject
-from looplib.optim._kernels import PLAIN, check_fused, columns_of, count_update, laid_out_like, parts_of
+from looplib.optim._kernels import PLAIN, columns_of, laid_out_like, parts_of
 from looplib.optim._recipe import Recipe, chosen_by_kind, restored_grads
 from looplib.optim._third_party import Probe, probe, update_of_others
 from looplib.optim._wrap import wrong_state
@@ -52,7 +52,6 @@ class Plan:
     def __init__(self, recipe: Recipe, params: Params, key: Any = None) -> None:
         self.recipe, self.key = recipe, key
         self.members = recipe.members(params)
-        check_fused(recipe, params, self.members)
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
@@ -210,8 +209,6 @@ def eager_update(
             else:
                 ready.append((kernel, values[number], columns))
         for kernel, numbers, (own, given, entries) in ready:  # after all parts were looked at
-            if "step" in entries:
-                count_update(entries["step"])
             kernel(numbers, own, given, entries)
         return params, _by_class(plan, values, left, grads, opt_state, params) if any(left) else opt_state
     finally:

@@ -89,7 +89,6 @@ OPTIMIZERS = {
     "by the user": lambda: ll.optimizer(optim.Adam, lr=0.1, fused=True),
     "SGD": lambda: ll.optimizer(optim.SGD, lr=schedule, momentum=0.9, nesterov=True, weight_decay=schedule),
     "SGD without state": lambda: ll.optimizer(optim.SGD, lr=0.1),
-    "Adagrad": lambda: ll.optimizer(optim.Adagrad, lr=0.1, lr_decay=0.1),
     "injected": lambda: ll.optimizer(optim.AdamW, lr=ll.optim.injected(0.1)),
     "groups": lambda: ll.optimizer(optim.AdamW, lr=schedule, groups=GROUPS),
 }
