@@ -9,20 +9,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
 from looplib._core.descriptions import described
 from looplib._core.records import with_repr
-from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import kernel_name
-from looplib.optim._lbfgs import lbfgs_update
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr
-from looplib.optim._third_party import check_against_raw_loop, evaluated
-from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
-from looplib.types import Grads, Metrics, Optimizer, Params
+from looplib.optim._third_party import check_against_raw_loop
+from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
+from looplib.types import Optimizer, Params
 
 
 @explain_arguments(check_class)
@@ -103,32 +99,6 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             check_against_raw_loop(recipe, params, begin, made.update)
         return opt_state
 
-    def decide(
-        grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
-    ) -> tuple[bool, Any]:
-        check_update(plans, recipe, grads, opt_state, params, step)
-        return True, opt_state
-
-    def update_(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        seed: int = 0,
-        metrics: Metrics | None = None,
-        evaluate: Any = None,
-        **info: Any,
-    ) -> tuple[Params, Any]:
-        if entered and tracing():
-            # Imported here because it defines an operation, which takes 1.4 ms.
-            from looplib.optim._traced_update import traced_update
-
-            return traced_update(recipe, grads, opt_state, params, step)
-        if cls is torch.optim.LBFGS:
-            return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
-        return eager_update(plans, recipe, grads, opt_state, params, step, seed)
-
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
         if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
             return params, buffers
@@ -139,8 +109,8 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         description[f"group {number}"] = {"members": described(predicate), **described(values)}
     made = Optimizer(
         init,
-        update_,
-        decide,
+        partial(update_, plans, recipe),
+        partial(decide, plans, recipe),
         evaluation,
         partial(numbers_of, recipe),
         description,
