@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +22,43 @@ Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
 
 # If the user passes one of these, the kernel is chosen and looplib does not change it.
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+
+
+class injected:
+    """Injected hyperparameter: stored in the state as `opt_state["hyperparameters"]`, where training can change it.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state.opt_state["hyperparameters"]
+    [{'lr': tensor(0.1000, dtype=torch.float64)}]
+
+    Each state can then have its own value: members of a stack, trials of a population, or an inner loop whose
+    learning rate is learned (`ll.transforms.differentiable`). `ll.optim.set_hyperparameters` returns a state with new
+    values. There is one dict for each entry of `groups`, and one for the defaults, which comes last.
+
+    Within a tuple such as `betas`, it is a number like any other and not kept in the state.
+
+    Args:
+        value: initial value, a number.
+
+    Raises:
+        TypeError: `value` is not a number.
+
+    Source: `optax.inject_hyperparams`.
+    """
+
+    def __init__(self, value: float) -> None:
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        check(real, f"injected got a {type(value).__name__}; give a number", TypeError)
+        self.value = float(value)
+
+    def __repr__(self) -> str:
+        return f"injected({self.value})"
+
+    def __call__(self, step: int) -> float:
+        return self.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +155,7 @@ class Recipe:
             {"params": [params[name] for name in names], **values_at(values, 0)}
             for names, values in zip(members, overrides, strict=True)
         ]
-        try:
-            made = self.cls(groups, **values_at(self.defaults, 0))
-        except (KeyError, ValueError) as error:
-            if members[-1] and self.groups:
-                error.add_note(f"{few(members[-1])}: no group of groups= takes them, so they have the defaults alone")
-            raise
+        made = self.cls(groups, **values_at(self.defaults, 0))
         if not self.is_torch_optim and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made

@@ -12,6 +12,7 @@ import json
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check
 from looplib._core.mappings import in_dtypes_of, pick, subset, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._kernels import FUSED, Part, aligned, columns_of, parts_of
+from looplib.optim._kernels import FUSED, aligned, columns_of, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
@@ -47,9 +48,7 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     _check(recipe, grads)
     states, tensors = opt_state["state"], pick(params, grads)
     instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
-    parts = parts_for_kernels(recipe, grads, params, states, instance.param_groups)
-    if parts:
-        by_kernels(recipe, grads, states, params, parts, instance.param_groups)
+    if _tracing.takes_kernel(len(grads)) and _by_kernels(recipe, grads, states, params, instance.param_groups):
         return params, opt_state
     for name, grad in grads.items():
         tensors[name].grad = grad
@@ -193,58 +192,34 @@ _WITH_TENSORS: dict[str, Callable[..., Any]] = {
 _CLASSES = {cls.__name__: cls for cls in FUSED}
 
 
-def parts_for_kernels(
+def _by_kernels(
     recipe: Recipe,
     grads: Grads,
-    params: Params,
     states: Mapping[str, dict[str, Any]],
-    groups: Sequence[dict[str, Any]],
-) -> list[Part]:
-    """All parameters, if fused kernels are to update them in the current trace as they would without one, or none."""
-    if recipe.cls not in FUSED or not _tracing.takes_kernel(len(grads)):
-        return []
-    given = pick(params, grads)
-    parts = parts_of(recipe, given, recipe.members(given))
-    fit = all(
-        part.kernel
-        and params[part.names[0]].device.type == "cpu"
-        and columns_of(part.names, params, params, states)  # the operation copies gradients with other strides
-        and _settled(groups[part.group])
-        for part in parts
-    )
-    return parts if fit else []
-
-
-def _settled(group: Mapping[str, Any]) -> bool:
-    """True if a kernel can be called with these hyperparameters: it takes no tuple of which a member is a schedule."""
-    members = [member for value in group.values() if isinstance(value, tuple) for member in value]
-    moving = any(isinstance(member, Tensor) for member in members)
-    return not (moving or group.get("capturable") or group.get("differentiable"))
-
-
-def by_kernels(
-    recipe: Recipe,
-    grads: Grads,
-    states: Mapping[str, Any],
     params: Params,
-    parts: Sequence[Part],
     groups: Sequence[dict[str, Any]],
-) -> None:
-    """Update these parameters and their states in place, by one operation for each part."""
-    for number, names, _, _ in parts:
+) -> bool:
+    """Update all parameters in place, by one operation for each call of a kernel in the eager step.
+
+    Returns False, and does nothing, if they cannot all be updated so.
+    """
+    given = pick(params, grads)
+    calls = []
+    for number, names, kernel, _ in parts_of(recipe, given, recipe.members(given)):
         values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        keys = [*states[names[0]]]
-        FUSED_UPDATE(
-            recipe.cls.__name__,
-            json.dumps(without(values, moving), default=float),
-            [*moving],
-            [*moving.values()],
-            [grads[name] for name in names],
-            [params[name] for name in names],
-            keys,
-            [states[name][key] for key in keys for name in names],
-        )
+        one_moves = any(isinstance(beta, Tensor) for beta in values.get("betas", ()))
+        # The operation copies gradients with other strides.
+        columns = columns_of(names, params, params, states) if kernel and not one_moves else None
+        if columns is None or params[names[0]].device.type != "cpu":
+            return False
+        constant, (own, _, entries) = json.dumps(without(values, moving), default=float), columns
+        ordered = [grads[name] for name in names]
+        of_state = [*chain.from_iterable(entries.values())]
+        calls.append((constant, [*moving], [*moving.values()], ordered, own, [*entries], of_state))
+    for call in calls:
+        FUSED_UPDATE(recipe.cls.__name__, *call)
+    return True
 
 
 def fused_update(

@@ -25,10 +25,9 @@ from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
 from looplib._core.updates import copy_tree
-from looplib.optim._hyperparameters import values_to_inject
 from looplib.optim._kernels import PLAIN, columns_of, laid_out_like, parts_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
-from looplib.optim._recipe import Recipe, chosen_by_kind, restored_grads
+from looplib.optim._recipe import Recipe, chosen_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
 from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Metrics, Params
@@ -131,7 +130,14 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
         kept |= {"groups": found.groups} if any(found.groups) else {}
     if recipe.makes_state_late:
         kept["started"] = torch.zeros(len(params), dtype=torch.bool)
-    numbers = [*map(values_to_inject, recipe.moving)]
+    numbers = [
+        {
+            key: torch.tensor(value.value, dtype=torch.float64)
+            for key, value in moving.items()
+            if isinstance(value, injected)
+        }
+        for moving in recipe.moving
+    ]
     return {**kept, "hyperparameters": numbers} if any(numbers) else kept
 
 
