@@ -83,13 +83,13 @@ def ema(
         return torch.tensor(updates), float(1 - kept)
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
+        params, opt_state = update_within(optimizer, grads, opt_state, params, step, **info)
         opt_state["updates"], weight = on_host(moment, opt_state["updates"])
         if weight is not None:
             now = {"params": params, "buffers": info.get("buffers") or {}}
             for kind, average in opt_state["average"].items():
                 _move(average, now[kind], weight)
-        return params, opt_state, more
+        return params, opt_state
 
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
 

@@ -19,7 +19,7 @@ from looplib._core.updates import Decision, any_of, call_decide, call_update, fl
 from looplib.optim._recipe import chosen_by_kind
 from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params, TrainState
 
-Updated = tuple[Params, Any, Mapping[str, Any]]
+Updated = tuple[Params, Any]
 First = Callable[..., Any]
 
 
@@ -76,9 +76,9 @@ def wrap(
 def update_within(
     optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
 ) -> Updated:
-    """Update by the inner optimizer, whose new state takes its place in the wrapper's. Its metrics are passed on."""
-    new, opt_state["inner_state"], more = call_update(optimizer, grads, opt_state["inner_state"], params, step, info)
-    return new, opt_state, more
+    """Update by the inner optimizer, whose new state takes its place in the wrapper's."""
+    new, opt_state["inner_state"] = call_update(optimizer, grads, opt_state["inner_state"], params, step, info)
+    return new, opt_state
 
 
 def zero_count(params: Params, **extra: Any) -> Tensor:
@@ -155,13 +155,12 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         return all(flag is True for flag in flags.values()) or Decision(flags, checks), {"inner_states": states}
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
-        states, metrics = opt_state["inner_states"], {}
+        states = opt_state["inner_states"]
         for key, (mine, subset) in parts(grads, params).items():
             flag = applied[key] if isinstance(applied, dict) else applied
-            new, states[key], more = _update_part(flag, optimizers[key], mine, states[key], subset, step, info)
+            new, states[key] = _update_part(flag, optimizers[key], mine, states[key], subset, step, info)
             params.update(new)
-            metrics.update({_name_within(key, name): value for name, value in more.items()})
-        return params, opt_state, metrics
+        return params, opt_state
 
     description = mapped(operator.attrgetter("description"), optimizers)
     evaluation = partial(_evaluated_parts, optimizers, label)
@@ -176,7 +175,7 @@ def _update_part(
     if flag is not True and tracing():
         return update_where(flag, optimizer, grads, opt_state, params, step, info)
     if not any_of(flag):
-        return params, opt_state, {}
+        return params, opt_state
     return call_update(optimizer, grads, opt_state, params, step, {**info, "applied": flag})
 
 
@@ -215,18 +214,13 @@ def _evaluated_parts(
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:
-    states = opt_state["inner_states"]
-    return {
-        _name_within(key, name): value
-        for key, member in optimizers.items()
-        for name, value in member.hyperparameters(states[key], step).items()
-    }
-
-
-def _name_within(key: str, name: str) -> str:
-    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
-    first, slash, rest = name.partition("/")
-    return f"{first}/{key}{slash}{rest}"
+    """Those of each part, with its label: `lr/0` of `rest` is `lr/rest/0`."""
+    numbers = {}
+    for key, member in optimizers.items():
+        for name, value in member.hyperparameters(opt_state["inner_states"][key], step).items():
+            first, slash, rest = name.partition("/")
+            numbers[f"{first}/{key}{slash}{rest}"] = value
+    return numbers
 
 
 # States of another optimizer
