@@ -6,7 +6,7 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -227,7 +227,11 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
                 return {"inner_states": {key: changed(member) for key, member in members.items()}}
             case {"hyperparameters": groups}:
                 unknown.difference_update(*groups)
-                return {**record, "hyperparameters": [_changed(group, values) for group in groups]}
+                new = [
+                    {**group, **{key: _alike(key, values[key], group[key]) for key in group.keys() & values.keys()}}
+                    for group in groups
+                ]
+                return {**record, "hyperparameters": new}
         return record
 
     opt_state = changed(state.opt_state)
@@ -237,10 +241,6 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
             f"this state has no injected {names}: make it with an optimizer that has {min(unknown)}=ll.optim.injected(...)"
         )
     return state.replace(opt_state=opt_state)
-
-
-def _changed(numbers: Mapping[str, Tensor], values: Mapping[str, Value]) -> dict[str, Tensor]:
-    return {key: _alike(key, values[key], old) if key in values else old for key, old in numbers.items()}
 
 
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:

@@ -103,10 +103,6 @@ class Recipe:
         total = getattr(lr, "total", None)
         return total if isinstance(total, int) and lr(total) == 0 else None
 
-    def group_values(self, key: str, default: Any = None) -> list[Any]:
-        """A hyperparameter's value in each group, as passed by the user."""
-        return [values.get(key, default) for values in self.values]
-
     def members(self, params: Params) -> list[list[str]]:
         """Parameter names in each group. The first predicate that matches wins."""
         names: list[list[str]] = [[] for _ in self.overrides]
@@ -127,7 +123,7 @@ class Recipe:
         those whose state begins with the learning rate, if that moves.
         """
         if self.cls is torch.optim.SGD:
-            return any(self.group_values("dampening"))
+            return any(values.get("dampening") for values in self.values)
         holds_rate = self.cls in (torch.optim.ASGD, torch.optim.Rprop) and any("lr" in group for group in self.moving)
         return holds_rate or not self.is_torch_optim
 

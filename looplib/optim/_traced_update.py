@@ -28,19 +28,8 @@ from looplib.optim._kernels import FUSED, aligned, columns_of, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
-# Classes whose step is operations on tensors, without a value that the host would have to read.
-_IN_GRAPHS: set[Any] = {
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.Muon,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.SGD,
-}
+# Classes whose plain step is operations on tensors, without a value that the host would have to read.
+_IN_GRAPHS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Muon", "NAdam", "RMSprop", "SGD")
 
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
@@ -63,9 +52,8 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
 def _check(recipe: Recipe, grads: Grads) -> None:
     cls = recipe.cls
     check(
-        cls in _IN_GRAPHS and not recipe.makes_state_late,
-        f"a graph has the arithmetic of {', '.join(sorted(each.__name__ for each in _IN_GRAPHS))} without dampening; found "
-        f"{cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
+        recipe.is_torch_optim and cls.__name__ in _IN_GRAPHS and not recipe.makes_state_late,
+        f"a graph has the arithmetic of torch's {', '.join(_IN_GRAPHS)} without dampening; found {cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
         UntraceableError,
     )
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
@@ -91,9 +79,8 @@ def _lent(
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
-        # (capturable) divide 0 by 0 at a learning rate of 0; only RAdam has no other without the value of a count.
-        forms = {"fused": False, "foreach": False, "capturable": recipe.cls is torch.optim.RAdam}
-        group |= subset(forms, group)
+        # (capturable) divide 0 by 0 at a learning rate of 0.
+        group |= subset({"fused": False, "foreach": False, "capturable": False}, group)
     instance.state = defaultdict(dict)
     return instance, numbers
 
@@ -149,13 +136,6 @@ def _item(func: Any, number: Tensor) -> Tensor:
     return number
 
 
-def _power(func: Any, base: Any, exponent: Any) -> Any:
-    if _tracing.differentiated() and exponent == 0.5:
-        # RAdam takes the root of a negative number in its first steps and does not use it; its gradient would be NaN.
-        base = base.clamp(min=1e-30)
-    return func(base, exponent)
-
-
 def _addc(func: Any, into: Tensor, one: Any, two: Any, **kwargs: Any) -> Any:
     if not isinstance(kwargs.get("value"), Tensor):
         return func(into, one, two, **kwargs)
@@ -175,7 +155,6 @@ def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
 
 _WITH_TENSORS: dict[str, Callable[..., Any]] = {
     "item": _item,
-    **dict.fromkeys(("pow", "__pow__"), _power),
     **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
     **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
     "lerp_": _lerp,
@@ -188,8 +167,6 @@ _WITH_TENSORS: dict[str, Callable[..., Any]] = {
 # each parameter, on which Inductor spends most of the time of a first compiled step. Its code is faster, though, since an
 # update fuses with the operations that compute the gradient. So Inductor's graphs update few parameters by the class's own
 # step, and many by the kernel. In a graph without machine code, the kernel updates any number.
-
-_CLASSES = {cls.__name__: cls for cls in FUSED}
 
 
 def _by_kernels(
@@ -238,7 +215,7 @@ def fused_update(
     columns = {key: entries[place * count : (place + 1) * count] for place, key in enumerate(keys)}
     if not aligned([params, grads]):  # the kernel pairs elements by their position in memory
         grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
-    FUSED[_CLASSES[cls]](values, params, grads, columns)
+    FUSED[getattr(torch.optim, cls)](values, params, grads, columns)
 
 
 _values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)

@@ -6,7 +6,6 @@ dtypes and devices of the parameters.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections import defaultdict
@@ -71,8 +70,8 @@ class Plan:
             states = self.probe.state
         self.keys = {name: states[name].keys() for (name,) in filter(None, first)}
         attributes = without(vars(made), {"state", "param_groups"})
-        settled = all(isinstance(value, _SETTLED) for value in without(attributes, _given_by_torch()).values())
-        self.attributes = attributes if settled else None
+        own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
+        self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
 
     def instance(self) -> Any:
         """An instance for one update, so that updates in several threads share none. Calling the class takes longer."""
@@ -80,12 +79,6 @@ class Plan:
         groups: list[dict[str, Any]] = [{} for _ in self.members]
         vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=groups)
         return instance
-
-
-@functools.cache
-def _given_by_torch() -> frozenset[str]:
-    """Attributes that torch.optim.Optimizer gives. Computed late, since creating the first one imports much of torch."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)))
 
 
 def _tiny(tensor: Tensor) -> Tensor:
@@ -170,8 +163,8 @@ def _of_sgd(recipe: Recipe, params: Params, members: Members) -> States:
     0.0 and -0.0 as well. So the first update is not a special case, at whatever step a parameter has it.
     """
     states: States = {name: {} for name in params}
-    for momentum, names in zip(recipe.group_values("momentum"), members, strict=True):
-        for name in names if momentum else ():
+    for values, names in zip(recipe.values, members, strict=True):
+        for name in names if values.get("momentum") else ():
             states[name] = {"momentum_buffer": torch.full_like(params[name], -0.0)}
     return states
 

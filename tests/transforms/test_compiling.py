@@ -86,7 +86,6 @@ CHANGING = {
     "Adam betas": lambda: ll.optimizer(optim.Adam, lr=1e-2, betas=(ramp(0.8, 0.95), 0.99), maximize=True),
     "AdamW groups": lambda: adamw(groups=[(lambda name, t: t.ndim < 2, {"weight_decay": 0.0, "lr": 1e-3})]),
     "RMSprop scheduled": lambda: ll.optimizer(optim.RMSprop, lr=LR, alpha=ramp(0.5, 0.9), momentum=ramp(0.8, 0.95)),
-    "RAdam betas": lambda: ll.optimizer(optim.RAdam, lr=1e-2, betas=(ramp(0.8, 0.95), 0.99)),
     "NumPy": lambda: ll.optimizer(optim.SGD, lr=lambda step: np.float32(0.1) / (step + 1)),
     "Muon": lambda: ll.optim.partition(
         {"matrices": ll.optimizer(optim.Muon, lr=LR), "rest": adamw()},
@@ -129,7 +128,7 @@ def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
 def test_other_classes_of_torch_are_refused_by_name():
     classes = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
     others = classes - {cls for cls, *_ in OPTIMIZERS.values()} - {optim.Optimizer, optim.Muon}
-    assert {cls.__name__ for cls in others} == {"ASGD", "Adafactor", "LBFGS", "Rprop", "SparseAdam"}
+    assert {cls.__name__ for cls in others} == {"ASGD", "Adafactor", "LBFGS", "RAdam", "Rprop", "SparseAdam"}
     model = net()
     dampened = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
     for optimizer in (dampened, *(ll.optimizer(cls, lr=0.1) for cls in others - {optim.SparseAdam})):

@@ -68,7 +68,6 @@ OPTIMIZERS = {
     "AMSGrad": (optim.AdamW, 0.02, {"amsgrad": True}),
     "Adamax": (optim.Adamax, 0.02, {}),
     "NAdam": (optim.NAdam, 0.02, {}),
-    "RAdam": (optim.RAdam, 0.02, {}),
     "RMSprop": (optim.RMSprop, 0.01, {}),
     "RMSprop, centered": (optim.RMSprop, 0.01, {"centered": True, "momentum": 0.9}),
     "Adagrad": (optim.Adagrad, 0.05, {"lr_decay": 0.01, "initial_accumulator_value": 0.1}),
