@@ -53,7 +53,8 @@ def _check(recipe: Recipe, grads: Grads) -> None:
     cls = recipe.cls
     check(
         recipe.is_torch_optim and cls.__name__ in _IN_GRAPHS and not recipe.makes_state_late,
-        f"a graph has the arithmetic of torch's {', '.join(_IN_GRAPHS)} without dampening; found {cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
+        f"a graph has the arithmetic of torch's {', '.join(_IN_GRAPHS)} without dampening; found {cls.__name__}: take the "
+        "step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
         UntraceableError,
     )
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)

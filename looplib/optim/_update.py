@@ -325,14 +325,19 @@ def _apart(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
-    """Record of the state that an instance keeps after its step."""
-    makers = plan.probe.makers
-    created: States = {}
+    """A new record with what an instance keeps after its step. Where it has created no state yet, the old values stay."""
+    old, makers = opt_state["state"], plan.probe.makers
+    states: States = dict(old)
     for name, tensor in tensors.items():
-        created[name] = instance.state[tensor]
+        kept = instance.state[tensor]
         if not plan.recipe.is_torch_optim and (name in first or makers[name]):
-            created[name], makers[name] = packed(plan.recipe, name, created[name])
-    new = with_created(opt_state, created, first)
+            kept, makers[name] = packed(plan.recipe, name, kept)
+        if kept or not old[name]:
+            states[name] = kept
+    for index, name in enumerate(old if first else ()):
+        if name in first and states[name] is not old[name]:
+            opt_state["started"][index] = True
+    new = {**opt_state, "state": states}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
         new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
@@ -359,19 +364,6 @@ def without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
     if started is None or started.all():
         return frozenset()
     return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
-
-
-def with_created(opt_state: Mapping[str, Any], created: States, first: Set[str]) -> dict[str, Any]:
-    """A new record with what a class has made in an update, the first one of some of the parameters.
-
-    If the class has not created state yet, the old values stay.
-    """
-    states = opt_state["state"]
-    new = {name: state for name, state in created.items() if state or not states[name]}
-    for index, name in enumerate(states if first else ()):
-        if name in first and name in new:
-            opt_state["started"][index] = True
-    return {**opt_state, "state": {**states, **new}}
 
 
 # Conversion to and from plain torch
