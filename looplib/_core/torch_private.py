@@ -67,6 +67,7 @@ foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
 foreach_mul: Callable[..., Any] = torch._foreach_mul
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_: Callable[..., None] = torch._fused_sgd_

@@ -78,7 +78,7 @@ def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
     # SGD's on a CPU handles half precision in vectors, and from the first full vector on moves parameters by as much as
     # their size. Of torch's, Adam's alone also update DTensors.
     wrong = recipe.cls is torch.optim.SGD and device.type == "cpu" and dtype.itemsize == 2
-    sharded = recipe.cls is torch.optim.SGD and any(map(is_sharded, tensors))
+    sharded = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad) and any(map(is_sharded, tensors))
     known = device.type in _DEVICES and dtype in _DTYPES
     return known and not wrong and not sharded and all(map(is_dense, shards(tensors)))
 
@@ -204,6 +204,17 @@ def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> 
     )
 
 
+def _adagrad(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
+    torch_private.foreach_add_(entries["step"], 1)
+    torch_private.fused_adagrad_(
+        params,
+        grads,
+        entries["sum"],
+        entries["step"],
+        **{key: values[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")},
+    )
+
+
 def _sgd(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
     torch_private.fused_sgd_(
         params,
@@ -218,4 +229,5 @@ FUSED: dict[type, Kernel] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
+    torch.optim.Adagrad: _adagrad,
 }

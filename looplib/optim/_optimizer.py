@@ -56,7 +56,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             accept, such as GaLore's `rank`; those are passed to it in the group.
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
-            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW and SGD for tensors
+            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW, Adagrad and SGD for tensors
             that torch supports and that are dense and share their strides, and torch's default otherwise, as for
             SGD with dampening.
             `repr(optimizer)` says which.

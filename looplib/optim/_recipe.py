@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,8 +141,11 @@ class Recipe:
             numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
 
-    def build(self, params: Params, members: Sequence[Sequence[str]]) -> Any:
-        """An instance over these tensors, with the hyperparameters of step 0."""
+    def build(self, params: Params, members: Sequence[Sequence[str]], fused: Set[int] = frozenset()) -> Any:
+        """An instance over these tensors, with the hyperparameters of step 0.
+
+        `fused` has the groups that take a fused kernel by looplib's choice, on which the device of counts depends.
+        """
         overrides = self.overrides
         if not self.is_torch_optim and not members[-1]:
             # A class may need a key of its own in each group (`use_muon`), which the default group, here empty, lacks.
@@ -151,6 +154,8 @@ class Recipe:
             {"params": [params[name] for name in names], **values_at(values, 0)}
             for names, values in zip(members, overrides, strict=True)
         ]
+        for number in fused:
+            groups[number]["fused"] = True
         made = self.cls(groups, **values_at(self.defaults, 0))
         if not self.is_torch_optim and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call

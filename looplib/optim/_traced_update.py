@@ -133,10 +133,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 # What torch's functions do with numbers, for tensors in place of the numbers.
 
 
-def _item(func: Any, number: Tensor) -> Tensor:
-    return number
-
-
 def _addc(func: Any, into: Tensor, one: Any, two: Any, **kwargs: Any) -> Any:
     if not isinstance(kwargs.get("value"), Tensor):
         return func(into, one, two, **kwargs)
@@ -155,7 +151,7 @@ def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
 
 
 _WITH_TENSORS: dict[str, Callable[..., Any]] = {
-    "item": _item,
+    "item": lambda func, number: number,
     **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
     **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
     "lerp_": _lerp,

@@ -144,9 +144,7 @@ def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set
         zeros = torch.zeros_like
         return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
     # The others create state at a parameter's first gradient, of which only the presence matters.
-    made = recipe.build(params, members)
-    for number in fused:  # on which device Adam counts depends on the kernel
-        made.param_groups[number]["fused"] = True
+    made = recipe.build(params, members, fused)
     for tensor in params.values():
         tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
     init_group = torch_private.init_group(made)
@@ -308,7 +306,8 @@ def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, para
     of_constructor, instance.state = instance.state, defaultdict(dict)
     of_torch = plan.recipe.is_torch_optim
     for group, names, numbers in zip(instance.param_groups, members, values, strict=True):
-        group.update(numbers if of_torch else _apart(numbers))
+        for key, value in numbers.items():  # containers of its own, which a third party's class may change
+            group[key] = deepcopy(value) if isinstance(value, (list, dict, set)) else value
         group["params"] = [params[name] for name in names]
         for name in names:
             kept = of_constructor[params[name]] if name in first else opt_state["state"][name]
@@ -317,11 +316,6 @@ def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, para
                 kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
             instance.state[params[name]] = kept
     return instance
-
-
-def _apart(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters with containers of their own, which a class may change."""
-    return {key: deepcopy(value) if isinstance(value, (list, dict, set)) else value for key, value in numbers.items()}
 
 
 def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:

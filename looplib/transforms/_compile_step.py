@@ -69,7 +69,7 @@ def compile_step(
       step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
 
     **Kernels.** On a CPU, an update of 64 parameters or more calls the optimizer's fused kernel, if there is one
-    (SGD, Adam, AdamW), and has its bits. Fewer parameters are updated by generated code, which is faster but
+    (SGD, Adam, AdamW, Adagrad), and has its bits. Fewer parameters are updated by generated code, which is faster but
     takes long to compile for many. `foreach=` of the optimizer asks for generated code with any number.
 
     **Time to compile.** On a terminal or in a notebook, a line before and one after show that the step compiles with

@@ -196,7 +196,7 @@ def test_every_class_of_torch_has_the_bits_of_its_raw_loop(case, data):
         against_raw_loop(cls, options, case)
 
 
-FUSED = {optim.SGD, optim.Adam, optim.AdamW}  # which looplib takes by itself
+FUSED = {optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad}  # which looplib takes by itself
 CHOSEN = {"foreach", "fused", "differentiable", "capturable"}
 
 
@@ -268,7 +268,7 @@ def test_parameters_of_two_dtypes_have_a_fused_kernel_each(options, donate):
 
 @donated
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
 def test_a_kernel_that_looplib_takes_by_itself_differs_from_torchs_default_by_rounding_alone(cls, dtype, donate):
     params = {"w": torch.randn(100, generator=torch.Generator().manual_seed(0)).to(dtype)}  # more than a vector has
     found, _ = updates(ll.optimizer(cls, lr=0.05), params, grads_at, donate)
