@@ -54,7 +54,7 @@ from looplib._core.updates import (
     read,
     update_where,
 )
-from looplib._objective import aux_records, loss_over_ranks, record
+from looplib._objective import loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import forward_writes, of_this_model
 from looplib.metrics._mean import Mean
@@ -274,7 +274,7 @@ def _train_step(
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
-            new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
+            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
                 if donate:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
@@ -284,7 +284,7 @@ def _train_step(
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
+            return new, metrics
         except BaseException as error:
             undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
             fold(error)
@@ -330,12 +330,11 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         forward_params, buffers = forward_writes(out.buffers, params)
         info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
         start = {**params, **forward_params}
-        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
+        new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
         applied = any_of(flags)
         if forward_params:
             new_params |= where(applied, pick(new_params, forward_params), pick(params, forward_params))
-        metrics = {**out.metrics, **aux_records(more, out.samples, apart=False)}
-        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, applied)
+        return Outcome({**params, **new_params}, opt_state, buffers, out.metrics, out.samples, applied)
 
     return core
 

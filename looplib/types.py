@@ -403,8 +403,7 @@ class Update(Protocol):
     also belongs to the old state.
 
     `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
-    updates, which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train
-    step returns. (If a compiled step skips the update, these are the values computed for the skipped update.)
+    updates, which schedules depend on.
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,

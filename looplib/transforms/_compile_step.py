@@ -60,6 +60,7 @@ def compile_step(
     **The limits of graphs.** The graph is what the step's Python did when it was traced:
 
     - Tensor values cannot be read (`if loss > 1`, `.item()`). The error names the line.
+    - The optimizer is one of torch's, without dampening, and not Adafactor, ASGD, LBFGS, RAdam, Rprop or SparseAdam.
     - Python that only observes (hooks, prints) runs once, during tracing.
     - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
       Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one

@@ -226,9 +226,6 @@ class per_member:
     Use it anywhere `ll.optimizer` takes a number or a schedule. If the value is 0 for some members (weight decay,
     momentum), the update includes the term, multiplied by 0 for those.
 
-    Such an optimizer creates one initial state for all members. Rprop and ASGD store the learning rate in it: for
-    these, create each member's initial state with an optimizer that has its own rate, and the step with `per_member`.
-
     Args:
         values: one number or schedule for each member, in order.
 

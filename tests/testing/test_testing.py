@@ -465,8 +465,7 @@ def test_what_does_not_compile_or_compiles_to_something_else_is_named(make, name
 
 
 def test_a_switch_on_the_way_is_allowed_for():
-    frozen = ll.optim.freeze(scheduled(), lambda name, step: name.startswith("0.") and step < 4)
-    step, state = put_together(mlp(), optimizer=frozen)
+    step, state = put_together(mlp(), optimizer=ll.optim.swa(scheduled(), start=5, every=100))
     with fails("again in step 5", "programs="):
         testing.assert_compiles(step, state, rows())
     testing.assert_compiles(step, state, rows(), steps=4)
