@@ -181,9 +181,9 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
-    function of your own, it may be interrupted before it returns the new state, which is then lost. The exception is
-    a first Ctrl-C in a loop over a looplib loader, which waits for the next batch. If the update itself fails, there
-    is no state after it.
+    function of your own, it may be interrupted before it returns the new state, which is then lost. If the update
+    itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
+    ask `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
     saving or calling the module while it still has the weights from before its first pure step; and a loss that
@@ -258,9 +258,7 @@ def _train_step(
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
-            # The guards of signals were installed before the passes. The end of a loop over a loader, which may be collected
-            # at any moment, removes them, so they are installed again.
-            _interrupts.install()
+            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned, next_opt_state = params, apart_from(lease, next_opt_state, opt_state)

@@ -29,13 +29,10 @@ _KEPT = 8  # limits the size of checkpoints of runs that make a loader for each 
 class Reading:
     """A loader's iteration over the rest of an epoch: where it began, and the number of batches drawn so far."""
 
-    epoch: int
-    batch: int
-    epoch_length: int | None
+    epoch: int = 0
+    batch: int = 0
+    epoch_length: int | None = None
     drawn: int = 0
-
-    def note(self) -> None:
-        self.drawn += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Schedulers (Slurm, Kubernetes, torchrun, spot instances) announce the end of a job with a signal and leave some time
 to save. Here a signal raises nothing and interrupts nothing. It becomes the answer of a predicate, which the loop
-asks between two batches. No handler is installed before such a predicate is created, and the previous handlers are
-restored afterwards.
+asks between two batches. No handler is installed before such a predicate is created, and a closed one passes signals on
+to the previous handlers.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class after_signal(Predicate):
 
     The signal does nothing else, so the current batch is finished. A second signal of the same kind, 5 seconds or
     more after the first, goes to the handler that was installed before (by default, the process ends), so a run that
-    hangs can still be stopped. The previous handlers are restored by `close()`, at the end of a `with` block, or when
-    the predicate is deleted. If there are several such predicates, all of them see the signal.
+    hangs can still be stopped. Signals go to the previous handlers again after `close()`, at the end of a `with` block, or
+    when the predicate is deleted. If there are several such predicates, all of them see the signal.
 
     In a forked process the signals do what they did before, unless it creates its own predicate. All ranks give the
     same answer, whichever of them got the signal. Each answer costs one small message to all ranks; to ask less
@@ -83,7 +83,7 @@ class after_signal(Predicate):
         return together().barrier(bool(self._listener.came))
 
     def close(self) -> None:
-        """Stop listening and restore the previous handlers. The answer stays the same."""
+        """Stop listening: signals go to the previous handlers again. The answer stays the same."""
         self._close()
 
     def __enter__(self) -> after_signal:
