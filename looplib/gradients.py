@@ -91,7 +91,7 @@ def make_grad_fn(
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    reach = Reach(model, loss_fn, plain=host.engine.gathers)
+    reach = Reach(model, plain=host.engine.gathers)
     microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
     renormed = tuple(name for name in host.renormed if name in names)
 

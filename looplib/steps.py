@@ -186,8 +186,8 @@ def make_train_step(
     ask `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
-    saving or calling the module while it still has the weights from before its first pure step; and a loss that
-    reaches the parameters of another network, which would keep its first weights. The second uses hooks on the
+    saving or calling the module while it still has the weights from before its first pure step; and a pure step of
+    another network whose loss reaches such a module's parameters. The second uses hooks on the
     module, which `ll.bind` removes; saving or calling a part of the module, or a copy of it, is not noticed.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")

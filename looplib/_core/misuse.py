@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
-from looplib._core.checks import few, warn
+from looplib._core.checks import warn
 from looplib._core.checksums import has_values
 from looplib._core.lease import last_write
 from looplib._core.modules import running
@@ -58,9 +58,8 @@ class Watch:
         else:
             if self._model is not None and not tracing():
                 _watch_module(self._model)
-            if self._reach is not None and self._reach.known:
-                reach, self._reach = self._reach, None
-                _warn_of_others(reach)
+            if self._reach is not None and self._reach.others:
+                warn_of_reached(tensor for other in self._reach.others if (tensor := other()) is not None)
             self._state, self._batch, self._repeats = weakref.ref(state), id(batch), 0
 
     def _see_again(self, state: Any, batch: Any) -> None:
@@ -115,13 +114,6 @@ _CALLED = _STALE + (
     "and call torch.func.functional_call(model, params, x). If you mean the weights that the module has, ignore this "
     "warning"
 )
-_OTHERS = (
-    "the loss of a pure step reaches {names}, which the step does not train. Other modules keep their weights while "
-    "pure steps train them, so this loss would stay with the first ones. For two networks, make the steps of both with "
-    "donate=True, or hand the other one's state.params on in the batch and call torch.func.functional_call(module, "
-    "params, x). What nothing trains gets requires_grad_(False); what this step should train belongs in its module"
-)
-
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 # Modules whose user has been warned.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -144,10 +136,12 @@ def bound(module: nn.Module) -> None:
             hook.remove()
 
 
-def warn_of_stale(modules: Iterable[nn.Module]) -> None:
-    """Warn of modules that a graph reads without calling them, if pure steps train them by now."""
-    for module in modules:
-        _used(module, _CALLED)
+def warn_of_reached(others: Iterable[Tensor]) -> None:
+    """Warn of modules whose parameters a pure step's loss reaches, called or not, if pure steps train them by now."""
+    reached = {*map(id, others)}
+    for module in [*_stale]:
+        if not reached.isdisjoint(map(id, module.parameters())):
+            _used(module, _CALLED)
 
 
 def _used(module: nn.Module, message: str) -> None:
@@ -160,15 +154,6 @@ def _used(module: nn.Module, message: str) -> None:
     if stale.writes and _writes(module) == stale.writes:
         _told.add(module)
         warn(message.format(type=type(module).__name__))
-
-
-def _warn_of_others(reach: Reach) -> None:
-    """Warn of other networks in the loss, unless the user has been told of their modules."""
-    owners = {name: None if owner is None else owner() for name, owner in reach.others.items()}
-    names = [name for name, module in owners.items() if module is None or module not in _told]
-    _told.update(module for module in owners.values() if module is not None)
-    if names:
-        warn(_OTHERS.format(names=few(names, 6)))
 
 
 @contextmanager

@@ -3,23 +3,26 @@
 A backward pass is told which leaves to fill, so the gradients of anything else stay as they are. Two kinds of graphs
 do not show all of their leaves, and take a plain backward pass: those of FSDP2, whose leaves are unsharded
 parameters, and those with a function that runs a backward pass of its own, such as a reentrant checkpoint. There, the
-gradients of other networks are set aside and put back.
+gradients of the other networks are set aside and put back: of those that looplib trains, and of the leaves that are
+shown. A network without a gradient function of its own that only a checkpoint or FSDP2 reaches has its filled, as in a
+raw loop.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core import trees
-from looplib._core.closures import walk
 from looplib._core.modules import LATE_CHECKPOINT
 
 _CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
+
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all gradient functions
 
 
 class Reach:
@@ -28,26 +31,23 @@ class Reach:
     Attributes:
         known: True after the first call.
         plain: True if backward passes must not be told which leaves to fill.
-        others: names of trainable tensors of other networks in the graph, with their modules.
+        others: leaves in the graph that belong to neither the model nor the batch.
     """
 
-    __slots__ = ("_aside", "_loss_fn", "_model", "_referred", "_unreached", "known", "others", "plain")
+    __slots__ = ("_aside", "_model", "_unreached", "known", "others", "plain")
 
-    def __init__(self, model: nn.Module, loss_fn: Any, plain: bool) -> None:
-        self._model, self._loss_fn, self.plain = model, loss_fn, plain
+    def __init__(self, model: nn.Module, plain: bool) -> None:
+        self._model, self.plain = model, plain
         self.known = False
-        self.others: dict[str, weakref.ref[nn.Module] | None] = {}
-        self._referred: list[weakref.ref[nn.Module] | weakref.ref[Tensor]] | None = None
+        self.others: list[weakref.ref[Tensor]] = []
         self._aside: list[tuple[Tensor, Tensor | None]] = []
         self._unreached: Set[str] = frozenset()
+        _trained.add(model)
 
     def learn(self, loss: Tensor, batch: Any, params: Mapping[str, Tensor], names: Sequence[str]) -> None:
         """Look through the graph of the first loss."""
         leaves, functions = _graph(loss)
         self._unreached = {name for name in names if id(params[name]) not in leaves}
-        if not self.plain and (any(_CHECKPOINT in name for name in functions) or (functions and self._unreached)):
-            self.plain = True
-            self.set_aside()
         known = {*map(id, params.values()), *map(id, self._model.buffers())}
         for path, leaf in trees.leaves(batch):
             if isinstance(leaf, Tensor):
@@ -58,12 +58,10 @@ class Reach:
                         "and a step takes gradients of its own loss only: hand on its detach(), or compute it under "
                         "torch.no_grad() or in the loss function"
                     )
-        foreign = leaves.keys() - known
-        if foreign and not self.plain:
-            # A leaf without a name there was made by the loss, such as a perturbation, or belongs to a state that it has.
-            for name, tensor, owner in _trainable(_referred_to(self._loss_fn)):
-                if id(tensor) in foreign:
-                    self.others[name] = None if owner is None else weakref.ref(owner)
+        self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
+        if not self.plain and (any(_CHECKPOINT in name for name in functions) or (functions and self._unreached)):
+            self.plain = True
+            self.set_aside()
         self.known = True
 
     def check(self, loss: Tensor, missing: Set[str]) -> None:
@@ -75,14 +73,12 @@ class Reach:
 
     def set_aside(self) -> None:
         """Take the gradients of other networks away for plain backward passes, until `put_back`."""
-        if self._referred is None:
-            self._referred = [weakref.ref(value) for _, value in _referred_to(self._loss_fn)]
         own = {*map(id, self._model.parameters())}
-        referred = [("", value) for reference in self._referred if (value := reference()) is not None]
-        for _, tensor, _ in _trainable(referred):
-            if id(tensor) not in own:
-                self._aside.append((tensor, tensor.grad))
-                tensor.grad = None
+        others = [tensor for module in _trained for tensor in module.parameters()]
+        others += [tensor for other in self.others if (tensor := other()) is not None]
+        for tensor in {id(tensor): tensor for tensor in others if id(tensor) not in own}.values():
+            self._aside.append((tensor, tensor.grad))
+            tensor.grad = None
 
     def put_back(self) -> None:
         while self._aside:
@@ -107,19 +103,3 @@ def _graph(loss: Tensor) -> tuple[dict[int, Tensor], set[str]]:
             leaves[id(node.variable)] = node.variable
         waiting += [function for function, _ in node.next_functions]
     return leaves, functions
-
-
-def _referred_to(loss_fn: Any) -> list[tuple[str, Any]]:
-    """Modules and tensors that a loss function refers to, with their names."""
-    return [(each.path, each.value) for each in walk(loss_fn) if isinstance(each.value, (nn.Module, Tensor))]
-
-
-def _trainable(referred: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor, nn.Module | None]]:
-    """Trainable tensors among these and in these modules, once each, with their names and modules."""
-    seen: set[int] = set()
-    for path, value in referred:
-        owner = value if isinstance(value, nn.Module) else None
-        for name, tensor in [(path, value)] if owner is None else owner.named_parameters(path):
-            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor, owner

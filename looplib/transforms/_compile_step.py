@@ -14,7 +14,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.lease import check_unwritten, give_up
-from looplib._core.misuse import Watch, warn_of_stale
+from looplib._core.misuse import Watch, warn_of_reached
 from looplib._core.records import with_repr
 from looplib.gradients import check_history
 from looplib.losses._chosen_modules import Classes, choice, outermost
@@ -122,8 +122,8 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
             check_history(params)
         ready = compiler.prepare(state, batch)
-        if watch is not None and compiler.no_grad:
-            warn_of_stale(ready.machine.modules)
+        if watch is not None and ready.machine.reached:
+            warn_of_reached(ready.machine.reached)
         lease = None
         _hold_signals = True  # until the caller has the result
         _interrupts.install()

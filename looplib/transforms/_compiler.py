@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from looplib._core import random as draws
 from looplib._core import tracing
@@ -40,7 +40,6 @@ from looplib.transforms._program import (
     Program,
     changed,
     held_by,
-    modules_read,
     program_of,
 )
 from looplib.transforms._trace import trace
@@ -77,7 +76,7 @@ class CompiledProgram:
         finish: final change to the outcome.
         reads: function that lists the tensors of the new state's trees, or False if their layout is not that of the
             old state; known after the first run.
-        modules: modules whose parameters it reads without their being in the state.
+        reached: parameters of other modules that it reads.
         generators: those of the devices of its inputs, if it needs random numbers; known after the first run.
     """
 
@@ -86,7 +85,7 @@ class CompiledProgram:
     draw: Draw | None
     finish: Callable[[Outcome], Outcome] = lambda outcome: outcome
     reads: Callable[[Any], list[Tensor]] | Literal[False] | None = None
-    modules: list[nn.Module] = field(default_factory=list)
+    reached: list[Tensor] = field(default_factory=list)
     generators: Sequence[torch.Generator] | None = None
 
 
@@ -180,7 +179,8 @@ class Compiler:
         with tracing.one_at_a_time():
             machine = self.make(inputs)
         traced = machine.program.traced
-        machine.modules = modules_read([read() for read in traced.constants], *self.watched)
+        if self.no_grad:
+            machine.reached = [tensor for read in traced.constants if (tensor := read()).requires_grad]
         answers, key = traced.place
         answers[key] = machine
         self.compilations += 1

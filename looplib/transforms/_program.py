@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
@@ -31,13 +31,6 @@ def held_by(*functions: Any) -> list[Variable]:
     """
     variables = walk(*functions)
     return [variable for variable in variables if is_plain(variable.value) and not is_installed(variable.owner)]
-
-
-def modules_read(constants: Iterable[Tensor], *functions: Any) -> list[nn.Module]:
-    """Modules that these functions refer to, with parameters among the constants of a graph."""
-    read = {*map(id, constants)}
-    modules = [variable.value for variable in walk(*functions) if isinstance(variable.value, nn.Module)]
-    return [module for module in modules if not read.isdisjoint(map(id, module.parameters()))]
 
 
 def changed(held: Iterable[Variable]) -> list[str]:
