@@ -7,7 +7,6 @@ from looplib.transforms._stacks import (
     compute_members,
     members_of,
     per_member,
-    select_members,
     stack_states,
     unstack_states,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "members_of",
     "on_host",
     "per_member",
-    "select_members",
     "stack_states",
     "unstack_states",
     "vmap_step",

@@ -532,7 +532,7 @@ def _(device):
 
 
 @case("transforms.vmap_step", "transforms.stack_states", "transforms.unstack_states", "transforms.members_of",
-      "transforms.select_members", "transforms.compute_members", "transforms.per_member")  # fmt: skip
+      "transforms.compute_members", "transforms.per_member")  # fmt: skip
 def _(device):
     rates = ll.transforms.per_member([0.01, 0.1, 0.2])
     changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
@@ -543,7 +543,7 @@ def _(device):
     for batch in batches(device):
         stack, metrics = step(stack, batch)
     numbers = ll.transforms.compute_members(metrics), ll.transforms.members_of(stack)
-    return stack, ll.transforms.unstack_states(stack), ll.transforms.select_members(stack, [2, 0]), numbers
+    return stack, ll.transforms.unstack_states(stack), numbers
 
 
 @case("transforms.differentiable")
