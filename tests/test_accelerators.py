@@ -17,7 +17,6 @@ CUDA_ALONE = {
         '"max-autotune-no-cudagraphs"': "a mode of torch.compile",
         "triton.cudagraphs": "an option of Inductor",
         "cudagraph_mark_step_begin": "a function of torch.compiler",
-        "cuda_graphs": "only CUDA has graphs that Inductor captures",
     },
     "looplib/log/_configuration.py": {
         "torch.version.cuda": "the version of one vendor's libraries",

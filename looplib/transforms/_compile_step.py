@@ -49,7 +49,7 @@ def compile_step(
         mode: of `torch.compile`: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
             "reduce-overhead" records a pure step as a CUDA graph, so that its kernels are launched at once.
         options: Inductor's options, by name.
-        backend: name of a `torch.compile` backend. "eager" generates no machine code: see below.
+        backend: "inductor", or "eager" for a graph without machine code: see below.
 
     Raises:
         TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
@@ -71,8 +71,8 @@ def compile_step(
     (SGD, Adam, AdamW, Adagrad), and has its bits. Fewer parameters are updated by generated code, which is faster but
     takes long to compile for many. `foreach=` of the optimizer asks for generated code with any number.
 
-    **Time to compile.** On a terminal or in a notebook, a line before and one after show that the step compiles with
-    Inductor and how long that took. `backend="eager"` takes about a second: it runs the graph's operations one after
+    **Time to compile.** Inductor takes from seconds to a minute at the first batch of each shape.
+    `backend="eager"` takes about a second: it runs the graph's operations one after
     the other, without autograd and `torch.func`, and calls the optimizer's fused kernel for any number of parameters.
     It suits tests, and small models whose steps autograd and `torch.func` slow down, such as those with per-sample
     gradients.

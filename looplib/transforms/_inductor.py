@@ -1,4 +1,4 @@
-"""Compiler backends: machine code for a graph, by Inductor or another backend of `torch.compile`.
+"""Machine code for a graph, by torch's Inductor.
 
 Before that, a graph is rewritten so that Inductor generates correct and fast code.
 
@@ -43,11 +43,11 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 def backend(
     backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[Program], Compiled]:
-    """Function that compiles programs with torch.compile's options."""
+    """Function that compiles programs, with the arguments of `compile_step`."""
     check(
-        isinstance(backend, str) and mode in (None, *_MODES),
-        f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= (one of "
-        f"{', '.join(_MODES)}) or options=",
+        backend in ("inductor", "eager") and mode in (None, *_MODES),
+        f'compile_step got backend={backend!r} and mode={mode!r}: give "inductor" or "eager", and one of Inductor\'s '
+        f"modes, {', '.join(_MODES)}",
         TypeError,
     )
     check(
@@ -57,38 +57,28 @@ def backend(
     )
     if backend == "eager":
         return lambda program: eager(program.graph)
-    return partial(_built, _inductor(mode, options) if backend == "inductor" else _by_name(backend))
-
-
-def _built(compile_graph: Callable[..., Compiled], program: Program) -> Compiled:
-    without_alpha(program.graph)
-    powers_once(program.graph)
-    with torch.no_grad():
-        return compile_graph(program.graph, examples_of(program.graph))
-
-
-def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Compiled]:
     chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     strange = chosen and chosen.keys() - torch._inductor.list_options()
     names = ", ".join(sorted(strange))
     check(not strange, f"Inductor has no option {names}; see torch._inductor.list_options()", TypeError)
-    cuda_graphs = mode in ("reduce-overhead", "max-autotune") or bool(chosen.get("triton.cudagraphs"))
-    return partial(_by_inductor, mode or "default", chosen, cuda_graphs)
+    return partial(_by_inductor, mode or "default", chosen)
 
 
-def _by_inductor(
-    mode: str, chosen: dict[str, Any], cuda_graphs: bool, graph: Any, examples: list[Tensor]
-) -> Compiled:
+def _by_inductor(mode: str, chosen: dict[str, Any], program: Program) -> Compiled:
     from torch._inductor import compile_fx as inductor
 
+    graph: Any = program.graph
+    without_alpha(graph)
+    powers_once(graph)
+    examples = examples_of(graph)
     patches = {**torch._inductor.list_mode_options(mode), **chosen}
 
     def compiled_with(settings: dict[str, Any]) -> Any:
         return inductor.compile_fx(graph, examples, config_patches={**patches, **settings})
 
-    with compiled_together():
+    with torch.no_grad(), compiled_together():
         compiled = without_isa_check(compiled_with, chosen)
-    if not cuda_graphs:
+    if not patches.get("triton.cudagraphs"):
         return lambda values: compiled(*values)
 
     def run(values: list[Tensor]) -> list[Tensor]:
@@ -97,18 +87,6 @@ def _by_inductor(
         return [tensor.clone() for tensor in compiled(*values)]
 
     return run
-
-
-def _by_name(name: str) -> Callable[..., Compiled]:
-    if name not in (known := torch._dynamo.list_backends(exclude_tags=())):
-        raise TypeError(f"torch has no backend {name!r}: give inductor, or one of {', '.join(known)}")
-    compiled_by: Any = torch._dynamo.lookup_backend(name)
-
-    def compile_graph(graph: Any, examples: list[Tensor]) -> Compiled:
-        compiled = compiled_by(graph, examples)
-        return lambda values: compiled(*values)
-
-    return compile_graph
 
 
 def without_alpha(graph: GraphModule) -> None:
