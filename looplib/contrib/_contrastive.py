@@ -151,7 +151,7 @@ def _check_whole(request: GradRequest) -> None:
     if tracing():
         raise UntraceableError(
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
-            "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
+            "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
         )
     if request.sum is not None:
         raise ValueError(

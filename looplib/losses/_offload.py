@@ -41,7 +41,7 @@ def offload(
     Parameters, buffers and tensors that are on the host already stay where they are, and so do tensor subclasses, such
     as the DTensors of a tensor parallel plan. It has no effect without gradients, as in evaluation, in the graphs of
     `compile_step`, and in `vmap_step` and differentiable steps. `torch.func` refuses to differentiate through it. Under
-    `torch.compile`, as in `compile_blocks`, a chosen module breaks the graph.
+    `torch.compile`, as in `block.compile()`, a chosen module breaks the graph.
 
     Other modules may be recomputed at the same time. If a module is in both, it is recomputed, and nothing is offloaded.
 

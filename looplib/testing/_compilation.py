@@ -107,7 +107,7 @@ def _compiled_or_refused(compiled: Any, state: TrainState, batch: Any) -> tuple[
     try:
         result: tuple[TrainState, Any] = compiled(state, copied(batch))
     except UntraceableError as error:
-        advice = "Where that is no fault, compile the blocks of the model alone: ll.transforms.compile_blocks(model, Block)."
+        advice = "Where that is no fault, compile the blocks of the model alone: for block in model.blocks: block.compile()"
         raise AssertionError(f"the step cannot be compiled whole:\n  {error}\n{advice}") from error
     return result
 

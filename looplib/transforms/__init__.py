@@ -1,7 +1,7 @@
 """Transforms: a step goes in and a step comes out (compiled, vectorized, differentiable)."""
 
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.transforms._compile_step import compile_blocks, compile_step
+from looplib.transforms._compile_step import compile_step
 from looplib.transforms._differentiable import differentiable
 from looplib.transforms._stacks import (
     compute_members,
@@ -14,7 +14,6 @@ from looplib.transforms._vmap import vmap_step
 
 __all__ = [
     "UntraceableError",
-    "compile_blocks",
     "compile_step",
     "compute_members",
     "differentiable",

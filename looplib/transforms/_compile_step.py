@@ -1,4 +1,4 @@
-"""Compilation: a whole step as one graph, or the repeated blocks of a model."""
+"""Compilation: a whole step as one graph."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-import torch
-from torch import nn
-
 from looplib._core import interrupts as _interrupts
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
 from looplib._core.lease import check_unwritten, give_up
 from looplib._core.misuse import Watch, warn_of_reached
 from looplib._core.records import with_repr
 from looplib.gradients import check_history
-from looplib.losses._chosen_modules import Classes, choice, outermost
 from looplib.steps import StepSpec, advanced, spec_of, with_spec
 from looplib.transforms._compiler import Compiler
 from looplib.types import Metric, TrainState, TrainStep, trees_of
@@ -55,7 +50,7 @@ def compile_step(
         TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
             an option; or a donated step is to be a CUDA graph.
         UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
-            ranks (use `compile_blocks` for the model there).
+            ranks (compile the model's blocks there, `for block in model.blocks: block.compile()`).
 
     **The limits of graphs.** The graph is what the step's Python did when it was traced:
 
@@ -158,39 +153,3 @@ def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], An
         return out.metrics
 
     return compiled
-
-
-def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module], bool], **options: Any) -> nn.Module:
-    """Regional compilation: compile each of a model's blocks in place, and leave the rest of the step eager.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)])
-    >>> model = ll.transforms.compile_blocks(model, torch.nn.TransformerEncoderLayer, backend="eager")
-    >>> list(dict(model.named_parameters()))[0]
-    '0.self_attn.in_proj_weight'
-
-    Use it for large models whose whole step would take long to compile: blocks of one class share their code, so only
-    the first is compiled. It works with DDP (call it before wrapping), FSDP2, hooks, and models that cannot be traced
-    completely. Parameter names do not change.
-
-    Args:
-        model: the module, changed in place and returned.
-        blocks: a module class, a tuple of classes, or `(name, module) -> bool`. The outermost matching modules are
-            compiled.
-        options: arguments of `torch.compile`.
-
-    Raises:
-        ValueError: the model has no such module.
-        TypeError: `blocks` is of a different type.
-
-    Source: "regional compilation" in PyTorch's tutorials; `torch.nn.Module.compile`.
-    """
-    check_kind(model, "compile_blocks", "model")
-    # Imported here because it takes a second.
-    from torch._dynamo.external_utils import wrap_inline
-
-    for module in outermost(model, choice(blocks), "compile_blocks"):
-        # As `module.compile()` does, which leaves torch's own classes eager: dynamo skips them as the outermost frame.
-        block: Any = module
-        block._compiled_call_impl = torch.compile(wrap_inline(block._call_impl), **options)
-    return model

@@ -120,7 +120,7 @@ class Compiler:
         if is_distributed():
             raise UntraceableError(
                 f"a step cannot be compiled whole on {torch.distributed.get_world_size()} ranks, which send each "
-                "other gradients: leave out ll.compile_step, and compile the model's blocks, ll.transforms.compile_blocks(model, Block)"
+                "other gradients: leave out ll.compile_step, and compile the model's blocks, for block in model.blocks: block.compile()"
             )
         flat, kind = self.tensors_of(state)
         in_batch = expression(batch)
@@ -163,7 +163,7 @@ class Compiler:
         if names := [name for name, tensor in inputs.state.params.items() if is_sharded(tensor)]:
             raise UntraceableError(
                 f"{few(names, 3)} in the state: DTensors, whose ranks send each other parts, which a graph of a step would "
-                "leave out. Compile the model's blocks instead, ll.transforms.compile_blocks(model, Block)"
+                "leave out. Compile the model's blocks instead, for block in model.blocks: block.compile()"
             )
         with tracing.one_at_a_time():
             machine = self.make(inputs)

@@ -592,7 +592,6 @@ EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,
     "transforms.UntraceableError": _COMPILED,
-    "transforms.compile_blocks": _COMPILED,
     "transforms.compile_step": _COMPILED,
 }
 

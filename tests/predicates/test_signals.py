@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import looplib as ll
-from looplib._core.interrupts import Guard
 from looplib.predicates import after_signal
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +29,7 @@ def no_predicate_is_left():
     gc.collect()
     gc.unfreeze()
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    assert not any(handler.listeners for handler in handlers if isinstance(handler, Guard))
+    assert not any(getattr(handler, "listeners", ()) for handler in handlers)
 
 
 def python(code, *args):

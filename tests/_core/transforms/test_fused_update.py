@@ -162,9 +162,7 @@ def near(model, optimizer, backend="eager"):
     return sorted(kernels_in(compiled))
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "kernels"), [("inductor", 63, 0), ("inductor", 64, 1), ("eager", 1, 1)]
-)
+@pytest.mark.parametrize(("backend", "count", "kernels"), [("inductor", 63, 0), ("inductor", 64, 1), ("eager", 1, 1)])
 def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(backend, count, kernels, monkeypatch):
     # The graph for Inductor, run as it is: generating the code would take long.
     monkeypatch.setattr(_inductor, "_by_inductor", lambda mode, options, program: eager(program.graph))
