@@ -23,6 +23,7 @@ from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
+from looplib._core.errors import fold
 from looplib._core.kinds import check_function_of_model
 from looplib._core.lease import (
     Lease,
@@ -282,8 +283,9 @@ def _train_step(
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
             return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
-        except BaseException:
+        except BaseException as error:
             undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
+            fold(error)
             raise
         finally:
             torch_private.set_grad_enabled(grad_mode)

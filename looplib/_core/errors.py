@@ -1,9 +1,11 @@
-"""Errors of the user's functions and of torch: notes about the batch, and memory that runs out."""
+"""Errors of the user's functions and of torch: short tracebacks, notes about the batch, and memory that runs out."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
@@ -36,6 +38,27 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+# looplib, and how torch calls a module's forward
+_FOLDED = f"{Path(__file__).parents[1]}{os.sep}", nn.modules.module.__file__
+
+
+def fold(error: BaseException) -> None:
+    """Take the frames between the user's code and where an error was raised out of its traceback.
+
+    They stay if LOOPLIB_FULL_TRACEBACKS is set in the environment.
+    """
+    if "LOOPLIB_FULL_TRACEBACKS" in os.environ:
+        return
+    entries, entry, folded = [], error.__traceback__, None
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    for entry in reversed(entries):
+        if folded is None or not entry.tb_frame.f_code.co_filename.startswith(_FOLDED):
+            entry.tb_next, folded = folded, entry
+    error.__traceback__ = folded
 
 
 def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Module]]) -> None:

@@ -25,7 +25,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.buffers import Unwritten
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
-from looplib._core.errors import note_batch
+from looplib._core.errors import fold, note_batch
 from looplib._core.mappings import pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
@@ -320,6 +320,7 @@ class FunctionalModule:
         self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Exception:
         """The error, or a better one if it is torch's and the state or the batch explains it."""
+        fold(error)
         if isinstance(error, RuntimeError):
             if "backward through the graph a second time" in str(error):
                 return RuntimeError(

@@ -1,5 +1,7 @@
 """Errors of the user's own functions are short, and say what the batch and the layer were."""
 
+import traceback
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,9 @@ def test_an_error_of_a_loss_function_says_what_the_batch_was(function, error):
             step(state, BATCH)
         (note,) = raised.value.__notes__
         assert note.removesuffix(LAYER) in NOTES
+        folded = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+        assert "run" not in folded  # which puts the state into the module
+        assert "_call_impl" not in folded
 
 
 class Net(nn.Module):
@@ -47,20 +52,20 @@ def cross_entropy(model, batch):
 
 
 SHAPES = [
-    # (batch, error, layer)
-    ((torch.zeros(6, 5), BATCH["y"]), RuntimeError, "blocks.0: Linear(in_features=4, out_features=8, bias=True)"),
-    ((torch.zeros(6, 4), BATCH["y"]), RuntimeError, "blocks.2: Linear(in_features=7, out_features=2, bias=True)"),
-    ((torch.zeros(6, 4), BATCH["y"] + 0.5), RuntimeError, None),
-    ((torch.zeros(6, 4), BATCH["y"] + 2), IndexError, None),
+    # (batch, error, layer, functions in the traceback after this test's)
+    ((torch.zeros(6, 5), BATCH["y"]), RuntimeError, "blocks.0: Linear(in_features=4, out_features=8, bias=True)", 4),
+    ((torch.zeros(6, 4), BATCH["y"]), RuntimeError, "blocks.2: Linear(in_features=7, out_features=2, bias=True)", 4),
+    ((torch.zeros(6, 4), BATCH["y"] + 0.5), RuntimeError, None, 2),
+    ((torch.zeros(6, 4), BATCH["y"] + 2), IndexError, None, 2),
 ]
 
 
 @pytest.mark.parametrize("wrap", [lambda grad_fn: grad_fn, lambda grad_fn: ll.accumulate(grad_fn, 2)])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.every_case
-def test_mistakes_in_shapes_and_dtypes_name_the_layer(wrap, donate):
+def test_mistakes_in_shapes_and_dtypes_name_the_layer_in_a_few_frames(wrap, donate, monkeypatch):
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-    for batch, error, layer in SHAPES:
+    for batch, error, layer, depth in SHAPES:
         model = Net()
         if layer is None:
             model.blocks[2] = nn.Linear(8, 2)
@@ -69,8 +74,14 @@ def test_mistakes_in_shapes_and_dtypes_name_the_layer(wrap, donate):
         with pytest.raises(error) as raised:
             step(state, batch)
         assert (f"The layer was {layer}." if layer else "The batch was a tuple (float32") in raised.value.__notes__[0]
-        with pytest.raises(error):
+        frames = traceback.extract_tb(raised.value.__traceback__)
+        assert [frame.name for frame in frames[1:]][:2] == ["cross_entropy", "forward" if layer else "cross_entropy"]
+        assert len(frames) == 1 + depth
+        monkeypatch.setenv("LOOPLIB_FULL_TRACEBACKS", "1")
+        with pytest.raises(error) as raised:
             step(state, batch)  # which is as it was, donated or not
+        assert len(traceback.extract_tb(raised.value.__traceback__)) > depth + 7
+        monkeypatch.delenv("LOOPLIB_FULL_TRACEBACKS")
 
 
 def test_what_forward_does_not_take_may_be_left_out():
