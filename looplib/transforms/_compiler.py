@@ -10,6 +10,8 @@ is an error. `compile_step` lists what a graph keeps of the step's Python.
 
 from __future__ import annotations
 
+import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -55,6 +57,12 @@ def seed_streams(state: TrainState, generators: Sequence[torch.Generator]) -> li
     for generator in generators:
         generator.manual_seed(seed)
     return []
+
+
+def _is_watched() -> bool:
+    """True if somebody reads what is printed: on a terminal, or in a notebook."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
 @dataclass
@@ -165,6 +173,9 @@ class Compiler:
                 f"{few(names, 3)} in the state: DTensors, whose ranks send each other parts, which a graph of a step would "
                 "leave out. Compile the model's blocks instead, for block in model.blocks: block.compile()"
             )
+        begin, shown = time.perf_counter(), self.options.get("backend") != "eager" and _is_watched()
+        if shown:
+            print("looplib: compiling the step ...", file=sys.stderr, flush=True)
         with tracing.one_at_a_time():
             machine = self.make(inputs)
         traced = machine.program.traced
@@ -173,6 +184,8 @@ class Compiler:
         answers, key = traced.place
         answers[key] = machine
         self.compilations += 1
+        if shown:
+            print(f"looplib: compiled the step in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
         if self.compilations == _MANY:
             warn(
                 f"the step has been compiled {self.compilations} times, since it was given so many different "
