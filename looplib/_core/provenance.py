@@ -16,7 +16,6 @@ from looplib._core import lease
 from looplib._core.checks import few, warn
 from looplib._core.descriptions import MANY, described, differences, settings_of
 from looplib._core.lease import Leased
-from looplib._core.mappings import pick
 from looplib._core.modules import named_modules
 from looplib._core.ranks import rank
 
@@ -100,14 +99,10 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
         return
     if known.restored and known.at_step == state.step:
         same_data = [each for each in loaders if all(each.get(key) == description.get(key) for key in _DATA)]
-        before = same_data or loaders
-        # Settings that vary between the loaders of the saved run are not compared.
-        shared = [
-            key for key in before[0] if key in description and len({str(each.get(key)) for each in before}) == 1
-        ]
-        changed = differences({"loader": pick(before[0], shared)}, {"loader": pick(description, shared)})
+        before = (same_data or loaders)[-1]
+        changed = differences({"loader": before}, {"loader": description})
         if changed:
-            loaders = tuple(loader for loader in loaders if loader not in before)
+            loaders = tuple(loader for loader in loaders if loader != before)
             if rank() == 0:
                 warn(other_settings(known.restored, changed))
     lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
