@@ -74,7 +74,7 @@ class Reach:
     def set_aside(self) -> None:
         """Take the gradients of other networks away for plain backward passes, until `put_back`."""
         own = {*map(id, self._model.parameters())}
-        others = [tensor for module in _trained for tensor in module.parameters()]
+        others: list[Tensor] = [tensor for module in _trained for tensor in module.parameters()]
         others += [tensor for other in self.others if (tensor := other()) is not None]
         for tensor in {id(tensor): tensor for tensor in others if id(tensor) not in own}.values():
             self._aside.append((tensor, tensor.grad))
