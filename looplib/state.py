@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from looplib._core import lease, misuse
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, named, warn
-from looplib._core.descriptions import described
 from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.overlap import overlapping, same_value
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
+from looplib._core.records import described
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,

@@ -24,7 +24,6 @@ from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
 from looplib._core.errors import fold
-from looplib._core.kinds import check_function_of_model
 from looplib._core.lease import (
     Lease,
     apart_from,
@@ -40,7 +39,7 @@ from looplib._core.mappings import pick
 from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.records import Made, chain, made, mark, with_repr, without_record
+from looplib._core.records import Made, chain, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import (

@@ -13,10 +13,9 @@ from torch import Tensor
 from looplib._core import advice, lease, updates
 from looplib._core.checks import named
 from looplib._core.engines import RunningSum
-from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
-from looplib._core.records import Call
+from looplib._core.records import Call, instances_are
 from looplib._core.torch_private import pytree
 from looplib._core.trees import Attribute, Node, register
 

@@ -21,9 +21,8 @@ from looplib._core import lease, torch_private, trees
 from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
-from looplib._core.descriptions import described, described_arguments
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
-from looplib._core.records import chain
+from looplib._core.records import chain, described, described_arguments
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import padding_batch
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from looplib._core import lease
 from looplib._core.checks import few, warn
-from looplib._core.descriptions import MANY, described, differences, settings_of
 from looplib._core.lease import Leased
 from looplib._core.modules import named_modules
 from looplib._core.ranks import rank
+from looplib._core.records import MANY, described, differences, settings_of
 
 _MOST_STEPS = 8  # on one batch, of several networks
 _DATA = ("dataset", "samples")  # of a loader's description

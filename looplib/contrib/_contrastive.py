@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
 from looplib._objective import mean_of, records, shape_or_type, split_loss

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
-from looplib._core.kinds import instances_are
 from looplib._core.provenance import Reading, note_loader, note_reading, warn_of_two_steps
-from looplib._core.records import Call, Code, with_repr
+from looplib._core.records import Call, Code, instances_are, with_repr
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled

@@ -22,8 +22,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check, is_plain
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 
 R = TypeVar("R")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
+from looplib._core.records import check_kind
 from looplib.optim._recipe import Recipe
 from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, TrainState

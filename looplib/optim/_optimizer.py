@@ -13,8 +13,7 @@ import torch
 
 from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
-from looplib._core.descriptions import described
-from looplib._core.records import with_repr
+from looplib._core.records import described, with_repr
 from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import kernel_name

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check_type
-from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
-from looplib._core.records import with_repr
+from looplib._core.records import described, with_repr
 from looplib._core.updates import call_decide, call_update
 from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params, TrainState
 

@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 
 from looplib._core.checks import check, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
+from looplib._core.records import check_kind
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
