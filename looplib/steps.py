@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
-from looplib._core.errors import fold
+from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
     Lease,
     apart_from,
@@ -36,7 +35,6 @@ from looplib._core.lease import (
     tensors_in,
 )
 from looplib._core.mappings import pick
-from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, chain, check_function_of_model, made, mark, with_repr, without_record
@@ -53,6 +51,7 @@ from looplib._core.updates import (
     read,
     update_where,
 )
+from looplib._core.watches import Watch
 from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import forward_writes, of_this_model

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from looplib._core import advice
+from looplib._core import errors
 from looplib._core.checks import check, check_type
 from looplib._core.collective import RankGroup, finish_first, together
 from looplib._core.mappings import mapped
@@ -403,4 +403,4 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
-advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)
+errors.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
+from looplib._core.errors import explain_arguments
 from looplib._core.records import described, with_repr
 from looplib._core.tracing import entered, tracing
 from looplib.optim._hyperparameters import numbers_of

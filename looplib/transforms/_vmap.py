@@ -26,17 +26,18 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
 from looplib.steps import Outcome
-from looplib.transforms._compile_step import spec_without_graphs, step_of_graphs
-from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
+from looplib.transforms._compile_step import CompiledProgram, Compiler, Ready, spec_without_graphs, step_of_graphs
 from looplib.transforms._decompositions import mappable
-from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import (
     Core,
+    Expression,
     HostInput,
     Inputs,
     Traced,
+    as_answer,
     draws,
     examples_of,
+    expression,
     fakes,
     is_tensor,
     memory_like,
