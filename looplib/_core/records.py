@@ -76,7 +76,7 @@ class Made(NamedTuple):
         compare: function that raises on all ranks, before the first step, if they run different programs.
         model: the module whose gradients it computes.
         renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
-        reach: what the graph of its loss reaches (`_core.reached.Reach`).
+        reach: what the graph of its loss reaches (`_core.watches.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         call: the call that made it, which is its repr.
     """
