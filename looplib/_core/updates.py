@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.kinds import parameters_of
 from looplib._core.ranks import is_sharded
+from looplib._core.records import parameters_of
 from looplib._core.tracing import afterwards, current, tracing, where
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_argument, is_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
 from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
 from looplib.types import Grads, Optimizer, Params, TrainState

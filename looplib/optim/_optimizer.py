@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
-from looplib._core.descriptions import described
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
+from looplib._core.errors import explain_arguments
+from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
 from looplib.optim._third_party import check_against_raw_loop

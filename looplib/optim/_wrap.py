@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_type
-from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
-from looplib._core.records import with_repr
+from looplib._core.records import described, with_repr
 from looplib._core.tracing import tracing
 from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, update_where
 from looplib.optim._recipe import chosen_by_kind

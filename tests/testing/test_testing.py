@@ -447,7 +447,7 @@ def with_optimizer(optimizer):
 
 
 NOT_COMPILED = [
-    (with_loss(by_a_number), ["whole", "test_testing.py:", "loss.item()", "compile_blocks"]),
+    (with_loss(by_a_number), ["whole", "test_testing.py:", "loss.item()", "block.compile()"]),
     (lambda d: put_together(mlp(Counting()), donate=d), ["whole", "1.calls"]),
     (with_optimizer(ll.optimizer(torch.optim.SGD, lr=lambda step: step + 1)), ["in step 2: 2 graphs", "schedules"]),
     (with_loss(drawing(random.random)), ["after step 1", "/metrics/loss: "]),
