@@ -18,10 +18,10 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import LOCAL_PASSES, Engine, Passes
 from looplib._core.kinds import check_function_of_model
-from looplib._core.mappings import as_record, mapped, pairs, subset, without
+from looplib._core.mappings import as_record, mapped, pairs, without
 from looplib._core.misuse import LabelWatch
 from looplib._core.random import mix
-from looplib._core.ranks import is_distributed, placed_like, rank
+from looplib._core.ranks import placed_like, rank
 from looplib._core.reached import Reach
 from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import cuts_marked, differentiated, entered, tracing
@@ -93,15 +93,13 @@ def make_grad_fn(
     host.warn_of_eval_mode(names)
     reach = Reach(model, loss_fn, plain=host.engine.gathers)
     microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
-    renormed = tuple(name for name in host.renormed if name in names)
 
     def grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         return microbatches(state, (batch,), request)[0]
 
     def microbatches(state: TrainState, batches: Sequence[Any], request: GradRequest) -> list[Gradients]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
-        given, buffers = of_this_model(host, state)
-        params = _renormed(host, given, names, request) if host.renormed else given
+        params, buffers = of_this_model(host, state)
         total, in_place = request.sum, lambda: request.donate and host.holds(params)
         passes = host.engine.passes(state, batches, batch_size, total, in_place)
         leaves = _Leaves(params, names)
@@ -118,7 +116,7 @@ def make_grad_fn(
                 outs.append(microbatch(batch, request, passes, leaves, index == len(batches) - 1))
 
         lent, writes = (
-            (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
+            (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(params))
         )
         grad_mode = torch.is_grad_enabled()
         try:
@@ -141,10 +139,8 @@ def make_grad_fn(
         if len(last.grads) < len(needed) and (total is None or total.last):
             _refuse_unreached(last, needed)
         if writes is not None:
-            host.unwritten.check(given, writes)
+            host.unwritten.check(params, writes)
             last = last._replace(buffers=mapped(_without_graph, last.buffers))
-        if renormed:
-            last = last._replace(buffers={**last.buffers, **_written(renormed, params, given)})
         outs[-1] = last
         return outs
 
@@ -155,7 +151,6 @@ def make_grad_fn(
         microbatches=microbatches,
         compare=host.engine.compare if isinstance(host.engine, Engine) else None,
         model=model,
-        renormed=renormed,
         reach=reach,
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
@@ -267,32 +262,6 @@ class _Leaves:
             tensor.requires_grad_(True)
         for leaf, grad in pairs(self.inputs, self._stale):
             leaf.grad = grad
-
-
-def _renormed(
-    host: _modules.FunctionalModule, params: dict[str, Tensor], names: Sequence[str], request: GradRequest
-) -> dict[str, Tensor]:
-    """Parameters to run on if the forward pass writes some: copies, unless the step trains them in place."""
-    if is_distributed():
-        raise RuntimeError(
-            f"{', '.join(host.renormed)} has max_norm=, so each rank writes it in its forward pass by what its own "
-            "part of the batch holds, and the ranks' weights drift apart: leave out max_norm= (weight decay on the "
-            "embedding, or dividing by the norm in forward, bounds it on all ranks alike)"
-        )
-    return host.unshared(params, names if request.donate else ())
-
-
-def _written(renormed: Iterable[str], params: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: params[name] for name in renormed if params[name] is not before[name]}
-
-
-def forward_writes(
-    buffers: dict[str, Tensor], params: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The parameters and the buffers among the tensors after a forward pass (see `Gradients.buffers`)."""
-    if buffers.keys().isdisjoint(params):
-        return {}, buffers
-    return subset(buffers, params), without(buffers, params)
 
 
 def _without_graph(buffer: Tensor) -> Tensor:

@@ -36,12 +36,11 @@ from looplib._core.lease import (
     memory_of,
     tensors_in,
 )
-from looplib._core.mappings import pick
 from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, chain, made, mark, with_repr, without_record
-from looplib._core.tracing import tracing, where
+from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
     any_of,
@@ -56,7 +55,7 @@ from looplib._core.updates import (
 )
 from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
-from looplib.gradients import forward_writes, of_this_model
+from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
@@ -223,7 +222,7 @@ def _train_step(
 ) -> TrainStep:
     request = GradRequest(donate=donate)
     compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
-    written = {name for one in chain(grad_fn) for name in one.renormed}  # names of what forward passes write
+    written: set[str] = set()  # names of the parameters that forward passes write
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
 
@@ -242,7 +241,6 @@ def _train_step(
                     compare(state, (batch,), program)  # with the other ranks, at the first step
                 out = grad_fn(state, batch, request)
                 grads, metrics, new_buffers, samples, *_ = out
-                forward_params, new_buffers = forward_writes(new_buffers, params)
                 if donate:
                     undo.learn()  # adds to `written` what this forward pass has written
                 torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
@@ -264,8 +262,8 @@ def _train_step(
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned, next_opt_state = params, apart_from(lease, next_opt_state, opt_state)
-            else:  # what the forward pass has written are copies already
-                owned = {**copy_params(grads.keys() - forward_params.keys(), params), **forward_params}
+            else:
+                owned = copy_params(grads, params)
                 next_opt_state, lease = copy_tree(next_opt_state), None
             info = {
                 "applied": applied,
@@ -327,15 +325,11 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         params, _, opt_state = trees_of(state)
         decision, opt_state = call_decide(optimizer, out.grads, opt_state, out.metrics, params, state.step)
         flags = flags_in_graph(decision)
-        forward_params, buffers = forward_writes(out.buffers, params)
+        buffers = out.buffers
         info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
-        start = {**params, **forward_params}
-        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
-        applied = any_of(flags)
-        if forward_params:
-            new_params |= where(applied, pick(new_params, forward_params), pick(params, forward_params))
+        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
         metrics = {**out.metrics, **aux_records(more, out.samples, apart=False)}
-        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, applied)
+        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, any_of(flags))
 
     return core
 
@@ -492,7 +486,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)
-            out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
+            out = host.run(params, lent, seed, lambda: function(model, batch))
             host.unwritten.check(params, before)
             return out if tracing() else _apart(out, (*params.values(), *buffers.values()), may_be_written)
         except Exception as error:

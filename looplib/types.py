@@ -295,8 +295,7 @@ class Gradients(NamedTuple):
         grads: name -> gradient of the mean loss, or if a running sum was requested, of the summed loss divided by its
             normalizer. The caller owns the tensors.
         metrics: name -> mergeable record. Always contains "loss".
-        buffers: name -> tensor after the forward pass, of the buffers, and of the parameters that the forward pass
-            itself writes, such as those of `nn.Embedding(max_norm=...)`.
+        buffers: name -> tensor after the forward pass.
         samples: number of samples in the batch.
         weight: of this batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean loss. The
             gradient of a step's mean loss is the sum of `grads` times `request.sum.normalizer` over the sum of weights.

@@ -1,4 +1,4 @@
-"""Undo of a forward pass's writes in place: to buffers, and to parameters with `max_norm=`.
+"""Undo of a forward pass's writes in place.
 
 A donated step runs on the state's own buffers. If it is skipped, or fails before its update, they get their values back
 from copies. A pure step runs on copies, and checks that its forward pass has left the parameters alone.
@@ -35,8 +35,8 @@ def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
 class Kept:
     """Values from before a donated step's forward pass: of all buffers, and of the parameters that it is known to write.
 
-    `written` has the names of these parameters: those with `max_norm=`, and those to which torch has counted a write in
-    an earlier step. A step adds to it what it finds.
+    `written` has the names of these parameters, to which torch has counted a write in an earlier step. A step adds to
+    it what it finds.
     """
 
     __slots__ = ("_copies", "_tensors", "_versions", "_written", "buffers", "params")
@@ -126,9 +126,8 @@ def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
 def _refuse(names: list[str]) -> NoReturn:
     raise RuntimeError(
         f"the forward pass wrote to the parameter {', '.join(names)} in place, as F.embedding(max_norm=...), "
-        "weight.clamp_() or weight.data does, so the state that was given has changed. Use nn.Embedding(max_norm=...), "
-        "of whose weights looplib lends a copy, or compute new values (weight.clamp()). A train step with donate=True "
-        "may write to parameters, as a raw loop does"
+        "weight.clamp_() or weight.data does, so the state that was given has changed. Compute new values "
+        "(weight.clamp(), torch.renorm). A train step with donate=True may write to parameters, as a raw loop does"
     )
 
 

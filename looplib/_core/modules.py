@@ -8,7 +8,7 @@ different state's tensors, like `torch.func.functional_call` at a tenth of its c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -154,7 +154,13 @@ class FunctionalModule:
         self.looked = False
         self.params_at, self.buffers_at = map(_places, self.slots)
         self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
-        self.renormed = _renormed(model, tensors(self.slots.params))
+        check(
+            not any(
+                isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm for module in self.modules
+            ),
+            "the model has an embedding with max_norm=, whose forward pass writes its weight, in an evaluation too: leave it "
+            "out, and compute the shortened rows, F.embedding(x, torch.renorm(weight, 2, 0, max_norm))",
+        )
         self.engine = engine_of(model)
         self.unwritten = Unwritten()
 
@@ -278,14 +284,6 @@ class FunctionalModule:
                 "before functions are made of it, or register a tensor"
             )
 
-    def unshared(self, params: dict[str, Tensor], keep: Collection[str] = ()) -> dict[str, Tensor]:
-        """The parameters, with copies of those that the forward pass itself writes, except for these names."""
-        copies = {}
-        for name in self.renormed:
-            if name not in keep:
-                copies[name] = params[name].detach().clone().requires_grad_(params[name].requires_grad)
-        return {**params, **copies} if copies else params
-
     def params(self) -> dict[str, Tensor]:
         """The module's own parameters."""
         return tensors(self.slots.params)
@@ -383,15 +381,6 @@ def _submodules(children: Sequence[dict[str, nn.Module | None]]) -> list[nn.Modu
 
 def _identity(places: Sequence[Slot]) -> set[tuple[int, str]]:
     return {(id(owner), key) for owner, key in places}
-
-
-def _renormed(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters that the forward pass writes because of `max_norm=`."""
-    layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    weights = {id(layer.weight) for layer in layers if layer.max_norm is not None}
-    return [
-        name for name, tensor in params.items() if id(tensor) in weights
-    ]  # a parametrized weight has no name here
 
 
 def _differs(module: nn.Module) -> bool:

@@ -60,7 +60,6 @@ class Made(NamedTuple):
         microbatches: the same function for several microbatches at once, which is faster.
         compare: function that raises on all ranks, before the first step, if they run different programs.
         model: the module whose gradients it computes.
-        renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
         reach: what the graph of its loss reaches (`_core.reached.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         call: the call that made it, which is its repr.
@@ -77,7 +76,6 @@ class Made(NamedTuple):
     microbatches: Callable[..., Any] | None = None
     compare: Callable[..., None] | None = None
     model: nn.Module | None = None
-    renormed: tuple[str, ...] = ()
     reach: Any = None
     parts: Any = None
     call: Call | None = None

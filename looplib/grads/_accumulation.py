@@ -24,7 +24,7 @@ from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
 from looplib._wrapping import check_parts
-from looplib.gradients import forward_writes, indices
+from looplib.gradients import indices
 from looplib.grads._wrapper import kept, name_of
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -206,11 +206,10 @@ def _untouched(grads: Mapping[str, Tensor], added: Mapping[str, tuple[Tensor, in
 
 
 def _moved_on(state: TrainState, out: Gradients) -> TrainState:
-    """The state for the next microbatch: with what the forward pass of this one wrote."""
+    """The state for the next microbatch: with the buffers after the forward pass of this one."""
     if all(tensor is state.buffers.get(name) for name, tensor in out.buffers.items()):
         return state
-    params, buffers = forward_writes(out.buffers, state.params)
-    return state.replace(params={**state.params, **params}, buffers=buffers)
+    return state.replace(buffers=out.buffers)
 
 
 def _given(batch: Any) -> Sequence[Any]:
