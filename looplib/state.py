@@ -15,7 +15,7 @@ from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, named, warn
 from looplib._core.descriptions import described
 from looplib._core.mappings import fields_of, mapped, pick
-from looplib._core.overlap import overlapping, same_value
+from looplib._core.lease import overlapping, same_value
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree

@@ -11,8 +11,8 @@ from torch import Tensor
 from looplib._core.checks import check_argument
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
-from looplib._wrapping import check_whole, of_whole_step
 from looplib.grads._clipping import global_norm
+from looplib.grads._wrapper import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Params, TrainState
 
 

@@ -23,7 +23,7 @@ from looplib._core.records import made, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
-from looplib._wrapping import check_parts
+from looplib.grads._wrapper import check_parts
 from looplib.gradients import indices
 from looplib.grads._wrapper import kept, name_of
 from looplib.metrics._mean import merge

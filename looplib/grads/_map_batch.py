@@ -7,7 +7,7 @@ from typing import Any
 
 from looplib._core.checks import check
 from looplib._core.records import Made, made, mark, with_repr
-from looplib._wrapping import check_grad_fn
+from looplib.grads._wrapper import check_grad_fn
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 

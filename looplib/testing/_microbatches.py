@@ -8,8 +8,8 @@ from typing import Any
 from looplib._core.checks import check, few
 from looplib._core.records import chain
 from looplib._core.trees import batch_size
-from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate
+from looplib.grads._wrapper import check_grad_fn
 from looplib.testing._compare import copied, differing
 from looplib.testing._float64 import in_float64
 from looplib.testing._report import fail

@@ -13,7 +13,7 @@ from torch import nn
 from looplib._core import interrupts as _interrupts
 from looplib._core.checks import check
 from looplib._core.kinds import check_kind
-from looplib._core.lease import check_unwritten, give_up
+from looplib._core.lease import give_up
 from looplib._core.misuse import Watch, warn_of_stale
 from looplib._core.records import with_repr
 from looplib.gradients import check_history
@@ -128,7 +128,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         _hold_signals = True  # until the caller has the result
         _interrupts.install()
         if donate:
-            check_unwritten(state)  # the loss may have run other steps while it was traced
+            trees_of(state)  # the loss may have run other steps while it was traced
             lease, spent = give_up(state, ready.machine.program.written)
         out, checks = compiler.run(ready, state)
         applied = bool(out.applied)
