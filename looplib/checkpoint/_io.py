@@ -7,31 +7,68 @@ the state that the code has created, and then loads the values into it.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from looplib._core import advice
 from looplib._core.checks import check, check_type
-from looplib._core.collective import RankGroup, together
+from looplib._core.collective import RankGroup, finish_first, together
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
-from looplib.checkpoint._background import BackgroundWriter
-from looplib.checkpoint._checkpoints import Checkpoint, Policy
+from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
 from looplib.checkpoint._left_out import Select, trees_to_save
-from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._write import Parts
 from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
+
+_unheard: set[Future[None]] = set()  # saves whose errors no later call has raised yet
+
+
+class BackgroundWriter:
+    """Run one task at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # The ranks, and a second group of them for the threads that write.
+        self._ranks: tuple[RankGroup, RankGroup] | None = None
+        self._pending: Future[None] | None = None
+
+    def start(self, work: Callable[[RankGroup], None], ranks: RankGroup) -> None:
+        """Start `work(ranks)` in the thread, with a separate group of the ranks. All ranks call this."""
+        if self._ranks is None or self._ranks[0] is not ranks:
+            self._ranks = ranks, ranks.another()
+        self._pending = self._pool.submit(work, self._ranks[1])
+        _unheard.add(self._pending)
+        finish_first(self._pending)
+
+    def wait(self) -> None:
+        """Wait for the current task and raise its error."""
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending])  # an interrupt is raised here while the work continues
+            done, self._pending = self._pending, None
+            _unheard.discard(done)
+            done.result()
+
+
+@atexit.register  # runs after the background threads have finished
+def _report_unheard() -> None:
+    for save in _unheard:
+        if error := save.exception():
+            print(f"looplib: the last save failed: {error}", file=sys.stderr)
 
 
 def checkpoint_io(

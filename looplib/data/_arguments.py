@@ -1,4 +1,4 @@
-"""Argument checks for `make_loader`, each with a message that says what to write instead."""
+"""Arguments of `make_loader`: checks, each with a message that says what to write instead, and those of a DataLoader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import are_columns, check, check_optional_count, few, is_column, named
-from looplib.data._orders import Order, check_undivided
+from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
 
 class NotGiven(Enum):
@@ -139,3 +139,45 @@ def check_samples(dataset: Any) -> None:
             "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=...",
             TypeError,
         )
+
+
+_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Arguments for `make_loader` that reproduce a DataLoader (or torchdata's StatefulDataLoader)."""
+    options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
+    if isinstance(loader.dataset, IterableDataset):
+        return options | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    batches: Any = loader.batch_sampler
+    if _torchs_name(batches) == "BatchSampler":
+        options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+        return options | {"order": _order_of(loader, batches.sampler)}
+    if batches is not None:
+        return options | {"order": batch_sampler(batches)}
+    return options | {"batch_size": None, "order": _order_of(loader, loader.sampler)}
+
+
+def _order_of(loader: DataLoader[Any], source: Any) -> Order:
+    dataset: Any = loader.dataset
+    whole = hasattr(dataset, "__len__") and len(source) == len(dataset)
+    if whole and _torchs_name(source) == "SequentialSampler":
+        return sequential()
+    if whole and _torchs_name(source) == "RandomSampler" and not source.replacement:
+        return shuffled()
+    return sampler(source)
+
+
+def _torchs_name(source: Any) -> str:
+    """Name of torch's or torchdata's own class; empty for a subclass of it, which may use a different order."""
+    kind = type(source)
+    return kind.__name__ if kind.__module__.partition(".")[0] in ("torch", "torchdata") else ""

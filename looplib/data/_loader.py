@@ -26,15 +26,12 @@ from looplib._core.kinds import instances_are
 from looplib._core.provenance import note_loader, note_reading, warn_of_two_steps
 from looplib._core.records import Call, Code, with_repr
 from looplib.data import _arguments
-from looplib.data._arguments import NotGiven
-from looplib.data._divide import empty_part, rank_and_ranks
-from looplib.data._from_dataloader import settings_of
+from looplib.data._arguments import NotGiven, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
-from looplib.data._plan import Epochs
+from looplib.data._plan import Epochs, empty_part, rank_and_ranks
 from looplib.data._position import resumed
 from looplib.data._readers import reader_of
-from looplib.data._samples import Samples
-from looplib.data._streams import Stream, Streamed
+from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate, default_convert
 
 from looplib._core.random import mix
-from looplib.data._divide import own_part
-from looplib.data._plan import listed
+from looplib.data._plan import listed, own_part
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
 
 

@@ -1,11 +1,9 @@
 """Debugging: two runs or a suspicious step go in and their differences or causes come out."""
 
-from looplib.debug._differences import LeafDifference, differences
+from looplib.debug._differences import Difference, LeafDifference, differences, first_difference
 from looplib.debug._fingerprint import fingerprint, read_fingerprints
-from looplib.debug._first_difference import Difference, first_difference
 from looplib.debug._keep import keep, nbytes
-from looplib.debug._replay import Replayed, replay
-from looplib.debug._seeds import step_seed
+from looplib.debug._replay import Replayed, replay, step_seed
 from looplib.debug._worst_samples import SampleScore, worst_samples
 
 __all__ = [

@@ -2,13 +2,10 @@
 
 from looplib.log._clients import TrackerClient
 from looplib.log._configuration import configuration
-from looplib.log._live_plot import live_plot
-from looplib.log._loggers import console, jsonl, read_jsonl, tee
-from looplib.log._memory import memory
-from looplib.log._plots import plot
+from looplib.log._loggers import console, jsonl, read_columns, read_jsonl, record, tee
+from looplib.log._plots import live_plot, plot
 from looplib.log._progress import progress
-from looplib.log._step_timer import slowest_rank, step_timer
-from looplib.log._tables import read_columns, record
+from looplib.log._step_timer import memory, slowest_rank, step_timer
 from looplib.log._trackers import Tracker, tracker
 from looplib.log._wrappers import every_rank, in_background, only, rename, safely, windowed
 

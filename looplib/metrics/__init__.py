@@ -1,9 +1,8 @@
 """Metrics: outputs of batches go in and mergeable records come out."""
 
 from looplib.metrics._auc import AUC, GroupedAUC
-from looplib.metrics._cat import Cat
+from looplib.metrics._collected import Cat, Corpus
 from looplib.metrics._confusion import ConfusionMatrix
-from looplib.metrics._corpus import Corpus
 from looplib.metrics._mean import Mean, compute, merge
 from looplib.metrics._scores import Reading, accuracy, calibration, mae, mse, perplexity, rmse
 from looplib.metrics._torchmetrics import TorchMetric, torchmetric

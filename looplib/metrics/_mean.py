@@ -16,7 +16,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check, named
 from looplib._core.mappings import wide_dtype
-from looplib.metrics._cat import Cat
+from looplib.metrics._collected import Cat
 from looplib.types import Metric, Metrics
 
 

@@ -1,7 +1,6 @@
 """Predicates: a state goes in and True or False comes out."""
 
 from looplib.predicates._best import BestSoFar, at_best, early_stopping, update_best
-from looplib.predicates._clock import after_seconds, every_seconds
 from looplib.predicates._counts import (
     after_epochs,
     after_samples,
@@ -12,8 +11,8 @@ from looplib.predicates._counts import (
     every_n_samples,
     every_n_steps,
 )
+from looplib.predicates._outside import after_seconds, after_signal, every_seconds
 from looplib.predicates._predicate import Predicate, predicate
-from looplib.predicates._signals import after_signal
 
 __all__ = [
     "BestSoFar",

@@ -55,11 +55,9 @@ FSDP2 works only on its own tensors: pass the unwrapped module to the checks, an
 """
 
 from looplib.testing._compilation import assert_compiles
-from looplib.testing._donation import assert_donated_equals_pure
-from looplib.testing._gradients import assert_all_gradients
-from looplib.testing._microbatches import assert_microbatches_equal_batch
+from looplib.testing._gradients import assert_all_gradients, assert_microbatches_equal_batch
 from looplib.testing._overfitting import assert_overfits
-from looplib.testing._purity import assert_pure
+from looplib.testing._purity import assert_donated_equals_pure, assert_pure
 from looplib.testing._ranks import assert_ranks_train_alike
 from looplib.testing._resume import assert_resumes
 from looplib.testing._samples import assert_causal, assert_samples_independent

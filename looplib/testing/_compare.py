@@ -1,17 +1,37 @@
-"""Results of steps as trees that can be compared by `looplib.debug.differences`."""
+"""Results of steps as trees that can be compared, in float64 where possible, and the messages of checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import few
+from looplib._core.mappings import fields_of, mapped
 from looplib.debug._differences import differences
 from looplib.metrics._mean import compute
+from looplib.state import copy_state
 from looplib.types import DonatedStateError, TrainState
+
+
+def fail(what: str, found: Collection[str], why: str) -> None:
+    """Raise an AssertionError that lists what was found. If nothing was found, the check has passed."""
+    __tracebackhide__ = True
+    if found:
+        raise AssertionError("\n".join([f"{what}:", "  " + few(found, between="\n  "), why]))
+
+
+def about_kernels(state: TrainState) -> str:
+    if all(tensor.device.type == "cpu" for tensor in state.params.values()):
+        return ""
+    return (
+        " On an accelerator some kernels add up in another order each time: torch.use_deterministic_algorithms(True) "
+        "names those, or takes others."
+    )
 
 
 def result_of(result: Any) -> dict[str, Any]:
@@ -60,3 +80,19 @@ def largest(tree: Any) -> float:
     numbers = (torch.as_tensor(leaf).detach() for _, leaf in trees.leaves(tree) if isinstance(leaf, (float, Tensor)))
     sizes = (tensor[tensor.isfinite()].abs().max() for tensor in numbers if tensor.isfinite().any())
     return max(map(float, sizes), default=0.0)
+
+
+def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
+    """Copies of state and batch and the function's result for them, in float64 if supported, otherwise in their dtypes."""
+    copy = copy_state(state)
+    try:
+        wide_trees = mapped(partial(trees.map_tensors, _wide), fields_of(copy, ("params", "buffers", "opt_state")))
+        wide, rows = copy.replace(**wide_trees), trees.map_tensors(_wide, copied(batch))
+        return wide, rows, function(wide, copied(rows))
+    except (RuntimeError, TypeError):  # the code requires a dtype, or the device has no float64
+        return copy, copied(batch), function(copy, copied(batch))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    floats = tensor.is_floating_point()
+    return tensor.detach().double().requires_grad_(tensor.requires_grad) if floats else tensor

@@ -12,9 +12,7 @@ from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import spec_of
-from looplib.testing._compare import copied, differing
-from looplib.testing._float64 import in_float64
-from looplib.testing._report import fail
+from looplib.testing._compare import copied, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept
 from looplib.transforms import compile_step
 from looplib.types import TrainState, TrainStep

@@ -8,8 +8,7 @@ from typing import Any
 from looplib._core.checks import check, check_count
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
-from looplib.testing._compare import copied
-from looplib.testing._report import fail
+from looplib.testing._compare import copied, fail
 from looplib.testing._surroundings import streams_kept
 from looplib.types import TrainState, TrainStep
 

@@ -17,8 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from looplib.checkpoint._shards import whole
 from looplib.data._loader import Loader
 from looplib.distributed import _processes as distributed
-from looplib.testing._compare import differing, largest
-from looplib.testing._report import fail
+from looplib.testing._compare import differing, fail, largest
 from looplib.testing._resume import run
 from looplib.testing._surroundings import streams_kept
 from looplib.types import TrainState, TrainStep

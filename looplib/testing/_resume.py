@@ -18,8 +18,7 @@ from looplib.checkpoint._io import checkpoint_io
 from looplib.data._loader import Loader
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
-from looplib.testing._compare import copied, differing
-from looplib.testing._report import about_kernels, fail
+from looplib.testing._compare import about_kernels, copied, differing, fail
 from looplib.testing._surroundings import seed_streams, streams_kept
 from looplib.types import TREES, TrainState, TrainStep
 

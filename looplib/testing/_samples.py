@@ -10,9 +10,7 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import check
 from looplib._core.trees import batch_size
-from looplib.testing._compare import differing
-from looplib.testing._float64 import in_float64
-from looplib.testing._report import fail
+from looplib.testing._compare import differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
 

@@ -17,7 +17,7 @@ from looplib._core.lease import give_up
 from looplib._core.misuse import Watch, warn_of_stale
 from looplib._core.records import with_repr
 from looplib.gradients import check_history
-from looplib.losses._chosen_modules import Classes, choice, outermost
+from looplib.losses._activations import Classes, choice, outermost
 from looplib.steps import StepSpec, advanced, spec_of, with_spec
 from looplib.transforms._compiler import Compiler
 from looplib.types import Metric, TrainState, TrainStep, trees_of

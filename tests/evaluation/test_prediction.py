@@ -64,7 +64,7 @@ CUTS = {
 }
 
 
-def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path):
+def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path, capsys):
     model, _, state = parts()
     batches = torch.randn(11, 3).split(4)
     step = ll.make_predict_step(model, predict_fn)
@@ -79,8 +79,11 @@ def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path)
     for found in read_predictions(path), {name: torch.cat([file[name] for file in files]) for name in files[0]}:
         assert list(found) == list(expected)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    shown = capsys.readouterr().err
     view = ll.predict_to(tmp_path / "view", lambda state, x: torch.zeros(10**6)[: len(x)], state, batches)
     assert max(map(len, contents(view).values())) < 10_000
+    assert shown  # a progress bar, only if asked for
+    assert not capsys.readouterr().err
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), stops=st.lists(st.integers(0, 6), max_size=3))

@@ -113,7 +113,7 @@ def counting(draw):
     return unit, predicate.between(first).between(0, *last), lambda: Points(within(points(), *window))
 
 
-TENTHS = "epochs", ll.every_n_epochs(0.1).between(0.1, 0.3), lambda: Points([Fraction(n, 10) for n in (1, 2, 3)])
+TENTHS = "epochs", ll.every_n_epochs(0.1).between(0.2, 0.4), lambda: Points([Fraction(n, 10) for n in (2, 3, 4)])
 
 
 @settings(quick, max_examples=500)
