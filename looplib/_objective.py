@@ -18,6 +18,7 @@ however the batch was split. The loss itself is 0 / 0, which metrics report as N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -234,19 +235,16 @@ def _apart(value: Any) -> Any:
     )
 
 
-_constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-
-
 def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
-    """Make a scalar with the device and dtype of another tensor, cached after the first call."""
-    kind = like.device, like.dtype, value
+    """A scalar with the device and dtype of another tensor."""
     if entered and tracing():
         return torch.full((), value, device=like.device, dtype=like.dtype)
-    if (constant := _constants.get(kind)) is None:
-        if len(_constants) > 100:
-            _constants.clear()
-        constant = _constants[kind] = torch.full((), value, device=like.device, dtype=like.dtype)
-    return constant
+    return _constant(value, like.device, like.dtype)
+
+
+@lru_cache
+def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((), value, device=device, dtype=dtype)
 
 
 def mean_of_sums(out: Gradients, total: RunningSum) -> Gradients:

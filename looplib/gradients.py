@@ -7,7 +7,7 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -237,12 +237,6 @@ def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
     return padding_batch(batch)
 
 
-def _refuse_unreached(grads: Mapping[str, Tensor], needed: Sequence[str]) -> None:
-    """Raise if any of these parameters has no gradient."""
-    if missing := [name for name in needed if name not in grads]:
-        raise ValueError(unreached(missing))
-
-
 _IN_INFERENCE_MODE = (
     "gradients were asked for under torch.inference_mode(), whose tensors carry none: take the step out of it. Eval and "
     "predict steps record no gradients anyway, and torch.no_grad() does the same for your own code"
@@ -345,12 +339,14 @@ def check_history(params: Mapping[str, Tensor]) -> None:
             )
 
 
-def unreached(names: Iterable[str]) -> str:
-    return (
-        f"no gradient reached {', '.join(names)}: the loss does not depend on them. Choose what is trained "
-        "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
-        "allow_unused=True"
-    )
+def _refuse_unreached(grads: Mapping[str, Tensor], needed: Sequence[str]) -> None:
+    """Raise if any of these parameters has no gradient."""
+    if missing := [name for name in needed if name not in grads]:
+        raise ValueError(
+            f"no gradient reached {', '.join(missing)}: the loss does not depend on them. Choose what is trained "
+            "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
+            "allow_unused=True"
+        )
 
 
 _run_backward = torch_private.run_backward

@@ -249,7 +249,9 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 ), metrics
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                owned, next_opt_state = params, apart_from(lease, next_opt_state, opt_state)
+                owned = params
+                if next_opt_state is not opt_state:
+                    next_opt_state = apart_from(lease, next_opt_state, opt_state)
             else:
                 owned = copy_params(grads, params)
                 next_opt_state, lease = copy_tree(next_opt_state), None

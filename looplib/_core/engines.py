@@ -126,7 +126,7 @@ def sync_over_ranks(
     total: RunningSum | None,
     in_place: bool,
 ) -> Sync | None:
-    """What an engine does in the passes of one call, if there are several ranks.
+    """Averaging over ranks for the passes of one call; None for a single rank or a model in no engine.
 
     `in_place` is True if the call runs on the module's own tensors.
     """

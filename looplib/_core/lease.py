@@ -209,7 +209,7 @@ def apart_from(lease: Lease, tree: Any, before: Any) -> Any:
 
     A decision may have put parameters into the optimizer's state, where the update would write over them.
     """
-    if tree is before or not any(lease_on(tensor) is lease for tensor in _new_tensors(tree, before)):
+    if not any(lease_on(tensor) is lease for tensor in _new_tensors(tree, before)):
         return tree
     known = {id(tensor) for tensor in tensors_in(before)}
 

@@ -56,10 +56,13 @@ def wrapper(
     return decorate
 
 
-def kept(function: Any, name: str, inner: GradFn, **facts: Any) -> GradFn:
-    """Mark a wrapper that never makes a sample's gradient larger."""
-    adds = (record := made(inner)) is not None and record.adds
-    return mark(function, Made("grad_fn", name, inner, max_norm=max_norm_of(inner), adds=adds, **facts))  # type: ignore[no-any-return]
+def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
+    """Mark a wrapper that leaves the gradients as they are, but for their sum."""
+    known = made(inner) or Made("grad_fn", name)
+    record = Made(
+        "grad_fn", name, inner, whole_step, adds=known.adds, per_sample=known.per_sample, max_norm=known.max_norm
+    )
+    return mark(function, record)  # type: ignore[no-any-return]
 
 
 def name_of(function: Any) -> str:
