@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
-from looplib._core.kinds import check_function_of_model
 from looplib._core.mappings import as_record, mapped, pairs, without
-from looplib._core.misuse import LabelWatch
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
-from looplib._core.reached import Reach
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.tracing import cuts_marked, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import padding_batch
+from looplib._core.watches import LabelWatch, Reach
 from looplib._objective import (
     aux_records,
     objective_of,
@@ -102,7 +100,7 @@ def make_grad_fn(
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    reach = Reach(model, loss_fn, plain=host.engine is not None and bool(host.engine.shards))
+    reach = Reach(model, plain=host.engine is not None and bool(host.engine.shards))
     passes_of = _passes_of(host, loss_fn, batch_size, reach)
 
     def grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:

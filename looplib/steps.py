@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.advice import explain_arguments
 from looplib._core.checks import check_type, named
-from looplib._core.errors import fold
-from looplib._core.kinds import check_function_of_model
+from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
     Kept,
     Lease,
@@ -33,10 +31,9 @@ from looplib._core.lease import (
     memory_of,
     tensors_in,
 )
-from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.records import Made, made, mark, with_repr, without_record
+from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
@@ -50,7 +47,8 @@ from looplib._core.updates import (
     read,
     update_where,
 )
-from looplib._objective import aux_records, loss_over_ranks, record
+from looplib._core.watches import Watch
+from looplib._objective import loss_over_ranks, record
 from looplib.gradients import of_this_model
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
@@ -177,13 +175,13 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
-    function of your own, it may be interrupted before it returns the new state, which is then lost. The exception is
-    a first Ctrl-C in a loop over a looplib loader, which waits for the next batch. If the update itself fails, there
-    is no state after it.
+    function of your own, it may be interrupted before it returns the new state, which is then lost. If the update
+    itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
+    ask `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
-    saving or calling the module while it still has the weights from before its first pure step; and a loss that
-    reaches the parameters of another network, which would keep its first weights. The second uses hooks on the
+    saving or calling the module while it still has the weights from before its first pure step; and a pure step of
+    another network whose loss reaches such a module's parameters. The second uses hooks on the
     module, which `ll.bind` removes; saving or calling a part of the module, or a copy of it, is not noticed.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
@@ -247,6 +245,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
+            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned = params
@@ -262,7 +261,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
-            new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
+            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
                 if donate:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
@@ -272,7 +271,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, {**metrics, **aux_records(more, samples)} if more else metrics
+            return new, metrics
         except BaseException as error:
             if undo is not None:
                 # Unless it was given up, so that its memory is no longer the state's.
@@ -319,9 +318,8 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         flags = flags_in_graph(decision)
         buffers = out.buffers
         info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
-        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
-        metrics = {**out.metrics, **aux_records(more, out.samples)}
-        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, any_of(flags))
+        new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
+        return Outcome({**params, **new_params}, opt_state, buffers, out.metrics, out.samples, any_of(flags))
 
     return core
 

@@ -177,7 +177,7 @@ class Engine:
         if tracing():
             raise UntraceableError(
                 f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
+                "leave out ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile(), "
                 "before it is wrapped"
             )
         if not in_place:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind, kind_of
-from looplib._core.records import Made, chain, made, mark
+from looplib._core.records import Made, chain, check_kind, kind_of, made, mark
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
