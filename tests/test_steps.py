@@ -602,3 +602,22 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
         assert ll.compute(metrics) == values | {"loss": pytest.approx(scale**2)}
         assert ll.compute(scores) == values | {"calls": count - 1, "mean": count - 1}
         assert [output.item() for output in outputs] == [scale, scale]
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(donate):
+    model, optimizer = nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def square(model, x):
+        return model(x).square().mean()
+
+    inner = ll.make_train_step(ll.make_grad_fn(model, square), optimizer, donate=True)
+    state, x = ll.init_state(model, optimizer), torch.ones(3, 2)
+
+    def trains_itself(model, x):
+        inner(state, x)
+        return square(model, x)
+
+    step = ll.make_train_step(ll.make_grad_fn(model, trains_itself), optimizer, donate=donate)
+    with pytest.raises(ll.DonatedStateError, match="that run is at step 1 now"):
+        step(state, x)

@@ -35,7 +35,6 @@ def has_saved_tensors_hooks() -> bool:
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
-view_base: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")

@@ -175,11 +175,6 @@ def _(device):
     return predict_step(ll.state.fold_in(state, 1), data(device))
 
 
-@case("state.cast")
-def _(device):
-    return ll.state.cast(started(device)[1], torch.bfloat16)
-
-
 # Gradients.
 
 
@@ -187,7 +182,7 @@ def _(device):
 def _(device):
     return [
         train(device, lambda g: ll.accumulate(g, 3), donate=True),
-        train(device, lambda g: ll.accumulate(g, size=2, dtype=torch.float32)),
+        train(device, lambda g: ll.accumulate(g, size=2)),
     ]
 
 
@@ -202,11 +197,6 @@ WRAPPED = {
 }
 for name, wrappers in WRAPPED.items():
     case(name)(lambda device, wrappers=wrappers: [both(device, grads=wrapper) for wrapper in wrappers])
-
-
-@case("grads.clip_by_norm")
-def _(device):
-    return train(device, lambda g: ll.grads.clip_by_norm(g, 0.01))
 
 
 @case("grads.global_norm")
