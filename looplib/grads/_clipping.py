@@ -64,6 +64,44 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
     return with_repr(made, clip_by_global_norm, grad_fn, max_norm, norm_type=norm_type)
 
 
+def clip_by_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> GradFn:
+    """Gradient clipping by norm, of each parameter on its own.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> clipped = ll.grads.clip_by_norm(grad_fn, 1.0)(ll.init_state(model), torch.full((4, 2), 100.0))
+    >>> all(grad.norm() <= 1.0 for grad in clipped.grads.values())
+    True
+
+    A large gradient of one parameter leaves the others as they are, where `clip_by_global_norm` would scale all of them.
+    The result is bitwise that of `torch.nn.utils.clip_grad_norm_` called with each parameter. The norms are not read by
+    the host.
+
+    Args:
+        grad_fn: gradient function of a whole step.
+        max_norm: largest norm of a parameter's gradient, above 0.
+        norm_type: order of the norm, such as 2 or `math.inf`.
+
+    Raises:
+        ValueError: `max_norm` is not above 0, or the wrapper is used inside `accumulate`.
+
+    Source: Keras' `clipnorm`; `tf.clip_by_norm`.
+    """
+    check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
+    grad_fn = check_whole(grad_fn, "clip_by_norm")
+
+    def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, request)
+        for name, grad in out.grads.items():
+            norm = global_norm([grad], norm_type)
+            multiply({name: grad}, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return out
+
+    made = of_whole_step("clip_by_norm", clipped, grad_fn)
+    return with_repr(made, clip_by_norm, grad_fn, max_norm, norm_type=norm_type)
+
+
 def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of all elements of all tensors together, as a scalar tensor on the first tensor's device.
 

@@ -73,8 +73,15 @@ def test_gradients_of_any_size_have_the_bits_of_torchs(seed, scale, bound, norm_
     grad_fn, state = ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), ll.init_state(model)
     by_value = ll.grads.clip_by_value(grad_fn, bound)(state, x)
     by_norm = ll.clip_by_global_norm(grad_fn, bound, norm_type)(state, x)
-    assert by_value.metrics.keys() == {"loss"}
+    each = ll.grads.clip_by_norm(grad_fn, bound, norm_type)(state, x)
+    assert by_value.metrics.keys() == each.metrics.keys() == {"loss"}
+
+    def clip_each(parameters):
+        for parameter in parameters:
+            nn.utils.clip_grad_norm_(parameter, bound, norm_type)
+
     for out, clip in (
+        (each, clip_each),
         (by_value, lambda parameters: nn.utils.clip_grad_value_(parameters, bound)),
         (by_norm, lambda parameters: nn.utils.clip_grad_norm_(parameters, bound, norm_type)),
     ):
@@ -107,6 +114,7 @@ def test_without_a_bound_the_norm_is_reported_alone(norm_type, donate):
 
 WRAPPERS = {
     "clip_by_global_norm": lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1.0),
+    "clip_by_norm": lambda grad_fn: ll.grads.clip_by_norm(grad_fn, 0.1),
     "clip_by_value": lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0),
 }
 
@@ -142,6 +150,8 @@ def test_arguments_out_of_range_are_named():
             ll.grads.clip_by_value(grad_fn, wrong)
         with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
             ll.clip_by_global_norm(grad_fn, wrong)
+        with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
+            ll.grads.clip_by_norm(grad_fn, wrong)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -154,7 +164,7 @@ def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     assert ll.grads.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
 
 
-CLIPPING = [ll.clip_by_global_norm, ll.grads.clip_by_value]
+CLIPPING = [ll.clip_by_global_norm, ll.grads.clip_by_norm, ll.grads.clip_by_value]
 
 
 @pytest.mark.parametrize("clip", CLIPPING)
