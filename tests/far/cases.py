@@ -304,6 +304,10 @@ def with_infinity(device):
 # Optimizers, and what else is not as usual in the run.
 OPTIMIZERS = {
     "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
+    "optim.own_steps": (
+        ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
+        {},
+    ),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
 }
 for name, (optimizer, options) in OPTIMIZERS.items():
@@ -589,6 +593,7 @@ ON_THE_HOST = {
     "optim.optimizer": "the number of updates, where torch.optim has it",
     "evaluation.predict_to": "files",
     "optim.ema": _COUNTS,
+    "optim.own_steps": _COUNTS,
     "optim.injected": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }
