@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.checks import check_type, named
+from looplib._core.checks import check, check_type, named
 from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
     Kept,
@@ -48,7 +48,7 @@ from looplib._core.updates import (
     update_where,
 )
 from looplib._core.watches import Watch
-from looplib._objective import loss_over_ranks, record
+from looplib._objective import aux_records, loss_over_ranks, record
 from looplib.gradients import of_this_model
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
@@ -254,9 +254,11 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             else:
                 owned = copy_params(grads, params)
                 next_opt_state, lease = copy_tree(next_opt_state), None
+            report: dict[str, Any] = {}
             info = {
                 "applied": applied,
                 "metrics": metrics,
+                "report": report,
                 "buffers": new_buffers,
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
@@ -271,7 +273,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, metrics
+            return new, _with_report(metrics, report, samples) if report else metrics
         except BaseException as error:
             if undo is not None:
                 # Unless it was given up, so that its memory is no longer the state's.
@@ -317,11 +319,20 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         decision, opt_state = call_decide(optimizer, out.grads, opt_state, out.metrics, params, state.step)
         flags = flags_in_graph(decision)
         buffers = out.buffers
-        info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
+        report: dict[str, Any] = {}
+        info = {"metrics": out.metrics, "report": report, "buffers": buffers, "seed": state.seed}
         new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
-        return Outcome({**params, **new_params}, opt_state, buffers, out.metrics, out.samples, any_of(flags))
+        metrics = _with_report(out.metrics, report, out.samples)
+        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, any_of(flags))
 
     return core
+
+
+def _with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
+    """The metrics of a step, with those that its update reports."""
+    for name in report:
+        check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
+    return {**metrics, **aux_records(report, samples)}
 
 
 def _evaluate(

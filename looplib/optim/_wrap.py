@@ -155,11 +155,13 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         return all(flag is True for flag in flags.values()) or Decision(flags, checks), {"inner_states": states}
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
-        states = opt_state["inner_states"]
+        states, reports = opt_state["inner_states"], info.pop("report", {})
         for key, (mine, subset) in parts(grads, params).items():
             flag = applied[key] if isinstance(applied, dict) else applied
-            new, states[key] = _update_part(flag, optimizers[key], mine, states[key], subset, step, info)
+            with_own = {**info, "report": (report := {})}
+            new, states[key] = _update_part(flag, optimizers[key], mine, states[key], subset, step, with_own)
             params.update(new)
+            reports.update({_name_within(key, name): value for name, value in report.items()})
         return params, opt_state
 
     description = mapped(operator.attrgetter("description"), optimizers)
@@ -214,13 +216,18 @@ def _evaluated_parts(
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:
-    """Those of each part, with its label: `lr/0` of `rest` is `lr/rest/0`."""
-    numbers = {}
-    for key, member in optimizers.items():
-        for name, value in member.hyperparameters(opt_state["inner_states"][key], step).items():
-            first, slash, rest = name.partition("/")
-            numbers[f"{first}/{key}{slash}{rest}"] = value
-    return numbers
+    states = opt_state["inner_states"]
+    return {
+        _name_within(key, name): value
+        for key, member in optimizers.items()
+        for name, value in member.hyperparameters(states[key], step).items()
+    }
+
+
+def _name_within(key: str, name: str) -> str:
+    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    first, slash, rest = name.partition("/")
+    return f"{first}/{key}{slash}{rest}"
 
 
 def own_steps(optimizer: Optimizer) -> Optimizer:
