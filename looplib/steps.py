@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,7 @@ from looplib._core.updates import (
 )
 from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
-from looplib.gradients import forward_writes, of_this_model
+from looplib.gradients import EVALUATED, check_history, forward_writes, of_this_model
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
@@ -483,12 +484,17 @@ def _apart(tree: Any, of: Iterable[Tensor], or_if: Callable[[Tensor], bool] = la
 
 def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
     host = _modules.FunctionalModule(model, training, backward=False)
+    known: Any = None  # a weak reference to the last state: many batches see one
 
     def forward(state: TrainState, batch: Any) -> Any:
+        nonlocal known
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()
+        if grad_mode and (known is None or known() is not state):
+            check_history(params, EVALUATED)
+            known = weakref.ref(state)
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)

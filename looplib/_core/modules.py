@@ -321,6 +321,8 @@ class FunctionalModule:
     ) -> Exception:
         """The error, or a better one if it is torch's and the state or the batch explains it."""
         fold(error)
+        if self.backward and torch_private.functorch_level() and not _tracing.tracing():
+            return RuntimeError(_IN_FUNC)
         if isinstance(error, RuntimeError):
             if "backward through the graph a second time" in str(error):
                 return RuntimeError(
@@ -359,6 +361,10 @@ LATE_CHECKPOINT = (
     "the loss has a checkpoint with use_reentrant=True, which runs a backward pass of its own, and had none at the first "
     "call: turn on activation checkpointing before ll.make_grad_fn, or call ll.make_grad_fn again, or use "
     "use_reentrant=False"
+)
+_IN_FUNC = (
+    "a train step inside torch.func.grad or torch.vmap: it takes its gradients by a backward pass, which does not work "
+    "there. Use ll.transforms.differentiable(train_step), or ll.vmap_step(train_step) for many members"
 )
 _NO_TENSOR = torch.empty(0, device=_CPU)
 

@@ -145,6 +145,14 @@ def functorch_level_of(tensor: Tensor) -> int:
     return torch._C._functorch.maybe_get_level(tensor)
 
 
+def in_graph(tensor: Tensor) -> bool:
+    """True if a tensor was computed with a graph, or a torch.func transform takes gradients of it."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.grad_fn is not None or functorch.is_gradtrackingtensor(tensor)
+
+
 def mps_generator() -> torch.Generator:
     """Random number generator of an Apple GPU."""
     return torch.mps._get_default_mps_generator()

@@ -16,7 +16,7 @@ from looplib._core.kinds import check_kind
 from looplib._core.lease import check_unwritten, give_up
 from looplib._core.misuse import Watch, warn_of_stale
 from looplib._core.records import with_repr
-from looplib.gradients import check_history
+from looplib.gradients import EVALUATED, check_history
 from looplib.losses._activations import Classes, choice, outermost
 from looplib.steps import StepSpec, advanced, spec_of, with_spec
 from looplib.transforms._compiler import Compiler
@@ -152,6 +152,8 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
 def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], Any]:
     def compiled(state: TrainState, batch: Any) -> Any:
         _interrupts.install()
+        if torch.is_grad_enabled() and (compiler.known is None or compiler.known[0]() is not state):
+            check_history(state.params, EVALUATED)
         ready = compiler.prepare(state, batch)
         out, _ = compiler.run(ready, state)
         compiler.remember(ready, state)
