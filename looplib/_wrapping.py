@@ -7,7 +7,7 @@ from typing import Any
 from looplib._core import kinds, records
 from looplib._core.checks import check
 from looplib._core.records import Made
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Metric, TrainState
 
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
@@ -44,6 +44,17 @@ def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
         check(record.scaled or not record.whole_step, _order(record, who))
         check(not record.per_sample, PER_SAMPLE_SCALED)
     return checked
+
+
+def joined(metrics: dict[str, Metric], more: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics, and those that a wrapper adds. Raise for a name that both have, of which one value would be lost."""
+    for name in more:
+        if name in metrics:
+            raise ValueError(
+                f"the metrics have a {name!r} from inside already, of loss_fn's aux or of another wrapper: choose another "
+                "name for yours, or leave out one of two wrappers that report it"
+            )
+    return {**metrics, **more}
 
 
 PER_SAMPLE_SCALED = (

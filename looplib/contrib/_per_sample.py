@@ -27,7 +27,7 @@ from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import cuts_marked, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
-from looplib._wrapping import PER_SAMPLE_SCALED
+from looplib._wrapping import PER_SAMPLE_SCALED, joined
 from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
@@ -250,13 +250,13 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, requ
 
 def _together(out: Gradients, grads: Grads, request: GradRequest, metrics: dict[str, Metric]) -> Gradients:
     """Gradients summed over the samples, as from an ordinary GradFn. `grads` may be overwritten."""
-    total, samples = request.sum, out.samples
+    total, samples, metrics = request.sum, out.samples, joined(out.metrics, metrics)
     if total is None:
         multiply(grads, 1 / max(samples, 1))
-        return Gradients(grads, {**out.metrics, **metrics}, out.buffers, samples)
+        return Gradients(grads, metrics, out.buffers, samples)
     if total.normalizer is None:
         total.normalizer = max(samples if total.samples is None else total.samples, 1)
     multiply(grads, 1 / total.normalizer)
     if into := total.grads:
         grads = {name: into[name].add_(grad) for name, grad in grads.items()}
-    return Gradients(grads, {**out.metrics, **metrics}, out.buffers, samples, samples)
+    return Gradients(grads, metrics, out.buffers, samples, samples)

@@ -17,7 +17,7 @@ from looplib._core.records import chain, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
-from looplib._wrapping import check_parts
+from looplib._wrapping import check_parts, joined
 from looplib.grads._accumulation import added_up
 from looplib.grads._wrapper import kept
 from looplib.metrics._mean import Mean
@@ -87,7 +87,7 @@ def retry_on_oom(
         count = batch_size(batch)
         while (out := attempt(state, batch, count, request)) is None:
             pass
-        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(size_in(count))})
+        return out._replace(metrics=joined(out.metrics, {"microbatch_size": Mean(size_in(count))}))
 
     made = kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
     return with_repr(made, retry_on_oom, grad_fn, size=size, batch_size=batch_size)
