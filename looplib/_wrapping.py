@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from looplib._core import kinds, records
@@ -44,6 +45,15 @@ def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
         check(record.scaled or not record.whole_step, _order(record, who))
         check(not record.per_sample, PER_SAMPLE_SCALED)
     return checked
+
+
+def check_samples_apart(batch_norms: Sequence[str]) -> None:
+    """Raise if these layers make each sample's gradient depend on the others."""
+    check(
+        not batch_norms,
+        f"{', '.join(batch_norms)} would normalise each sample by the others, so that it has no gradient of its own: "
+        "use GroupNorm in its place, or put it into eval mode, with running statistics, before its grad_fn is made",
+    )
 
 
 def joined(metrics: dict[str, Metric], more: dict[str, Metric]) -> dict[str, Metric]:

@@ -155,6 +155,7 @@ def make_grad_fn(
         microbatches=microbatches,
         compare=host.engine.compare if isinstance(host.engine, Engine) else None,
         model=model,
+        batch_norms=host.batch_norms(),
         renormed=renormed,
         reach=reach,
     )

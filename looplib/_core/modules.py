@@ -178,6 +178,15 @@ class FunctionalModule:
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             warn(_ALL_IN_EVAL.format(model=type(self.model).__name__, layers=", ".join(found[:_SHOWN] + more)))
 
+    def batch_norms(self) -> tuple[str, ...]:
+        """Layers that normalize a sample by the others of its batch."""
+        modes = dict(zip(self.modules, self.modes, strict=True))
+        return tuple(
+            f"{name or 'the model'} ({type(module).__name__})"
+            for name, module in named_modules(self.model)
+            if isinstance(module, torch_private.BatchNorm) and (modes[module] or module.running_mean is None)
+        )
+
     def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
         _interrupts.install()  # before anything that holds signals back

@@ -60,6 +60,7 @@ class Made(NamedTuple):
         microbatches: the same function for several microbatches at once, which is faster.
         compare: function that raises on all ranks, before the first step, if they run different programs.
         model: the module whose gradients it computes.
+        batch_norms: layers that normalize a sample by the others of its batch.
         renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
         reach: what the graph of its loss reaches (`_core.reached.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
@@ -77,6 +78,7 @@ class Made(NamedTuple):
     microbatches: Callable[..., Any] | None = None
     compare: Callable[..., None] | None = None
     model: nn.Module | None = None
+    batch_norms: tuple[str, ...] = ()
     renormed: tuple[str, ...] = ()
     reach: Any = None
     parts: Any = None

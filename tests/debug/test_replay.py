@@ -432,6 +432,15 @@ def test_rows_are_ranked_by_their_own_gradients(count, seed):
     assert [(row.row, row.index) for row in per_sample] == [(row.row, None) for row in found]
 
 
+def test_rows_have_no_gradients_of_their_own_with_batch_norm_in_training_mode():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    loss, x = lambda model, x: model(x).square().mean(), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\) would normalise each sample by the others"):
+        worst_samples(ll.clip_by_global_norm(ll.make_grad_fn(model, loss), math.inf), ll.init_state(model), x)
+    model[1].eval()
+    assert len(worst_samples(ll.make_grad_fn(model, loss), ll.init_state(model), x)) == 4
+
+
 def test_rows_that_are_not_finite_come_first_and_indices_must_fit():
     model = nn.Linear(1, 1, bias=False)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
