@@ -235,6 +235,8 @@ class FunctionalModule:
         # A loss that misses the replaced layers is noticed by their gradients, so only the first call looks.
         if not (self.looked and self.backward) and _submodules(self.children) != self.submodules:
             self._refuse_replaced()
+        if not self.looked and self.model.training:
+            self._warn_of_late_eval()
         self.looked = True
         if self.unfilled:
             self._refuse_filled()
@@ -246,6 +248,12 @@ class FunctionalModule:
                 self._refuse_hooks(params)
         # Buffers may have any shape, since a forward pass may assign a longer one.
         return swaps + _differing(self.buffers_at, buffers) if buffers else swaps
+
+    def _warn_of_late_eval(self) -> None:
+        modes = dict(zip(self.modules, self.modes, strict=True))
+        late = [name for name, module in named_modules(self.model) if modes[module] and not module.training]
+        if late:
+            warn(_LATE_EVAL.format(layers=few(late, _SHOWN)))
 
     def _refuse_replaced(self) -> None:
         """Raise if layers have been replaced since this was made, unless the tensors are still in the same slots."""
@@ -359,6 +367,10 @@ _ALL_IN_EVAL = (
     "the whole {model} is in eval mode, and steps run it in training mode, so batch norm updates its statistics and "
     "dropout drops: {layers}. from_pretrained gives models in eval mode: call model.train() before make_grad_fn, and "
     "then eval() of each layer that is to stay so"
+)
+_LATE_EVAL = (
+    "{layers} went into eval mode after this function was made from the model, which runs each layer in the mode that it "
+    "had then, here training mode: call eval() before make_grad_fn"
 )
 _OF_HOOKS = (
     "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "
