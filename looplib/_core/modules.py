@@ -105,7 +105,9 @@ def check_names(what: str, of_state: Mapping[str, Tensor], slots: dict[str, list
         raise ValueError(f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; {advice}")
     for name, tensor in of_state.items():
         shape, of_tensor = tuple(of_model[name].shape), tuple(tensor.shape)
-        check(shape == of_tensor, f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}")
+        if shape != of_tensor:
+            stack = "; for a stack of states, ll.vmap_step(step)" * (of_tensor[1:] == shape)
+            raise ValueError(f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}{stack}")
 
 
 def check_materialized(params: Mapping[str, Tensor]) -> None:
