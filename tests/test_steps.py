@@ -455,7 +455,7 @@ REFUSED = [
     (lambda m: step_of(m, ll.init_state(NARROW, SGD)), ValueError, r"Sequential.*'2\.bias', '2\.weight'"),
     (lambda m: step_of(m, ll.init_state(WIDE, SGD)), ValueError, r"0\.weight.*\(64, 16\).*\(32, 16\)"),
     (lambda m: ll.bind(m, ll.init_state(WIDE)), ValueError, r"0\.weight.*\(64, 16\)"),
-    (lambda m: step_of(m, {}), TypeError, "dict.*TrainState"),
+    (lambda m: step_of(m, {}), TypeError, "dict.*TrainState.*in this order: state, metrics"),
     (
         lambda m: ll.make_train_step(ll.make_grad_fn(m, classify), torch.optim.SGD(m.parameters())),
         TypeError,
