@@ -103,6 +103,11 @@ def test_the_repr_is_the_code_that_made_it(codes):
         assert code_of(eval(code, NAMES)) == code
 
 
+def test_what_holds_files_or_a_bar_is_shown_with_what_it_was_made_of(tmp_path):
+    assert repr(ll.checkpoint_io(tmp_path)) == f"CheckpointIO({str(tmp_path)!r})"
+    assert repr(ll.progress(len, epochs=3)) == "ll.progress(len, epochs=3)"
+
+
 def test_schedules_and_predicates_read_as_code():
     for code in SCHEDULES_AND_PREDICATES:
         assert repr(eval(code, {**vars(ll.schedules), **vars(ll.predicates)})) == code

@@ -68,12 +68,12 @@ def worst_samples(
         ValueError: the number of indices is not the number of samples, or BatchNorm would normalize over a batch.
     """
     grad_fn = check_kind(grad_fn, "worst_samples", "grad_fn")
-    for record in chain(grad_fn):
-        check_samples_apart(record.batch_norms)
     count = batch_size(batch)
     known = indices.tolist() if hasattr(indices, "tolist") else indices
     positions = [None] * count if known is None else list(known)
     check(len(positions) == count, f"{len(positions)} indices for a batch of {count} samples; give one for each")
+    for record in chain(grad_fn):
+        check_samples_apart(record.batch_norms)
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
         out = grad_fn(state, sample)

@@ -182,8 +182,13 @@ def test_what_cannot_be_is_refused():
     c = Case()
     later = c.state.replace(step=6)
     for call, error, named in (
-        (lambda: replay(c.step, {8: later, 6: later}, c.loader, 5), ValueError, "5.*6, 8"),
-        (lambda: replay(c.step, {}, c.loader, 5), ValueError, "5"),
+        (lambda: replay(c.step, {8: later, 6: later}, c.loader, 5), ValueError, "step 5.*6, 8"),
+        (lambda: replay(c.step, {}, c.loader, 5), ValueError, "steps given: none"),
+        (
+            lambda: replay(c.step, c.state, torch.utils.data.DataLoader(range(8)), 5),
+            TypeError,
+            r"a DataLoader;.*ll\.make_loader\(data",
+        ),
         (lambda: replay(c.step, c.state, c.loader, True), TypeError, "True"),
         (lambda: replay(c.step, [c.state], c.loader, 5), TypeError, "list"),
         (lambda: replay(c.step, c.state, lambda state: [], 5), ValueError, r"TrainState\(step=0"),

@@ -443,7 +443,11 @@ REFUSED = {  # name -> (call, type, what the message names)
         ValueError,
         ["(loss)", "ll.compute"],
     ),
-    "metrics of members": (evaluated, ValueError, ["'loss'", "(3,)", "compute_members(metrics)", "ll.evaluation.measure"]),
+    "metrics of members": (
+        evaluated,
+        ValueError,
+        ["'loss'", "(3,)", "compute_members(metrics)", "ll.evaluation.measure"],
+    ),
     "a plain step": (plain_step_of_a_stack, TypeError, ["stack", "ll.vmap_step(step)", "unstack_states(stack)[0]"]),
     "a compiled plain step": (
         lambda: plain_step_of_a_stack(partial(ll.compile_step, backend="eager")),
