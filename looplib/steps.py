@@ -55,7 +55,7 @@ from looplib._core.updates import (
     read,
     update_where,
 )
-from looplib._objective import aux_records, loss_over_ranks, record
+from looplib._objective import aux_records, loss_over_ranks, record, split_loss
 from looplib._wrapping import check_whole
 from looplib.gradients import EVALUATED, check_history, forward_writes, of_this_model
 from looplib.metrics._mean import Mean
@@ -377,7 +377,7 @@ def advanced(
     return new
 
 
-def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:
+def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> EvalStep:
     """Make an evaluation step: a function from a state and a batch to metrics.
 
     >>> import looplib as ll, torch
@@ -406,11 +406,13 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         metric_fn: `metric_fn(model, batch)`, which returns a dict of metrics such as `Mean(total, weight)`, or of
             scalars. A scalar is taken as the mean over the batch's samples and weighted by their number. That is
             right for averages over samples, and wrong for F1, AUC or the value of a torchmetrics metric: use the
-            records in `ll.metrics` or `torchmetric` for those.
+            records in `ll.metrics` or `torchmetric` for those. A loss function, as for `make_grad_fn`, does as well: its
+            loss is the metric `loss`, next to those of its aux.
 
     Raises:
-        TypeError: `metric_fn` returns anything else.
-        ValueError: the state belongs to a different model, or the batch is on a different device.
+        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
+        ValueError: a value is no metric, a parameter of the state carries a graph, the state belongs to a different
+            model, or the batch is on a different device.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_gradients(model, metric_fn)
@@ -418,9 +420,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
         values = forward(state, batch)
         if not isinstance(values, Mapping):
-            raise TypeError(
-                f'metric_fn returned a {type(values).__name__}; return a dict such as {{"loss": Mean(total, weight)}}'
-            )
+            loss, aux = split_loss(values)
+            values = {"loss": loss, **aux}
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 

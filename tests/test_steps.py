@@ -476,7 +476,8 @@ REFUSED = [
         ValueError,
         r"0\.weight.* on the meta device.*device_map",
     ),
-    (lambda m: eval_of(m, lambda logits: logits), TypeError, "Tensor.*dict"),
+    (lambda m: eval_of(m, lambda logits: logits), ValueError, r"'loss'.*\(12, 4\)"),
+    (lambda m: eval_of(m, lambda logits: (logits, logits)), TypeError, r"tuple.*\(loss, aux\)"),
     (lambda m: eval_of(m, lambda logits: {"logits": logits}), ValueError, r"'logits'.*\(12, 4\)"),
 ]
 
@@ -491,6 +492,19 @@ def test_wrong_parts_are_named():
 
 
 # Evaluation
+
+
+def test_an_eval_step_takes_a_loss_function_as_well():
+    model, _, (batch,) = make("mlp", 1)
+    state = ll.init_state(model)
+    loss = classify(model, batch).item()
+    count = ll.Mean(3, 2)
+    for function, expected in (
+        (classify, {"loss": loss}),
+        (lambda model, batch: ll.Mean(classify(model, batch) * 6, 2), {"loss": 3 * loss}),
+        (lambda model, batch: (classify(model, batch), {"count": count}), {"loss": loss, "count": 1.5}),
+    ):
+        assert ll.evaluate(ll.make_eval_step(model, function), state, [batch]) == pytest.approx(expected)
 
 
 def test_evaluation_is_in_eval_mode_with_the_states_values():
