@@ -53,6 +53,7 @@ OPTIMIZERS = [
     "ll.optim.swa(ll.optimizer(AdamW, lr=0.001), start=10)",
     "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen=frozen)",
     "ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100)",
+    "ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1))",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
 ]
 GRAD_FN = "ll.make_grad_fn(Linear, loss_fn)"
