@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
-from looplib._core.records import chain
+from looplib._core.records import chain, check_kind
 from looplib._core.trees import batch_size, split
 from looplib._wrapping import check_samples_apart
 from looplib.grads._clipping import global_norm

@@ -1,5 +1,6 @@
 """Gradients through training, against finite differences, loops written out by hand, and the plain step."""
 
+import gc
 import weakref
 from functools import partial
 
@@ -121,9 +122,7 @@ def test_wrappers_against_finite_differences_and_the_plain_step(name):
     close(unroll(step, start, data)[0].params, unroll(plain, start, data)[0].params)
 
 
-@pytest.mark.parametrize(
-    ("name", "plain_steps"), [("AdamW", 3), ("NAdam", 3), ("RMSprop", 3), ("Adagrad", 3), ("RAdam", 0)]
-)
+@pytest.mark.parametrize(("name", "plain_steps"), [("AdamW", 3), ("NAdam", 3), ("RMSprop", 3), ("Adagrad", 3)])
 def test_a_dead_unit_makes_no_nan(name, plain_steps):
     # Its weights have a mean square of 0, of which the root has no slope; torch's differentiable=True has NaN there.
     cls, lr, options = OPTIMIZERS[name]
@@ -468,7 +467,14 @@ def recomputed():
 RECOMPUTED = recomputed()
 
 
-def test_what_is_computed_again_is_not_kept():
+@pytest.fixture
+def no_garbage_collector():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_what_is_computed_again_is_not_kept(no_garbage_collector):
     _, plain, start = RECOMPUTED
     step = ll.transforms.differentiable(plain)  # whose first call is within a segment
     made = []
