@@ -37,9 +37,8 @@ def check(holds: Any, message: str, error: Callable[[str], Exception] = ValueErr
     Traceback (most recent call last):
     ArithmeticError: two ones are 2
     """
-    __tracebackhide__ = (
-        True  # pytest then ends the traceback at the function that checks, and IPython shows no docstring
-    )
+    # pytest then ends the traceback at the function that checks, and IPython shows no docstring.
+    __tracebackhide__ = True
     if not holds:
         raise error(message)
 

@@ -10,8 +10,8 @@ from typing import Any
 from looplib._core.checks import check
 from looplib._core.records import chain, check_kind
 from looplib._core.trees import batch_size, split
-from looplib._wrapping import check_samples_apart
 from looplib.grads._clipping import global_norm
+from looplib.grads._wrapper import check_samples_apart
 from looplib.metrics._mean import compute
 from looplib.types import GradFn, TrainState
 
