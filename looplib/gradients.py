@@ -154,6 +154,7 @@ def make_grad_fn(
         adds=True,
         microbatches=microbatches,
         model=model,
+        batch_norms=host.batch_norms(),
         reach=reach,
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
@@ -326,14 +327,26 @@ def _leaf(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def check_history(params: Mapping[str, Tensor]) -> None:
+_TRAINED = (
+    "compute it under torch.no_grad(), or give its detach(); to take the gradient through the step, use "
+    "ll.transforms.differentiable(train_step)"
+)
+EVALUATED = (
+    "eval and predict steps would cut its gradient off. Take the loss itself, "
+    "torch.func.functional_call(model, state.params, inputs), or if you want no gradient, call the step under "
+    "torch.no_grad()"
+)
+
+
+def check_history(params: Mapping[str, Tensor], instead: str = _TRAINED) -> None:
     """Raise if a parameter carries a graph: a step would cut off its gradient, and a donated step would keep the graph."""
     for name, tensor in params.items():
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None or (
+            torch_private.in_transform(tensor) and torch_private.is_differentiated(tensor)
+        ):
+            graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "torch.func"
             raise ValueError(
-                f"the parameter {name} of the state was computed from others, with a graph behind it "
-                f"({type(tensor.grad_fn).__name__}): compute it under torch.no_grad(), or give its detach(); to take "
-                "the gradient through the step, use ll.transforms.differentiable(train_step)"
+                f"the parameter {name} of the state was computed from others, with a graph behind it ({graph}): {instead}"
             )
 
 

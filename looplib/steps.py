@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +49,8 @@ from looplib._core.updates import (
     update_where,
 )
 from looplib._core.watches import Watch
-from looplib._objective import aux_records, loss_over_ranks, record
-from looplib.gradients import of_this_model
+from looplib._objective import aux_records, loss_over_ranks, record, split_loss
+from looplib.gradients import EVALUATED, check_history, of_this_model
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
 from looplib.types import (
@@ -371,7 +372,7 @@ def advanced(
     return new
 
 
-def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:
+def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> EvalStep:
     """Make an evaluation step: a function from a state and a batch to metrics.
 
     >>> import looplib as ll, torch
@@ -400,11 +401,13 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         metric_fn: `metric_fn(model, batch)`, which returns a dict of metrics such as `Mean(total, weight)`, or of
             scalars. A scalar is taken as the mean over the batch's samples and weighted by their number. That is
             right for averages over samples, and wrong for F1, AUC or the value of a torchmetrics metric: use the
-            records in `ll.metrics` or `torchmetric` for those.
+            records in `ll.metrics` or `torchmetric` for those. A loss function, as for `make_grad_fn`, does as well: its
+            loss is the metric `loss`, next to those of its aux.
 
     Raises:
-        TypeError: `metric_fn` returns anything else.
-        ValueError: the state belongs to a different model, or the batch is on a different device.
+        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
+        ValueError: a value is no metric, a parameter of the state carries a graph, the state belongs to a different
+            model, or the batch is on a different device.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_gradients(model, metric_fn)
@@ -412,9 +415,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
         values = forward(state, batch)
         if not isinstance(values, Mapping):
-            raise TypeError(
-                f'metric_fn returned a {type(values).__name__}; return a dict such as {{"loss": Mean(total, weight)}}'
-            )
+            loss, aux = split_loss(values)
+            values = {"loss": loss, **aux}
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
@@ -477,12 +479,17 @@ def _apart(tree: Any, of: Iterable[Tensor]) -> Any:
 
 def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
     host = _modules.FunctionalModule(model, training, backward=False)
+    known: Any = None  # a weak reference to the last state: many batches see one
 
     def forward(state: TrainState, batch: Any) -> Any:
+        nonlocal known
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()
+        if grad_mode and (known is None or known() is not state):
+            check_history(params, EVALUATED)
+            known = weakref.ref(state)
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)

@@ -215,16 +215,20 @@ def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
 
 
 def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
-    at = f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated"
+    moment = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
+    at = f"the state at {moment} was donated, and its {name} can no longer be read"
     if writer.step is None:
         return (
             f"{at}: {writer.writer} was writing over its tensors when it failed, so there is no state after it. "
             "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
         )
-    pure = "" if writer.writer.startswith("ckpt.restore") else " or make the step with donate=False"
+    at += f": {writer.writer} has written over its tensors, and that run is at step {writer.step} now. "
+    if writer.writer.startswith("ll.bind"):
+        return f"{at}Copy a state before you bind another one (kept = ll.copy_state(state)), and bind it again to train it"
     return (
-        f"{at}: {writer.writer} has written over its tensors, and that run is at step {writer.step} now. Continue with "
-        f"the state that it returned; to keep an earlier one, copy it first (kept = ll.copy_state(state)){pure}"
+        f"{at}Continue with the state that it returned. If that is lost, as when a notebook cell begins with state = start, "
+        "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "
+        "state, copy it first: kept = ll.copy_state(state)"
     )
 
 
@@ -248,8 +252,8 @@ def check_state(value: Any, call: str) -> None:
     """Raise TypeError unless this is a state; `call` shows how the function is called."""
     if isinstance(value, TrainState):
         return
-    if isinstance(value, tuple) and isinstance((*value, None)[0], TrainState):
-        call += ". A train step returns two values: state, metrics = train_step(state, batch)"
+    if isinstance(value, (tuple, dict)):
+        call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
     raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 

@@ -207,12 +207,12 @@ _CALLED = _STALE + (
     "warning"
 )
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
-# Modules whose user has been warned.
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules whose user has been warned, of saving and of calling them.
+_told: dict[str, weakref.WeakSet[nn.Module]] = {_SAVED: weakref.WeakSet(), _CALLED: weakref.WeakSet()}
 
 
 def _watch_module(module: nn.Module) -> None:
-    if module in _stale or module in _told:
+    if module in _stale:
         return
     hooks = []
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
@@ -238,13 +238,13 @@ def warn_of_reached(others: Iterable[Tensor]) -> None:
 
 def _used(module: nn.Module, message: str) -> None:
     """Warn of a module that is called or saved with its first weights, outside of steps and looplib's exports."""
-    if torch.compiler.is_dynamo_compiling() or module in _told or (stale := _stale.get(module)) is None:
+    if torch.compiler.is_dynamo_compiling() or module in _told[message] or (stale := _stale.get(module)) is None:
         return
     if any(module is each for wrapper in running.models for each in wrapper.modules()):
         return
     # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
     if stale.writes and _writes(module) == stale.writes:
-        _told.add(module)
+        _told[message].add(module)
         warn(message.format(type=type(module).__name__))
 
 

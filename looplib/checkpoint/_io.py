@@ -187,6 +187,9 @@ class CheckpointIO:
         self._listing = Listing(folder)
         self._background = BackgroundWriter()
 
+    def __repr__(self) -> str:
+        return f"CheckpointIO({str(self._listing.folder)!r})"
+
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
@@ -310,7 +313,8 @@ class CheckpointIO:
             if ranks.first and not quiet:
                 position = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
                 title = "weights" if weights_only else position
-                print(f"Restored {title} from {os.path.relpath(path)}", flush=True)
+                shown = min(os.path.relpath(path), str(path), key=len)
+                print(f"Restored {title} from {shown}", flush=True)
             return state
         return state
 

@@ -193,7 +193,8 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         if tensor.numel() != 1:
             raise ValueError(
                 f"{name!r} has the shape {tuple(tensor.shape)}, and not one value: of the step of a stack "
-                "(ll.vmap_step) ll.transforms.compute_members gives the values of each member; of another record, read one "
+                "(ll.vmap_step) ll.transforms.compute_members(metrics) gives the values of each member, also of the metrics that "
+                "ll.evaluation.measure(eval_step, stack, batches) returns; of another record, read one "
                 "number by ll.metrics.Reading(record, lambda record: record.value()[0])"
             )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]

@@ -168,7 +168,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     try:
         numbers = optimizer.hyperparameters(state.opt_state, state.step)
     except (LookupError, TypeError, AttributeError) as error:
-        raise of_another(optimizer, state, error) from error
+        raise of_another(optimizer, state) from error
     return {prefix + name: value for name, value in numbers.items()}
 
 

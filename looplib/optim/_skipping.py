@@ -38,7 +38,7 @@ class NonFiniteGradientsError(ArithmeticError):
     """
 
 
-def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
+def apply_if_finite(optimizer: Optimizer, max_consecutive: int = 5) -> Optimizer:
     """Non-finite gradients: skip updates with infinite or NaN gradients, and raise after too many in a row.
 
     >>> import looplib as ll, torch

@@ -290,14 +290,14 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
         "the state was made without an optimizer" if opt_state is None else f"opt_state holds {contents(opt_state)}"
     )
     return ValueError(
-        f"{found}, and {who} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
+        f"{found}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
         "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
     )
 
 
-def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
+def of_another(optimizer: Optimizer, state: TrainState) -> ValueError:
     """Error for a state that an optimizer cannot read."""
     return ValueError(
-        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer!r} "
-        f"({error!r}): give the optimizer that made it, with its wrappers"
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer.call or optimizer}: give the "
+        "optimizer that made it, with its wrappers"
     )
