@@ -173,7 +173,7 @@ def make_train_step(
             optimizer's state), raises DonatedStateError.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
-            first.
+            first, and ask predicates with the state that it returns.
 
     Raises:
         DonatedStateError: the state was already donated to a step.
@@ -181,9 +181,9 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
-    function of your own, it may be interrupted before it returns the new state, which is then lost. The exception is
-    a first Ctrl-C in a loop over a looplib loader, which waits for the next batch. If the update itself fails, there
-    is no state after it.
+    function of your own, it may be interrupted before it returns the new state, which is then lost. A first Ctrl-C in a
+    loop over a looplib loader does no harm there either, because it waits until the loop asks for its next batch. If
+    the update itself fails, there is no state after it.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
     saving or calling the module while it still has the weights from before its first pure step; and a loss that

@@ -86,6 +86,7 @@ def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert ll.log.read_jsonl("runs/first/log.jsonl") == ll.log.read_jsonl("../whole/runs/first/log.jsonl")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("place", "strikes", "restored"),
     [
@@ -113,7 +114,7 @@ def test_ctrl_c_saves_and_a_rerun_ends_like_an_unbroken_run(tmp_path, monkeypatc
     assert not ll.debug.differences(run(program(3))["state"], whole)
     assert f"Restored {restored} from" in capsys.readouterr().out
     logged, unbroken = (ll.log.read_columns(f"{folder}/runs/first/log.jsonl") for folder in (".", "whole"))
-    assert all(logged[name] == unbroken[name] for name in ("step", "eval/accuracy"))  # a window begins anew
+    assert all(logged[name] == unbroken[name] for name in ("step", "eval/accuracy"))  # the window starts again
     run(program(3))
     assert "Restored step 130 (epoch 10, batch 0) from" in capsys.readouterr().out  # a finished run says so
 

@@ -50,8 +50,9 @@ def worst_samples(
     [7, 12, 31]
 
     Infinite and NaN losses and norms come first, then the largest norms. Each sample goes through `grad_fn` as a
-    batch of one, so dropout draws a different mask from the one in training. Put BatchNorm into eval mode before
-    `make_grad_fn`, since it cannot normalize a single sample.
+    batch of one, so dropout draws a different mask from the one in training. Put BatchNorm layers into eval mode before
+    `make_grad_fn`: they would normalize each sample by itself, which BatchNorm1d refuses, and which gives BatchNorm2d
+    other values than in training.
 
     After replaying the step of the spike: `worst_samples(grad_fn, found.state, found.batch, found.indices)`.
 
