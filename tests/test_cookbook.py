@@ -447,6 +447,25 @@ def test_adaptive_clipping_is_the_formula_unit_by_unit(eps):
         ll.accumulate(clipped, 2)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_accumulate_has_the_bits_that_the_page_gives(weighted):
+    def loss_fn(model, batch):
+        x, y = batch
+        losses = cross_entropy(model(x), y, reduction="none")
+        return ll.Mean(losses[y != 2].sum(), (y != 2).sum()) if weighted else losses.mean()
+
+    names = {}
+    exec(SETUP, names)
+    model, batch = names["model"], (names["x"][:29], names["y"][:29])
+    found = ll.accumulate(ll.make_grad_fn(model, loss_fn), 4)(ll.init_state(model), batch).grads
+    parts = list(zip(*[tensor.tensor_split(4) for tensor in batch], strict=True))
+    losses = [loss_fn(model, part) for part in parts]
+    for loss, (x, _) in zip(losses, parts, strict=True):
+        (loss.total / losses[0].weight if weighted else loss * (len(x) / 29)).backward()
+    scale = losses[0].weight.item() / sum(loss.weight.item() for loss in losses) if weighted else 1
+    assert all(torch.equal(found[name], weight.grad * scale) for name, weight in model.named_parameters())
+
+
 # Where signals arrive: while a batch is stepped, or an epoch is evaluated. `early_stopping` has waited once by step 232.
 PLACES = {"Stop early 1": {"epoch": 235, "evaluation": 232}, f"{INTERRUPT} 1": {"epoch": 11, "evaluation": 16}}
 REQUESTS = [("Stop early 1", signal.SIGTERM, 1, place) for place in ("epoch", "evaluation")]
