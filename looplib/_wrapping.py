@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from looplib._core import kinds, records
+from looplib._core import records
 from looplib._core.checks import check
 from looplib._core.records import Made
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -14,7 +14,7 @@ def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
     """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
-    return kinds.check_kind(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
+    return records.check_kind(grad_fn, who, "grad_fn", advice=inside if records.kind_of(grad_fn) in steps else "")
 
 
 def check_whole(grad_fn: GradFn, who: str) -> GradFn:

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import LOCAL_PASSES, Engine, Passes
-from looplib._core.kinds import check_function_of_model
 from looplib._core.mappings import as_record, mapped, pairs, subset, without
-from looplib._core.misuse import LabelWatch
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, placed_like, rank
-from looplib._core.reached import Reach
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.tracing import cuts_marked, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
+from looplib._core.watches import LabelWatch, Reach
 from looplib._objective import objective_of, records, scalar_like, split_loss, value_of, with_own_weight
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState, trees_of
@@ -92,7 +90,7 @@ def make_grad_fn(
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    reach = Reach(model, loss_fn, plain=host.engine.gathers)
+    reach = Reach(model, plain=host.engine.gathers)
     microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
     renormed = tuple(name for name in host.renormed if name in names)
 

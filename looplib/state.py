@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core import lease, misuse
+from looplib._core import lease, watches
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, named, warn
-from looplib._core.descriptions import described
 from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.overlap import overlapping, same_value
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
+from looplib._core.records import described
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
@@ -199,7 +199,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     targets = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
     if all(getattr(state, tree)[name] is targets[tree][name] for tree in targets for name in targets[tree]):
         return state
-    misuse.bound(model)
+    watches.bound(model)
     bound = copy_state(state)
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.
     writes = [

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
 from looplib._core.engines import described_program
-from looplib._core.errors import fold
-from looplib._core.kinds import check_function_of_model
+from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
     Lease,
     apart_from,
@@ -37,10 +35,9 @@ from looplib._core.lease import (
     tensors_in,
 )
 from looplib._core.mappings import pick
-from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.records import Made, chain, made, mark, with_repr, without_record
+from looplib._core.records import Made, chain, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
@@ -54,7 +51,8 @@ from looplib._core.updates import (
     read,
     update_where,
 )
-from looplib._objective import aux_records, loss_over_ranks, record
+from looplib._core.watches import Watch
+from looplib._objective import loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import forward_writes, of_this_model
 from looplib.metrics._mean import Mean
@@ -181,13 +179,13 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
-    function of your own, it may be interrupted before it returns the new state, which is then lost. A first Ctrl-C in a
-    loop over a looplib loader does no harm there either, because it waits until the loop asks for its next batch. If
-    the update itself fails, there is no state after it.
+    function of your own, it may be interrupted before it returns the new state, which is then lost. If the update
+    itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
+    ask `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
-    saving or calling the module while it still has the weights from before its first pure step; and a loss that
-    reaches the parameters of another network, which would keep its first weights. The second uses hooks on the
+    saving or calling the module while it still has the weights from before its first pure step; and a pure step of
+    another network whose loss reaches such a module's parameters. The second uses hooks on the
     module, which `ll.bind` removes; saving or calling a part of the module, or a copy of it, is not noticed.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
@@ -258,9 +256,7 @@ def _train_step(
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
-            # The guards of signals were installed before the passes. The end of a loop over a loader, which may be collected
-            # at any moment, removes them, so they are installed again.
-            _interrupts.install()
+            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned, next_opt_state = params, apart_from(lease, next_opt_state, opt_state)
@@ -274,7 +270,7 @@ def _train_step(
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
-            new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
+            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
                 if donate:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
@@ -284,7 +280,7 @@ def _train_step(
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
+            return new, metrics
         except BaseException as error:
             undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
             fold(error)
@@ -330,12 +326,11 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         forward_params, buffers = forward_writes(out.buffers, params)
         info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
         start = {**params, **forward_params}
-        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
+        new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
         applied = any_of(flags)
         if forward_params:
             new_params |= where(applied, pick(new_params, forward_params), pick(params, forward_params))
-        metrics = {**out.metrics, **aux_records(more, out.samples, apart=False)}
-        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, applied)
+        return Outcome({**params, **new_params}, opt_state, buffers, out.metrics, out.samples, applied)
 
     return core
 

@@ -21,9 +21,8 @@ from looplib._core import lease, torch_private, trees
 from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
-from looplib._core.descriptions import described, described_arguments
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
-from looplib._core.records import chain
+from looplib._core.records import chain, described, described_arguments
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import padding_batch
 
@@ -231,7 +230,7 @@ class Engine(NoEngine):
         if tracing():
             raise UntraceableError(
                 f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
+                "leave out ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile(), "
                 "before it is wrapped"
             )
         if not in_place:

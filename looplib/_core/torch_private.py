@@ -6,12 +6,10 @@ If a version of torch moves one of them, only this file changes. Private names t
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -55,27 +53,6 @@ def without_dataset(iterator: Any) -> Any:
     """A DataLoader's iterator without what its workers have got: a dataset or a collate_fn may hold the loader."""
     vars(iterator).update(_dataset=None, _collate_fn=None, _worker_init_fn=None)
     return iterator
-
-
-def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Copy of a function in which these global names are different objects, also in its module's other functions.
-
-    The copies run the code of torch's functions, without their decorators, and nothing is written to their module.
-    """
-    module = function.__globals__
-    space = dict(module)
-    for name, value in module.items():
-        plain = inspect.unwrap(value) if callable(value) else value
-        if isinstance(plain, FunctionType) and plain.__globals__ is module:
-            space[name] = _in(space, plain)
-    space |= names
-    return _in(space, function)
-
-
-def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
-    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 # One call for many tensors.

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
 from looplib._objective import mean_of, records, shape_or_type, split_loss
@@ -151,7 +150,7 @@ def _check_whole(request: GradRequest) -> None:
     if tracing():
         raise UntraceableError(
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
-            "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
+            "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
         )
     if request.sum is not None:
         raise ValueError(

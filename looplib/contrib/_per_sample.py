@@ -19,11 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import cuts_marked, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_argument, is_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
 from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
 from looplib.types import Grads, Optimizer, Params, TrainState
@@ -83,13 +82,13 @@ def ema(
         return torch.tensor(updates), float(1 - kept)
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
+        params, opt_state = update_within(optimizer, grads, opt_state, params, step, **info)
         opt_state["updates"], weight = on_host(moment, opt_state["updates"])
         if weight is not None:
             now = {"params": params, "buffers": info.get("buffers") or {}}
             for kind, average in opt_state["average"].items():
                 _move(average, now[kind], weight)
-        return params, opt_state, more
+        return params, opt_state
 
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
 
@@ -134,34 +133,26 @@ def _move(average: Tensors, now: Tensors, weight: float | Tensor) -> None:
             torch_private.foreach_lerp_(old, new, weight)
 
 
-def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | None = None) -> Callable[[int], float]:
+def ema_warmup(decay: float) -> Callable[[int], float]:
     """EMA decay with warmup, so that the initial weights are soon forgotten.
 
-    After `n` averages the decay is `min(decay, (1 + n) / (10 + n))`. With `inv_gamma` or `power`, it is
-    `min(decay, 1 - (1 + n / inv_gamma) ** -power)`, as in diffusers: a power of 2/3 suits runs of a million steps, 3/4
-    shorter ones.
+    After `n` averages the decay is `min(decay, (1 + n) / (10 + n))`. Any other function of `n` does as well: that of
+    diffusers is `lambda n: min(0.9999, 1 - (1 + n / inv_gamma) ** -power)`, with a power of 2/3 for runs of a million
+    steps and 3/4 for shorter ones.
 
     >>> [round(ema_warmup(0.999)(n), 3) for n in (1, 10, 100, 100_000)]
     [0.182, 0.55, 0.918, 0.999]
-    >>> [round(ema_warmup(0.9999, power=3 / 4)(n), 3) for n in (1, 10, 100, 1000)]
-    [0.405, 0.834, 0.969, 0.994]
 
     Args:
         decay: largest decay, from 0 to 1.
-        inv_gamma: number of averages that stretches the warmup, above 0. Defaults to 1 if `power` is given.
-        power: how steeply the decay rises, above 0. Defaults to 2/3 if `inv_gamma` is given.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: `decay` is out of range.
 
-    Source: `tf.train.ExponentialMovingAverage` with `num_updates`; `diffusers.training_utils.EMAModel`.
+    Source: `tf.train.ExponentialMovingAverage` with `num_updates`.
     """
     check_argument(0 <= decay <= 1, "decay", decay, "give a number from 0 to 1")
-    if inv_gamma is None and power is None:
-        return lambda count: min(decay, (1 + count) / (10 + count))
-    gamma, exponent = 1.0 if inv_gamma is None else inv_gamma, 2 / 3 if power is None else power
-    check(gamma > 0 and exponent > 0, f"inv_gamma is {gamma} and power {exponent}; give numbers above 0")
-    return lambda count: min(decay, 1 - (1 + count / gamma) ** -exponent)
+    return lambda count: min(decay, (1 + count) / (10 + count))
 
 
 def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = False) -> Optimizer:

@@ -314,11 +314,6 @@ def with_infinity(device):
 # Optimizers, and what else is not as usual in the run.
 OPTIMIZERS = {
     "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
-    "optim.own_steps": (
-        ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
-        {},
-    ),
-    "optim.freeze": (ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1), {}),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
 }
 for name, (optimizer, options) in OPTIMIZERS.items():
@@ -532,7 +527,7 @@ def _(device):
 
 
 @case("transforms.vmap_step", "transforms.stack_states", "transforms.unstack_states", "transforms.members_of",
-      "transforms.select_members", "transforms.compute_members", "transforms.per_member")  # fmt: skip
+      "transforms.compute_members", "transforms.per_member")  # fmt: skip
 def _(device):
     rates = ll.transforms.per_member([0.01, 0.1, 0.2])
     changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
@@ -543,7 +538,7 @@ def _(device):
     for batch in batches(device):
         stack, metrics = step(stack, batch)
     numbers = ll.transforms.compute_members(metrics), ll.transforms.members_of(stack)
-    return stack, ll.transforms.unstack_states(stack), ll.transforms.select_members(stack, [2, 0]), numbers
+    return stack, ll.transforms.unstack_states(stack), numbers
 
 
 @case("transforms.differentiable")
@@ -592,7 +587,6 @@ EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,
     "transforms.UntraceableError": _COMPILED,
-    "transforms.compile_blocks": _COMPILED,
     "transforms.compile_step": _COMPILED,
 }
 
@@ -605,7 +599,6 @@ ON_THE_HOST = {
     "optim.optimizer": "the number of updates, where torch.optim has it",
     "evaluation.predict_to": "files",
     "optim.ema": _COUNTS,
-    "optim.own_steps": _COUNTS,
     "optim.injected": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }
