@@ -17,7 +17,6 @@ from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
 from looplib._core.records import Call, instances_are
 from looplib._core.torch_private import pytree
-from looplib._core.trees import Attribute, Node, register
 
 __all__ = [
     "Decide",
@@ -184,11 +183,6 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
 )
-_ATTRIBUTES = [*map(Attribute, FIELDS)]
-register(
-    TrainState,
-    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
-)
 
 
 def _summary(state: Any, spent: bool) -> str:
@@ -294,8 +288,7 @@ class Gradients(NamedTuple):
         grads: name -> gradient of the mean loss, or if a running sum was requested, of the summed loss divided by its
             normalizer. The caller owns the tensors.
         metrics: name -> mergeable record. Always contains "loss".
-        buffers: name -> tensor after the forward pass, of the buffers, and of the parameters that the forward pass
-            itself writes, such as those of `nn.Embedding(max_norm=...)`.
+        buffers: name -> tensor after the forward pass.
         samples: number of samples in the batch.
         weight: of this batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean loss. The
             gradient of a step's mean loss is the sum of `grads` times `request.sum.normalizer` over the sum of weights.

@@ -73,9 +73,7 @@ class Made(NamedTuple):
         max_norm: bound on the norm of each sample's gradient before they were added up.
         adds: True if it accumulates into given gradients of earlier microbatches itself.
         microbatches: the same function for several microbatches at once, which is faster.
-        compare: function that raises on all ranks, before the first step, if they run different programs.
         model: the module whose gradients it computes.
-        renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
         reach: what the graph of its loss reaches (`_core.watches.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         call: the call that made it, which is its repr.
@@ -90,9 +88,7 @@ class Made(NamedTuple):
     max_norm: float | None = None
     adds: bool = False
     microbatches: Callable[..., Any] | None = None
-    compare: Callable[..., None] | None = None
     model: nn.Module | None = None
-    renormed: tuple[str, ...] = ()
     reach: Any = None
     parts: Any = None
     call: Call | None = None

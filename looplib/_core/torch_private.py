@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
 
-__all__ = ["disable_current_modes", "pytree", "wraps_tensors"]
+__all__ = ["disable_current_modes", "fused_devices", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -34,7 +35,6 @@ def has_saved_tensors_hooks() -> bool:
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
-view_base: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.ranks import is_sharded
 from looplib._core.records import parameters_of
 from looplib._core.tracing import afterwards, current, tracing, where
 
@@ -276,20 +275,9 @@ def _copied_by_kernels(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _clone(tensor: Tensor) -> Tensor:
     """A copy with the same strides even if there are gaps, so that sums run in the same order."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or is_sharded(tensor) or _overlaps(tensor):
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or 0 in tensor.stride():
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """True if elements of a tensor may share memory with each other."""
-    end = 1
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(each for each in sizes if each[1] != 1):
-        if stride < end:
-            return True
-        end += stride * (size - 1)
-    return False
 
 
 # Functions with fewer arguments

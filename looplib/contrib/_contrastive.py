@@ -23,7 +23,7 @@ from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
-from looplib._objective import mean_of, records, shape_or_type, split_loss
+from looplib._objective import aux_records, mean_of, record, shape_or_type, split_loss
 from looplib.gradients import indices, make_grad_fn, of_this_model
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
@@ -102,7 +102,7 @@ def make_contrastive_grad_fn(
 
     inner = make_grad_fn(model, pull, trainable=trainable, batch_size=samples_of)
     pulls = accumulate(inner, batch_size=samples_of)
-    if not host.engine.name:
+    if host.engine is None:
         pulls = reduce_gradients(pulls)
 
     def contrastive(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -115,7 +115,7 @@ def make_contrastive_grad_fn(
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
         out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], request)
-        return out._replace(metrics=records(loss, aux, count, apart=False))
+        return out._replace(metrics={"loss": record("loss", loss, count), **aux_records(aux, count)})
 
     made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
     return with_repr(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
@@ -137,7 +137,7 @@ def _embedded(
     def body() -> None:
         for number in range(passes):  # as many on all ranks, since an engine may wait for the others in each
             index = min(number, len(batches) - 1)
-            host.start(seeds[index])
+            host.seed(seeds[index])
             embeddings.append(embed_fn(host.model, batches[index]))
 
     with torch.no_grad():

@@ -5,7 +5,7 @@ from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._recipe import injected
 from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale
-from looplib.optim._wrap import partition
+from looplib.optim._wrap import own_steps, partition
 
 __all__ = [
     "NonFiniteGradientsError",
@@ -17,6 +17,7 @@ __all__ = [
     "hyperparameters",
     "injected",
     "optimizer",
+    "own_steps",
     "partition",
     "set_hyperparameters",
     "swa",

@@ -133,26 +133,34 @@ def _move(average: Tensors, now: Tensors, weight: float | Tensor) -> None:
             torch_private.foreach_lerp_(old, new, weight)
 
 
-def ema_warmup(decay: float) -> Callable[[int], float]:
+def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | None = None) -> Callable[[int], float]:
     """EMA decay with warmup, so that the initial weights are soon forgotten.
 
-    After `n` averages the decay is `min(decay, (1 + n) / (10 + n))`. Any other function of `n` does as well: that of
-    diffusers is `lambda n: min(0.9999, 1 - (1 + n / inv_gamma) ** -power)`, with a power of 2/3 for runs of a million
-    steps and 3/4 for shorter ones.
+    After `n` averages the decay is `min(decay, (1 + n) / (10 + n))`. With `inv_gamma` or `power`, it is
+    `min(decay, 1 - (1 + n / inv_gamma) ** -power)`, as in diffusers: a power of 2/3 suits runs of a million steps, 3/4
+    shorter ones.
 
     >>> [round(ema_warmup(0.999)(n), 3) for n in (1, 10, 100, 100_000)]
     [0.182, 0.55, 0.918, 0.999]
+    >>> [round(ema_warmup(0.9999, power=3 / 4)(n), 3) for n in (1, 10, 100, 1000)]
+    [0.405, 0.834, 0.969, 0.994]
 
     Args:
         decay: largest decay, from 0 to 1.
+        inv_gamma: number of averages that stretches the warmup, above 0. Defaults to 1 if `power` is given.
+        power: how steeply the decay rises, above 0. Defaults to 2/3 if `inv_gamma` is given.
 
     Raises:
-        ValueError: `decay` is out of range.
+        ValueError: an argument is out of range.
 
-    Source: `tf.train.ExponentialMovingAverage` with `num_updates`.
+    Source: `tf.train.ExponentialMovingAverage` with `num_updates`; `diffusers.training_utils.EMAModel`.
     """
     check_argument(0 <= decay <= 1, "decay", decay, "give a number from 0 to 1")
-    return lambda count: min(decay, (1 + count) / (10 + count))
+    if inv_gamma is None and power is None:
+        return lambda count: min(decay, (1 + count) / (10 + count))
+    gamma, exponent = 1.0 if inv_gamma is None else inv_gamma, 2 / 3 if power is None else power
+    check(gamma > 0 and exponent > 0, f"inv_gamma is {gamma} and power {exponent}; give numbers above 0")
+    return lambda count: min(decay, 1 - (1 + count / gamma) ** -exponent)
 
 
 def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = False) -> Optimizer:

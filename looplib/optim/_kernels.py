@@ -22,8 +22,6 @@ from looplib.types import Params
 
 PLAIN = {Tensor, torch.nn.Parameter}
 
-# Where looplib takes fused kernels by itself. Elsewhere they have to be asked for.
-_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
@@ -79,7 +77,7 @@ def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
     # their size. Of torch's, Adam's alone also update DTensors.
     wrong = recipe.cls is torch.optim.SGD and device.type == "cpu" and dtype.itemsize == 2
     sharded = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad) and any(map(is_sharded, tensors))
-    known = device.type in _DEVICES and dtype in _DTYPES
+    known = device.type in torch_private.fused_devices() and dtype in _DTYPES
     return known and not wrong and not sharded and all(map(is_dense, shards(tensors)))
 
 

@@ -12,6 +12,7 @@ import json
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -102,9 +103,10 @@ class _Numbers(TorchFunctionMode):
     def at(self, value: Any, step: int) -> Any:
         if isinstance(value, (tuple, list)):
             return tuple(self.at(member, step) if callable(member) else member for member in value)
-        made = on_host(value, step)
+        of_step = partial(_of_step, value)
+        made = on_host(of_step, step)
         if isinstance(made, Tensor):
-            self.known[id(made)] = made, value, step
+            self.known[id(made)] = made, of_step, step
         return made
 
     def of_state(self, tensor: Tensor) -> Tensor:
@@ -124,6 +126,11 @@ class _Numbers(TorchFunctionMode):
         if _tracing.keeps_terms_of_0() and not other:
             return bool(compare(0.5, other))
         return on_host(lambda source: bool(compare(value(source), other)), source)
+
+
+def _of_step(value: Any, step: Any) -> Any:
+    """A schedule's value: at the state's step, or at a count of the optimizer's own (`own_steps`), which is a tensor."""
+    return value(int(step))
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {

@@ -31,6 +31,7 @@ def wrap(
     update_: Callable[..., Any] | None = None,
     decide: Callable[..., Any] | None = None,
     evaluation: Evaluation | None = None,
+    step_of: Callable[[Any, int], Any] = lambda opt_state, step: step,
 ) -> Optimizer:
     """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state, beside the entries that it `keeps`.
 
@@ -38,7 +39,8 @@ def wrap(
 
     `factory(optimizer, **settings)` is the call that makes it, from which its repr and its description are made.
     `decide(flag, opt_state, grads, metrics, step)` is given what the inner optimizer has decided, and returns the same
-    with its own part. By default, an update is that of the inner optimizer.
+    with its own part. By default, an update is that of the inner optimizer. `step_of(opt_state, step)` returns the step that
+    the inner optimizer decides at.
     """
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
@@ -54,7 +56,7 @@ def wrap(
         if type(opt_state) is not dict or opt_state.keys() != expected.keys():
             raise wrong_state(opt_state, repr(made), expected)
         inner = opt_state["inner_state"]
-        flag, inner = call_decide(optimizer, grads, inner, metrics, params, step)
+        flag, inner = call_decide(optimizer, grads, inner, metrics, params, step_of(opt_state, step))
         opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
 
@@ -65,7 +67,7 @@ def wrap(
         update_ or partial(update_within, optimizer),
         decide_both,
         evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, own["inner_state"])),
-        lambda own, step: optimizer.hyperparameters(own["inner_state"], step),
+        lambda own, step: optimizer.hyperparameters(own["inner_state"], step_of(own, step)),
         description,
         optimizer.kernel,
     )
@@ -109,8 +111,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     An optimizer acts only if one of its parameters has a gradient. Two networks in one module, with two gradient
     functions (`trainable=`), can therefore be trained by two steps over one state, each with its own optimizer, as in
-    a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them: if a critic has five for
-    each of the generator's, the `total` of both their schedules is six times the number of batches.
+    a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them (see `own_steps`).
 
     If one optimizer skips an update, the others still make theirs; if all do, the step counts as skipped. Classes that
     create their state in their first update (SGD with dampening, schedule-free ones) do so in the first update of each
@@ -220,6 +221,35 @@ def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: 
             first, slash, rest = name.partition("/")
             numbers[f"{first}/{key}{slash}{rest}"] = value
     return numbers
+
+
+def own_steps(optimizer: Optimizer) -> Optimizer:
+    """Step count of its own: schedules of this optimizer follow its own updates instead of `state.step`.
+
+    >>> import looplib as ll, torch
+    >>> def adam(total):
+    ...     return ll.optimizer(torch.optim.Adam, lr=ll.schedules.cosine(1e-3, total=total))
+    >>> networks = {"critic": ll.optim.own_steps(adam(5000)), "generator": ll.optim.own_steps(adam(1000))}
+    >>> optimizer = ll.optim.partition(networks, lambda name, tensor: name.split(".")[0])
+
+    Use it for the parts of a `partition` that are updated by steps of their own, such as a critic with five updates for
+    each of the generator's: `state.step` counts the updates of both. The count is kept in `opt_state["updates"]`, and is
+    not moved by updates that are skipped or go to other parts.
+
+    Args:
+        optimizer: the optimizer whose schedules, and wrappers that depend on the step, are to follow its own updates.
+    """
+
+    def count(opt_state: Any, step: Any) -> Any:
+        return opt_state["updates"] if tracing() else int(opt_state["updates"])
+
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
+        out = update_within(optimizer, grads, opt_state, params, count(opt_state, step), **info)
+        opt_state["updates"] += 1
+        return out
+
+    keeps = {"updates": lambda params, **extra: torch.tensor(0)}
+    return wrap(optimizer, own_steps, {}, keeps, update_=update_, step_of=count)
 
 
 # States of another optimizer

@@ -26,7 +26,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 from looplib._core import tracing
 from looplib._core.checks import check, few, warn
-from looplib._core.lease import check_unwritten, give_up
+from looplib._core.lease import give_up
 from looplib._core.modules import _generators
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
@@ -160,7 +160,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         _hold_signals = True  # until the caller has the result
         _interrupts.install()
         if donate:
-            check_unwritten(state)  # the loss may have run other steps while it was traced
+            trees_of(state)  # the loss may have run other steps while it was traced
             lease, spent = give_up(state, ready.machine.program.written)
         out, checks = compiler.run(ready, state)
         applied = bool(out.applied)

@@ -175,11 +175,6 @@ def _(device):
     return predict_step(ll.state.fold_in(state, 1), data(device))
 
 
-@case("state.cast")
-def _(device):
-    return ll.state.cast(started(device)[1], torch.bfloat16)
-
-
 # Gradients.
 
 
@@ -187,7 +182,7 @@ def _(device):
 def _(device):
     return [
         train(device, lambda g: ll.accumulate(g, 3), donate=True),
-        train(device, lambda g: ll.accumulate(g, size=2, dtype=torch.float32)),
+        train(device, lambda g: ll.accumulate(g, size=2)),
     ]
 
 
@@ -202,11 +197,6 @@ WRAPPED = {
 }
 for name, wrappers in WRAPPED.items():
     case(name)(lambda device, wrappers=wrappers: [both(device, grads=wrapper) for wrapper in wrappers])
-
-
-@case("grads.clip_by_norm")
-def _(device):
-    return train(device, lambda g: ll.grads.clip_by_norm(g, 0.01))
 
 
 @case("grads.global_norm")
@@ -314,6 +304,10 @@ def with_infinity(device):
 # Optimizers, and what else is not as usual in the run.
 OPTIMIZERS = {
     "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
+    "optim.own_steps": (
+        ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
+        {},
+    ),
     "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
 }
 for name, (optimizer, options) in OPTIMIZERS.items():
@@ -599,6 +593,7 @@ ON_THE_HOST = {
     "optim.optimizer": "the number of updates, where torch.optim has it",
     "evaluation.predict_to": "files",
     "optim.ema": _COUNTS,
+    "optim.own_steps": _COUNTS,
     "optim.injected": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }

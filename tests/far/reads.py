@@ -99,6 +99,7 @@ TABLES = {
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
         Row("ll.ema(optimizer)", 0),
         Row("ll.optim.swa(optimizer, start=100)", 0),
+        Row("ll.optim.own_steps(optimizer)", 0),
         Row('ll.optim.partition({"1": optimizer, "2": optimizer}, lambda name, tensor: str(tensor.ndim))', 0),
     ],
     "Conditional updates": [

@@ -260,3 +260,17 @@ def test_a_part_with_an_average_is_evaluated_by_it():
     averaged = alone.opt_state["average"]["params"]
     expected = {name: averaged[name] if p.ndim == 2 else p for name, p in state.params.items()}
     assert equal(ll.eval_state(optimizer, state).params, expected)
+
+
+def diffusers_decay(step, decay, inv_gamma, power):
+    """`EMAModel.get_decay` of diffusers with `use_ema_warmup`, as published; its step counts from 1 at the first call."""
+    return min(1 - (1 + step / inv_gamma) ** -power, decay)
+
+
+@pytest.mark.parametrize(("inv_gamma", "power"), [(1.0, None), (None, 0.75), (10.0, 1.0)])
+def test_the_warmup_is_that_of_diffusers(inv_gamma, power):
+    warmup = ll.optim.ema_warmup(0.999, inv_gamma=inv_gamma, power=power)
+    for step in (1, 2, 10, 1000, 10**6):
+        assert warmup(step) == diffusers_decay(step, 0.999, inv_gamma or 1.0, power or 2 / 3)
+    with pytest.raises(ValueError, match="inv_gamma is -1"):
+        ll.optim.ema_warmup(0.9, inv_gamma=-1)
