@@ -83,10 +83,11 @@ def make_grad_fn(
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
 
-    **Training mode.** During the call the module is in training mode, except for submodules that were in eval mode
-    when `make_grad_fn` was called. If one of those has dropout and trainable parameters, a warning names it: models
-    from `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper. If the module itself was in
-    eval mode, all of it is in training mode during the call, and a warning names its batch norm and dropout layers.
+    **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
+    then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
+    trainable parameters, a warning names it: models from `from_pretrained` come in eval mode, and stay in it inside a
+    peft wrapper. If the module itself is in eval mode, that is taken for an oversight: all of it runs in training mode,
+    submodules too, and a warning names its batch norm and dropout layers.
 
     **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
     restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A

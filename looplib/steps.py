@@ -168,7 +168,7 @@ def make_train_step(
             optimizer's state), raises DonatedStateError.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
-            first.
+            first, and ask predicates with the state that it returns.
 
     Raises:
         DonatedStateError: the state was already donated to a step.

@@ -1,5 +1,6 @@
 """The documentation site: it builds, its links lead somewhere, and each room and public name has an entry."""
 
+import html
 import json
 import posixpath
 import re
@@ -162,6 +163,8 @@ def test_each_word_of_another_library_leads_to_places_that_can_be_found(site):
     assert [(word, places) for word, places in words if not places or not known.issuperset(places)] == []
 
 
+TWO_NETWORKS = "train-two-networks-with-two-optimizers-a-gan-an-actor-critic"
+
 # The search as it runs in the browser: one JSON list of the places found first, per term.
 SEARCH = """
 const window = {};
@@ -194,8 +197,19 @@ def test_a_word_of_another_library_finds_its_place_first(site):
         "make_loader": "looplib.data#make_loader",
         "ll.optim.ema": "looplib.optim#ema",
         "worst_samples": "looplib.debug#worst_samples",
+        "hyperparameter gradient": "looplib.transforms#differentiable",
+        "padding loss": "recipes.COOKBOOK#average-a-loss-over-tokens-or-under-a-mask",
+        "two states checkpoint": f"recipes.COOKBOOK#{TWO_NETWORKS}",
+        "interrupt evaluation": "recipes.COOKBOOK#interrupt-and-continue-ctrl-c-the-stop-button",
     }
     assert {term: places[0] for term, places in searched(folder, list(asked)).items()} == asked
+    assert found["same_batch"][:2] == ["looplib.steps#make_train_step", f"recipes.COOKBOOK#{TWO_NETWORKS}"]
+
+
+def test_the_search_shows_code_and_no_markup(site):
+    for entry in constant(site[0], "docs"):
+        shown = html.unescape(re.sub("<[^>]*>", "", entry.get("signature", "") + entry.get("doc", "")))
+        assert not re.search(r"</?(span|code|div)\b|^```", shown, re.M), entry["fullname"]
 
 
 def test_names_in_texts_and_code_lead_to_their_entries(site):

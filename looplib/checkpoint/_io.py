@@ -96,13 +96,15 @@ def checkpoint_io(
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
-    renamed. It is kept as long as at least one policy asks for it; the latest and the best are always kept, and damaged
-    ones until you delete them. Under torchrun, all ranks call `save` and `restore`.
+    renamed. After a save, the last `keep_last` checkpoints stay, the `keep_best` best, and those that `keep` chooses; the
+    others are deleted. The latest always stays, the best does if there is a `monitor`, and damaged ones stay until you
+    delete them. Under torchrun, all ranks call `save` and `restore`.
 
     Args:
         directory: folder for the checkpoints, created at the first save. All ranks must see the same one.
         keep_last: number of most recent checkpoints to keep; None keeps all.
-        keep_best: number of best checkpoints by `monitor` to keep.
+        keep_best: number of best checkpoints by `monitor` to keep. The best one is kept anyway, so give 2 or more to keep
+            several, for example to average them.
         monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
             those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
         keep: function of a `Checkpoint`; keep those for which it returns True, such as
@@ -213,7 +215,7 @@ class CheckpointIO:
             The path of the checkpoint. In the background, the path that it is going to have.
 
         Raises:
-            ValueError: the monitored metric is missing; the directory has checkpoints of later steps, which
+            ValueError: `metrics` are given without the monitored one; the directory has checkpoints of later steps, which
                 belong to a different run; two tensors overlap; or the ranks' states differ.
             TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
             OSError: the disk is full, or the directory cannot be written. Earlier checkpoints are left unchanged.

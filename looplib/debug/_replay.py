@@ -116,7 +116,8 @@ def replay(
         train_step: train step of the run.
         state: a state of the run, such as one of a checkpoint, or a mapping from steps to states, as returned by `keep`.
         loader: loader of the run: a function from a state to the rest of its epoch.
-        step: the step to replay, as counted by `state.step`.
+        step: the step to replay, as counted by `state.step` before it. A logger gets the state after the step, so a row
+            with step 6 is that of step 5. A loss that jumps was often spoiled by the update before: replay that step too.
         grad_fn: gradient function of the step, to get the gradients too.
         donate: if True, a donated step may overwrite the given state. This is needed for a module wrapped in DDP or
             FSDP2, which works only on its own tensors: pass a state that is bound to it, and no `grad_fn`.

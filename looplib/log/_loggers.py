@@ -65,7 +65,8 @@ def jsonl(path: str | os.PathLike[str]) -> Logger:
     `float()` and `pandas.read_json(path, lines=True)` convert them back.
 
     The file is opened, appended to and closed at each call, and its folders are created if missing. An existing log
-    is never truncated. If the process is killed, at most the line being written is lost, and the next line after an
+    is never truncated: after a return to a checkpoint, the repeated steps stand in it twice, and `read_columns` takes the
+    later ones. If the process is killed, at most the line being written is lost, and the next line after an
     incomplete one starts on a new line. (Calls do not wait for the disk, so a power failure can lose more.)
 
     Args:

@@ -29,8 +29,8 @@ class Mean(NamedTuple):
 
     Return it from a loss function whose average is not over samples: for tokens, the summed loss and the number of
     tokens. Merging adds totals and weights separately, so the result is the mean over everything, not a mean of
-    means. For the mean of a whole batch, use `Mean(value, 1, times=len(x))`, which keeps the bits of `value` until it
-    is merged.
+    means. If `value` is a mean over n samples already, `Mean(value, 1, times=n)` computes exactly `value`, and counts n
+    times when it is merged.
 
     Merging adds in float64 (float32 on devices without it). The value is NaN if the weight is 0, as 0 / 0.
 

@@ -244,8 +244,10 @@ class early_stopping(Predicate):
     metric it is, and call `state = ll.update_best(state, scores)` after each evaluation.
 
     Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a larger
-    patience lets a stopped run continue. To leave the epoch immediately, ask it after `update_best` and break. To
-    return to the best checkpoint, call `ckpt.restore(state, which="best")` after the loop.
+    patience lets a stopped run continue. Evaluate within the `for` (`if eval_now(state):`), not after it, where a `break` in
+    the middle of an epoch would count as an evaluation more. If you evaluate more than once in an epoch, ask
+    `if done(state): break` after `update_best`. To return to the best checkpoint, call
+    `ckpt.restore(state, which="best")` after the loop.
 
     Args:
         patience: number of evaluations, at least 1. The very first evaluation is an improvement.

@@ -142,7 +142,8 @@ class _Site:
         for entry in found:
             if entry["kind"] == "function":
                 signature = self._rooms[entry["modulename"]].get(entry["qualname"]).signature
-                entry["signature"] = shortened(format_signature(_readable(signature), colon=False))
+                # A Markup escapes what is put into it.
+                entry["signature"] = shortened(str(format_signature(_readable(signature), colon=False)))
         for page in self.pages.values():
             if page.group and page.name not in ("index", "recipes.WORDS"):
                 found.append(_searched(page, "", page.text.partition("\n## ")[0].partition("\n")[2]))
@@ -196,7 +197,15 @@ def _searched(page: Page, heading: str, text: str) -> dict[str, str]:
     """A section of a page, as pdoc's search knows it."""
     title = html.escape(f"{page.title}: {heading}".replace("`", "") if heading else page.title)
     names = {"fullname": title, "modulename": page.name, "qualname": _anchor(heading) if heading else ""}
-    return {**names, "kind": "page", "doc": to_html(text[:2000])}
+    return {**names, "kind": "page", "doc": to_html(_beginning(text))}
+
+
+def _beginning(text: str) -> str:
+    """The first lines of a section, with an end for the block of code or the table that they are cut off in."""
+    if len(text) > 2000:
+        text = text[:2000].rpartition("\n")[0]
+    fences = re.findall(r"^`{3,}", text, re.M)
+    return f"{text}\n{fences[-1]}" if len(fences) % 2 else text
 
 
 def _index() -> Page:
