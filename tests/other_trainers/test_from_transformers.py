@@ -343,6 +343,18 @@ def _(grad_fn, gpt2, tokens):
     gpt2.loss_type = "ForCausalLM"
     assert_gradient(gradient, gpt2, gpt2(input_ids=tokens, labels=labels).loss)
 
+    ours, batch = (
+        ll.losses.model_loss(gpt2, {"input_ids": tokens, "labels": tokens}),
+        {"input_ids": tokens, "labels": tokens},
+    )
+    for loss_type, share in (("ForCausalLM", 1), (None, 9 / 10)):  # None, as in the class, counts first tokens too
+        gpt2.loss_type = loss_type
+        trainer = transformers.Trainer(gpt2, arguments())
+        count = trainer._get_num_items_in_batch([batch], "cpu")
+        torch.testing.assert_close(
+            trainer.compute_loss(gpt2, batch, num_items_in_batch=count), ours.compute() * share
+        )
+
 
 @shows("Trainer._get_learning_rate")
 def _(rows):
