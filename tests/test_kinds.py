@@ -68,7 +68,6 @@ THINGS = {
     "number": 3,
 }
 # Right arguments for parameters of these names, beside the things.
-# A KeyError here says: add the parameter of your new function, with a value that it takes.
 FILLERS = {
     "max_norm": 1.0,
     "max_value": 1.0,
@@ -118,6 +117,8 @@ def call(function, parameter, given, state=THINGS["state"]):
         elif name == parameter:
             kwargs[name] = given
         elif one.default is one.empty and one.kind is not one.VAR_KEYWORD:
+            if name not in right:
+                pytest.fail(f"add {name!r}, with a value that {function.__qualname__} takes, to FILLERS in this file")
             kwargs[name] = right[name]
     out = function(*args, **kwargs)
     return list(out) if inspect.isgenerator(out) else out
@@ -133,9 +134,14 @@ def call(function, parameter, given, state=THINGS["state"]):
     ],
 )
 def test_what_is_of_another_kind_is_refused_by_name(function, parameter, thing):
-    with pytest.raises((TypeError, ValueError)) as raised:
+    try:
         call(function, parameter, THINGS[thing])
-    message = str(raised.value)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+    else:
+        pytest.fail(
+            f"it takes a {thing} for its {parameter}: begin it with check_kind, or what its neighbours begin with"
+        )
     assert not re.search(
         r"positional argument|unexpected keyword|has no attribute|not callable|not iterable", message
     )

@@ -1,10 +1,12 @@
 """The package as a newcomer meets it."""
 
+import ast
 import re
 import subprocess
 import sys
 import sysconfig
 import types
+from collections import Counter
 from pathlib import Path
 
 from public import public_names
@@ -173,13 +175,34 @@ def test_private_names_are_imported_by_tests_of_the_core_alone():
             assert not found, f"{path} uses {found and found[0]}: use a public name, or move the test to tests/_core"
 
 
-NOT_IN_TESTS = {"predicates.Predicate"}  # a type: the tests are of the functions that make one
+# Types: the tests are of the functions that return one.
+NOT_IN_TESTS = {"predicates.Predicate", "checkpoint.Checkpoint", "contrib.LRCurve", "metrics.TorchMetric"}
+NOT_IN_TESTS |= {f"debug.{name}" for name in ("Difference", "LeafDifference", "Replayed", "SampleScore")}
 
 
 def test_every_public_name_is_in_a_test():
+    """By its name in the room's own tests, or as `ll.name` or `room.name` in others."""
     here = Path(__file__).parent
-    paths = [path for path in here.rglob("*.py") if not {here / "benchmarks", here / "far"} & {*path.parents}]
-    words = {word for path in paths for word in re.findall(r"\w+", path.read_text())}
-    names = {name for name in public_names() if not name.startswith("types.")} - NOT_IN_TESTS
-    missing = [name for name in names if name.rpartition(".")[2] not in words]
+    texts = {path: path.read_text() for path in here.rglob("*.py") if here / "far" not in path.parents}
+    missing = []
+    for full in sorted(name for name in public_names() if not name.startswith("types.")):
+        room, name = full.split(".")
+        anywhere = re.compile(rf"\b(?:ll|{room})\.{name}\b|from looplib[.\w]* import (?:[^\n(]*|\([^)]*)\b{name}\b")
+        in_room = re.compile(rf"\b{name}\b")
+        found = (in_room if here / room in path.parents else anywhere for path in texts)
+        if full not in NOT_IN_TESTS and not any(map(re.Pattern.search, found, texts.values())):
+            missing.append(full)
     assert not missing, f"write a test of {missing} in tests/<room>; see 'Add a feature' in CONTRIBUTING.md"
+
+
+def test_what_no_other_code_uses_is_in_an_index():
+    package = Path(ll.__file__).parent
+    words = {path: re.findall(r"\w+", path.read_text()) for path in package.rglob("*.py")}
+    count = Counter(word for found in words.values() for word in found)
+    unused = [
+        f"{path.relative_to(package)}: {node.name}"
+        for path in words
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.decorator_list and count[node.name] < 2
+    ]
+    assert not unused, f"nobody uses {unused}: add a public name to its room's __init__.py, and delete any other"

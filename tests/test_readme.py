@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 DATA, LOOP, INTERRUPT, AFTER, PIECES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
-PAGES = ["README.md", "recipes/COMPARISON.md", "tests/benchmarks/README.md"]
+PAGES = ["README.md", "CHANGELOG.md", "recipes/COMPARISON.md", "tests/benchmarks/README.md"]
 
 
 def patched(program, diff):

@@ -1,12 +1,16 @@
 """Release requirements, and what CONTRIBUTING says about them, agree with pyproject.toml."""
 
 import ast
+import inspect
 import re
 import tomllib
+import types
+from operator import attrgetter
 
 import pytest
+import torch
 from packaging.requirements import Requirement
-from public import ROOT
+from public import ROOT, public_names
 
 import looplib as ll
 
@@ -18,6 +22,20 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 def test_the_changelog_begins_with_this_version():
     heading = re.search(r"^## (\S+?)(?:,| \()", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert heading[1] == ll.__version__
+
+
+def test_the_changelog_names_what_exists():
+    public = {name.rpartition(".")[2]: value for name, value in public_names().items()}
+    functions = [value for value in public.values() if inspect.isfunction(value)]
+    arguments = {name for function in functions for name in inspect.signature(function).parameters}
+    names = types.SimpleNamespace(ll=ll, torch=torch, **public)
+    spans = re.findall(r"`([^`]+)`", (ROOT / "CHANGELOG.md").read_text())
+    for span in spans:
+        if "=" in span:
+            assert span.partition("=")[0] in arguments, span
+        elif span not in {"&", "|", "~"} and not span.startswith("python -m "):
+            attrgetter(span)(names)  # raises an error that names what is missing
+    assert spans
 
 
 def test_the_command_for_the_oldest_versions_names_them():

@@ -109,7 +109,9 @@ def expression(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, in
             return f"{constant(_with_fields)}({constant(type(node))}, {write(fields)})"
         return constant(node)
 
-    return Expression(write(tree), tensors, constants)
+    made = Expression(write(tree), [*tensors], constants)
+    tensors.clear()  # these functions refer to each other, and so they and their list wait for the garbage collector
+    return made
 
 
 def _fields(node: Any) -> dict[str, Any] | None:

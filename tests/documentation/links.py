@@ -17,7 +17,8 @@ IN_CODE = re.compile(
     rf'<span class="n">ll</span>{DOT}<span class="n">(\w+)</span>(?:{DOT}<span class="n">(\w+)</span>)?'
 )
 IN_TEXT = re.compile(r'(?<!">)<code>(?:(ll|looplib)\.(\w+)(?:\.(\w+))?|(\w+))(?=[^\w.])')
-MODULES = {"typing": "", "collections.abc": "", "torch.nn.modules.module": "nn"}  # -> what stands before the type
+# -> what stands before the type
+MODULES = {"typing": "", "collections.abc": "", "torch.nn.modules.module": "nn", "pathlib._local": "pathlib"}
 REFERENCE = re.compile(r'(<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=")([^"#]*)((?:#[^"]*)?")')
 
 

@@ -26,7 +26,7 @@ def test_columns_that_forward_takes_are_picked_and_others_named():
         assert ll.losses.model_inputs(Net(), batch) == {"x": torch.ones(1)}
     assert ll.losses.model_inputs(Net(), {"y": 1, "x": 2}) == {"y": 1, "x": 2}
     assert ll.losses.model_inputs(Open(), batch) == batch
-    with pytest.raises(TypeError, match="the batch is a .*list"):
+    with pytest.raises(TypeError, match=r"the batch is a .*list"):
         ll.losses.model_inputs(Net(), [torch.ones(1)])
 
 
