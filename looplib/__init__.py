@@ -34,7 +34,7 @@ from looplib import (
     steps,
     types,
 )
-from looplib._core.advice import explain_names as _explain_names
+from looplib._core.errors import explain_names as _explain_names
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict, predict_to

@@ -18,6 +18,7 @@ however the batch was split. The loss itself is 0 / 0, which metrics report as N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from looplib._core import torch_private, trees
 from looplib._core.checks import check, named
-from looplib._core.engines import Passes, RunningSum
+from looplib._core.engines import RunningSum, Sync
 from looplib._core.mappings import as_record, mapped, wide_dtype, without
 from looplib._core.ranks import (
     Sums,
@@ -34,7 +35,6 @@ from looplib._core.ranks import (
     is_distributed,
     is_sharded,
     shards,
-    sum_over_ranks,
     total_over_ranks,
 )
 from looplib._core.tracing import entered, tracing
@@ -50,16 +50,16 @@ class Objective(NamedTuple):
     weight: Tensor | float | None
 
 
-def objective_of(loss: Any, samples: int, total: RunningSum | None, passes: Passes) -> Objective:
+def objective_of(loss: Any, samples: int, total: RunningSum | None, sync: Sync | None) -> Objective:
     """Objective of a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
 
     The first microbatch of a sum chooses the normalizer of all. On several ranks, whose gradients are averaged
     afterwards, the ranks agree on it, and the mean is over all of them.
     """
-    ranks, weight_of_all = passes.ranks, None
+    ranks, weight_of_all = 1 if sync is None else sync.ranks, None
     normalizer = None if total is None else total.normalizer
-    if normalizer is None and ranks > 1:
-        normalizer, weight_of_all = passes.agree(weight_on_host(loss))
+    if normalizer is None and sync is not None:
+        normalizer, weight_of_all = sync.agree(weight_on_host(loss))
     value = value_of(loss)
     if isinstance(loss, Mean):
         weight = _detached(loss.weight)
@@ -144,19 +144,7 @@ def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:
     """Return the weight, summed over `times` equal ones, with zero replaced so that the sum is 1."""
     if not isinstance(weight, Tensor):
         return weight or 1 / times
-    if on_host(weight):  # checking on the CPU costs less than computing
-        return weight if weight.item() else torch.full_like(weight, 1 / times, dtype=torch.float64)
-    zero = weight == 0
-    return weight + (zero if times == 1 else zero / times)
-
-
-def on_host(weight: Tensor) -> bool:
-    """Return True if the value can be read without waiting for a device."""
-    return _on_cpu(weight) and not tracing() and torch_private.functorch_level_of(weight) < 1
-
-
-def _on_cpu(weight: Tensor) -> bool:
-    return type(weight) is Tensor and weight.device.type == "cpu"
+    return weight + (weight == 0).to(wide_dtype(weight.device)) / times
 
 
 def weight_on_host(loss: Any) -> list[float]:
@@ -165,14 +153,12 @@ def weight_on_host(loss: Any) -> list[float]:
         return []
     if not isinstance(loss.weight, Tensor):
         return [loss.weight * loss.times]
-    return [loss.weight.item() * loss.times] if _on_cpu(loss.weight) else []
+    on_cpu = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
+    return [loss.weight.item() * loss.times] if on_cpu else []
 
 
-def split_loss(out: Any, counts: bool = True) -> tuple[Any, Mapping[str, Any]]:
-    """The loss and the additional values of a loss function. A loss that does not count has no weight."""
-    if not counts:
-        loss, aux = split_loss(out)
-        return without_weight(loss), aux
+def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The loss and the additional values of a loss function."""
     if isinstance(out, tuple) and not isinstance(out, Mean):
         if len(out) == 2 and isinstance(out[1], Mapping):
             if "loss" in out[1]:
@@ -185,24 +171,14 @@ def split_loss(out: Any, counts: bool = True) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def with_own_weight(loss: Any) -> Any:
+def with_own_weight(loss: Mean) -> Mean:
     """The loss, whose weight is a copy: it may be a buffer, to which the next forward pass writes."""
-    if isinstance(loss, Mean) and isinstance(loss.weight, Tensor):
-        return loss._replace(weight=loss.weight.clone())
-    return loss
+    return loss._replace(weight=loss.weight.clone()) if isinstance(loss.weight, Tensor) else loss
 
 
-def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool, counts: bool = True) -> dict[str, Metric]:
-    """Metric records of a loss and its additional values. With `apart`, parameters and buffers among them are copied."""
-    metrics = {"loss": record("loss", loss, samples)}
-    if aux:
-        metrics |= aux_records(aux, samples, apart)
-    return metrics if counts else uncounted(metrics)
-
-
-def aux_records(aux: Mapping[str, Any], samples: int, apart: bool) -> dict[str, Metric]:
-    """Metric records of values beside a loss. With `apart`, tensors that later steps may overwrite are copied."""
-    return {name: record(name, _apart(value) if apart else value, samples) for name, value in aux.items()}
+def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
+    """Metric records of values beside a loss. Tensors that later steps may overwrite are copied."""
+    return {name: record(name, _apart(value), samples) for name, value in aux.items()}
 
 
 def record(name: str, value: Any, samples: int) -> Metric:
@@ -223,19 +199,12 @@ def record(name: str, value: Any, samples: int) -> Metric:
     )
 
 
-def value_over_ranks(metric: Metric) -> Tensor:
-    """Value of a metric over all ranks' batches: if it is not a `Mean`, the mean of the ranks' values."""
-    record = metric if isinstance(metric, Mean) else Mean(metric.compute())
-    device = next((x.device for x in record[:2] if isinstance(x, Tensor) and not x.is_cpu), torch.device("cpu"))
-    wide = wide_dtype(device)
-    pair = torch.stack([torch.as_tensor(x, dtype=wide, device=device).detach().reshape(()) for x in record[:2]])
-    total, weight = sum_over_ranks(pair * record.times).unbind()
-    return total / weight
-
-
-def loss_over_ranks(metrics: Mapping[str, Metric]) -> Any:
+def loss_over_ranks(metrics: Mapping[str, Any]) -> Any:
     """Loss of the global batch, by which all ranks decide alike. In a single process, it keeps the bits of the loss."""
-    return value_over_ranks(metrics["loss"]) if is_distributed() else metrics["loss"].compute()
+    loss = metrics["loss"]
+    if not is_distributed():
+        return loss.compute()
+    return total_over_ranks(loss.total * loss.times) / total_over_ranks(loss.weight * loss.times)
 
 
 def shape_or_type(value: Any) -> str:
@@ -243,9 +212,9 @@ def shape_or_type(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
 
 
-def without_weight(loss: Any) -> Any:
-    """The loss of a stand-in for no samples, of the same type: a `Mean` adds nothing, and a scalar counts no samples."""
-    return Mean(loss.total * 0, loss.weight * 0, loss.times) if isinstance(loss, Mean) else loss
+def without_weight(loss: Mean) -> Mean:
+    """The loss of a stand-in for no samples, which adds nothing."""
+    return Mean(loss.total * 0, loss.weight * 0, loss.times)
 
 
 def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -266,19 +235,16 @@ def _apart(value: Any) -> Any:
     )
 
 
-_constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-
-
 def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
-    """Make a scalar with the device and dtype of another tensor, cached after the first call."""
-    kind = like.device, like.dtype, value
+    """A scalar with the device and dtype of another tensor."""
     if entered and tracing():
         return torch.full((), value, device=like.device, dtype=like.dtype)
-    if (constant := _constants.get(kind)) is None:
-        if len(_constants) > 100:
-            _constants.clear()
-        constant = _constants[kind] = torch.full((), value, device=like.device, dtype=like.dtype)
-    return constant
+    return _constant(value, like.device, like.dtype)
+
+
+@lru_cache
+def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((), value, device=device, dtype=dtype)
 
 
 def mean_of_sums(out: Gradients, total: RunningSum) -> Gradients:

@@ -7,8 +7,9 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +17,25 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.engines import LOCAL_PASSES, Engine, Passes
-from looplib._core.kinds import check_function_of_model
-from looplib._core.mappings import as_record, mapped, pairs, subset, without
-from looplib._core.misuse import LabelWatch
+from looplib._core.engines import RunningSum, Sync, sync_over_ranks
+from looplib._core.mappings import as_record, mapped, pairs, without
 from looplib._core.random import mix
-from looplib._core.ranks import is_distributed, placed_like, rank
-from looplib._core.reached import Reach
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.ranks import placed_like, rank_and_size
+from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.tracing import cuts_marked, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
-from looplib._objective import objective_of, records, scalar_like, split_loss, value_of, with_own_weight
+from looplib._core.trees import padding_batch
+from looplib._core.watches import LabelWatch, Reach
+from looplib._objective import (
+    aux_records,
+    objective_of,
+    record,
+    scalar_like,
+    split_loss,
+    uncounted,
+    with_own_weight,
+    without_weight,
+)
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState, trees_of
 
@@ -68,7 +77,7 @@ def make_grad_fn(
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the state belongs to a different model, or the batch is on a different device. The message gives the
+            the batch has no samples, the state belongs to a different model, or the batch is on a different device. The message gives the
             names.
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
@@ -91,39 +100,32 @@ def make_grad_fn(
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    reach = Reach(model, loss_fn, plain=host.engine.gathers)
-    microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
-    renormed = tuple(name for name in host.renormed if name in names)
+    reach = Reach(model, plain=host.engine is not None and bool(host.engine.shards))
+    passes_of = _passes_of(host, loss_fn, batch_size, reach)
 
     def grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         return microbatches(state, (batch,), request)[0]
 
     def microbatches(state: TrainState, batches: Sequence[Any], request: GradRequest) -> list[Gradients]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
-        given, buffers = of_this_model(host, state)
-        params = _renormed(host, given, names, request) if host.renormed else given
-        total, in_place = request.sum, lambda: request.donate and host.holds(params)
-        passes = host.engine.passes(state, batches, batch_size, total, in_place)
+        params, buffers = of_this_model(host, state)
+        rank, ranks = rank_and_size()
+        sync, total = None, request.sum
+        if ranks > 1 or host.engine is not None:
+            in_place = request.donate and host.holds(params)
+            sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
         leaves = _Leaves(params, names)
-        seeds = _seeds(state, request, len(batches), leaves.traced)
-        outs: list[Gradients] = []
-
-        def body() -> None:
-            leaves.begin(None if total is None else total.grads)
-            if reach.plain:
-                reach.set_aside()
-            for index, batch in enumerate(batches):
-                if index:
-                    host.start(seeds[index])
-                outs.append(microbatch(batch, request, passes, leaves, index == len(batches) - 1))
-
+        indexes = indices(request, len(batches))
+        seeds = indexes if leaves.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
         lent, writes = (
-            (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
+            (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(params))
         )
+        outs: list[Gradients] = []
+        body = partial(passes_of, batches, seeds, request, sync, leaves, outs)
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
-            host.run(leaves.all, lent, seeds[0], body)
+            grads, after = host.run(leaves.all, lent, seeds[0], body)
         except Exception as error:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError(_IN_INFERENCE_MODE) from error
@@ -135,17 +137,15 @@ def make_grad_fn(
             leaves.end()
             if reach.plain:
                 reach.put_back()
-            if passes is not LOCAL_PASSES:
-                passes.end()
-        last = outs[-1]
-        if len(last.grads) < len(needed) and (total is None or total.last):
-            _refuse_unreached(last, needed)
+            if sync is not None:
+                sync.end()
+        if len(grads) < len(needed) and (total is None or total.last):
+            _refuse_unreached(grads, needed)
         if writes is not None:
-            host.unwritten.check(given, writes)
-            last = last._replace(buffers=mapped(_without_graph, last.buffers))
-        if renormed:
-            last = last._replace(buffers={**last.buffers, **_written(renormed, params, given)})
-        outs[-1] = last
+            host.unwritten.check(params, writes)
+            after = mapped(_without_graph, after)
+        _, metrics, _, samples, weight, scale = outs[-1]
+        outs[-1] = Gradients(grads, metrics, after, samples, weight, scale)
         return outs
 
     facts = Made(
@@ -153,67 +153,93 @@ def make_grad_fn(
         "make_grad_fn",
         adds=True,
         microbatches=microbatches,
-        compare=host.engine.compare if isinstance(host.engine, Engine) else None,
         model=model,
-        renormed=renormed,
         reach=reach,
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
     return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
-def _microbatch_of(
+def _passes_of(
     host: _modules.FunctionalModule, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
-) -> Callable[[Any, GradRequest, Passes, _Leaves, bool], Gradients]:
-    """Forward and backward pass of one microbatch, with a state's tensors already in the module."""
+) -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Forward and backward passes of microbatches, with a state's tensors already in the module."""
     model, watch = host.model, LabelWatch()
 
+    def passes_of(
+        batches: Sequence[Any],
+        seeds: Sequence[int],
+        request: GradRequest,
+        sync: Sync | None,
+        leaves: _Leaves,
+        outs: list[Gradients],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `outs`."""
+        leaves.begin(None if request.sum is None else request.sum.grads)
+        if reach.plain:
+            reach.set_aside()
+        for number, batch in enumerate(batches):
+            if number:
+                host.seed(seeds[number])
+            samples = batch_size(batch)
+            if not samples:
+                batch = _stand_in(batch, request.sum, sync)
+            if sync is None:
+                out = microbatch(batch, samples, request, sync, leaves)
+            else:
+                out = sync.make(number, samples, partial(microbatch, batch, samples, request, sync, leaves))
+            outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
+        if sync is not None:
+            sync.pad(partial(microbatch, batch, 0, request, sync, leaves))
+        grads = leaves.grads()
+        if len(grads) < len(leaves.names) and not leaves.traced:
+            reach.check(leaves.loss, {*leaves.names} - grads.keys())
+        if sync is not None:
+            sync.note(grads)
+        return grads, host.buffers() if host.slots.buffers else {}
+
     # A separate function, so that one microbatch's graph is freed before the next one is built.
-    def microbatch(batch: Any, request: GradRequest, passes: Passes, leaves: _Leaves, final: bool) -> Gradients:
-        samples, total = batch_size(batch), request.sum
-        batch, counts = passes.before(final, batch, samples)
-        with cuts_marked() if leaves.traced else _AS_IT_IS:
+    def microbatch(batch: Any, samples: int, request: GradRequest, sync: Sync | None, leaves: _Leaves) -> Gradients:
+        """One pass, which adds to the gradients of `leaves`. One of 0 samples does not count."""
+        total, leaves.loss = request.sum, None
+        with leaves.cuts:
             out = loss_fn(model, batch)
-        loss, aux = split_loss(out, counts)
-        if host.slots.buffers:
-            loss = with_own_weight(loss)
-        if not isinstance(loss, Mean) and (total is not None or passes.ranks > 1):
+        loss, aux = split_loss(out)
+        if isinstance(loss, Mean):
+            loss = with_own_weight(loss) if samples else without_weight(loss)
+        elif total is not None or sync is not None:
             watch.look(batch)
-        value, factor, weight = objective_of(loss, samples, total, passes)
-        if not (reach.known or leaves.traced):
-            reach.learn(value, batch, leaves.all, leaves.names)
-        inputs = _NO_INPUTS if reach.plain and not leaves.traced else leaves.inputs
+        value, factor, weight = objective_of(loss, samples, total, sync)
+        leaves.loss = value
+        inputs = leaves.inputs if leaves.traced else _filled(reach, value, batch, leaves)
         _backward(value, factor, request.scale, inputs, leaves.again)
-        metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
-        grads, after = {}, {}
-        if final:
-            for left in passes.padding:
-                passes.before_padding(left)
-                again, _ = split_loss(loss_fn(model, batch))
-                _backward(value_of(again), 0.0, request.scale, inputs)
-            grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
-            if len(grads) < len(leaves.names) and not leaves.traced:
-                reach.check(value, {*leaves.names} - grads.keys())
-            if total is not None and passes.ranks > 1:
-                total.ranks = passes.ranks
-                total.written = {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
-        return as_record(Gradients, (grads, metrics, after, passes.samples(samples), weight, request.scale))
+        metrics = {"loss": record("loss", loss, samples)}
+        if aux:
+            metrics |= aux_records(aux, samples)
+        return as_record(Gradients, ({}, metrics, {}, samples, weight, request.scale))
 
-    return microbatch
+    return passes_of
 
 
-def _refuse_unreached(out: Gradients, needed: Sequence[str]) -> None:
-    """Raise if any of these parameters has no gradient."""
-    if missing := [name for name in needed if name not in out.grads]:
-        raise ValueError(unreached(missing))
+def _filled(reach: Reach, loss: Tensor, batch: Any, leaves: _Leaves) -> tuple[Tensor, ...]:
+    """The leaves that the backward pass of a loss is told to fill; none if it is not to be told."""
+    if not reach.known:
+        reach.learn(loss, batch, leaves.all, leaves.names)
+    return () if reach.plain else leaves.inputs
+
+
+def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
+    """A batch to run the model on in place of one without samples, since other ranks or microbatches may have some."""
+    if total is None and sync is None:
+        raise ValueError("the batch has no samples, so its mean loss has no value: leave it out")
+    return padding_batch(batch)
 
 
 _IN_INFERENCE_MODE = (
     "gradients were asked for under torch.inference_mode(), whose tensors carry none: take the step out of it. Eval and "
     "predict steps record no gradients anyway, and torch.no_grad() does the same for your own code"
 )
-_AS_IT_IS = nullcontext()
-_NO_INPUTS: tuple[Tensor, ...] = ()
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 class _Leaves:
@@ -222,12 +248,14 @@ class _Leaves:
     Attributes:
         all: all parameters, including the trained ones.
         traced: True while the call is being traced instead of run.
+        cuts: context for the loss function, in which a trace may mark where it blocks gradients.
+        loss: of the last microbatch.
         names: their names.
         inputs: the leaves that a backward pass has to fill.
         again: True if the gradients must be differentiable themselves.
     """
 
-    __slots__ = ("_frozen", "_stale", "again", "all", "inputs", "names", "traced")
+    __slots__ = ("_frozen", "_stale", "again", "all", "cuts", "inputs", "loss", "names", "traced")
 
     def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
         self.names = names
@@ -243,9 +271,10 @@ class _Leaves:
             rest = without(params, {*names})
             self._frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
         self._stale = [leaf.grad for leaf in self.inputs]
-        self.traced, self.again = False, False
+        self.loss: Any = None
+        self.traced, self.again, self.cuts = False, False, _AS_IT_IS
         if entered and tracing():
-            self.traced, self.again = True, differentiated()
+            self.traced, self.again, self.cuts = True, differentiated(), cuts_marked()
 
     def begin(self, into: Mapping[str, Tensor] | None) -> None:
         """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
@@ -267,32 +296,7 @@ class _Leaves:
             tensor.requires_grad_(True)
         for leaf, grad in pairs(self.inputs, self._stale):
             leaf.grad = grad
-
-
-def _renormed(
-    host: _modules.FunctionalModule, params: dict[str, Tensor], names: Sequence[str], request: GradRequest
-) -> dict[str, Tensor]:
-    """Parameters to run on if the forward pass writes some: copies, unless the step trains them in place."""
-    if is_distributed():
-        raise RuntimeError(
-            f"{', '.join(host.renormed)} has max_norm=, so each rank writes it in its forward pass by what its own "
-            "part of the batch holds, and the ranks' weights drift apart: leave out max_norm= (weight decay on the "
-            "embedding, or dividing by the norm in forward, bounds it on all ranks alike)"
-        )
-    return host.unshared(params, names if request.donate else ())
-
-
-def _written(renormed: Iterable[str], params: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: params[name] for name in renormed if params[name] is not before[name]}
-
-
-def forward_writes(
-    buffers: dict[str, Tensor], params: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The parameters and the buffers among the tensors after a forward pass (see `Gradients.buffers`)."""
-    if buffers.keys().isdisjoint(params):
-        return {}, buffers
-    return subset(buffers, params), without(buffers, params)
+        self.loss = None
 
 
 def _without_graph(buffer: Tensor) -> Tensor:
@@ -300,14 +304,7 @@ def _without_graph(buffer: Tensor) -> Tensor:
     return buffer.detach() if buffer.requires_grad else buffer
 
 
-def _seeds(state: TrainState, request: GradRequest, count: int, traced: bool) -> list[int]:
-    if traced:
-        return [*indices(request, count)]
-    step, seed, own = state.step, state.seed, rank()
-    return [mix(seed, step, own, index) for index in indices(request, count)]
-
-
-def indices(request: GradRequest, count: int) -> Iterable[int]:
+def indices(request: GradRequest, count: int) -> Sequence[int]:
     """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
     if count == 1:
         return [request.index]
@@ -340,12 +337,14 @@ def check_history(params: Mapping[str, Tensor]) -> None:
             )
 
 
-def unreached(names: Iterable[str]) -> str:
-    return (
-        f"no gradient reached {', '.join(names)}: the loss does not depend on them. Choose what is trained "
-        "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
-        "allow_unused=True"
-    )
+def _refuse_unreached(grads: Mapping[str, Tensor], needed: Sequence[str]) -> None:
+    """Raise if any of these parameters has no gradient."""
+    if missing := [name for name in needed if name not in grads]:
+        raise ValueError(
+            f"no gradient reached {', '.join(missing)}: the loss does not depend on them. Choose what is trained "
+            "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
+            "allow_unused=True"
+        )
 
 
 _run_backward = torch_private.run_backward

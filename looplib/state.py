@@ -1,4 +1,4 @@
-"""Training state: create one, copy it, cast it, and bind it to a module."""
+"""Training state: create one, copy it, and bind it to a module."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core import lease, misuse
+from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, check_type, named, warn
-from looplib._core.descriptions import described
+from looplib._core.checks import check, check_optional_count, named
+from looplib._core.lease import overlapping, same_value
 from looplib._core.mappings import fields_of, mapped, pick
-from looplib._core.overlap import overlapping, same_value
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
+from looplib._core.records import described
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
@@ -26,7 +26,7 @@ from looplib.types import (
     check_state,
 )
 
-__all__ = ["bind", "cast", "copy_state", "end_epoch", "fold_in", "init_state"]
+__all__ = ["bind", "copy_state", "end_epoch", "fold_in", "init_state"]
 
 
 def init_state(
@@ -68,12 +68,6 @@ def init_state(
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
-    if held := _optimizers_in(model):
-        warn(
-            f"the module holds {', '.join(held)} of its own, whose moments are in no state and no checkpoint: after a "
-            "resume they start again, and a pure step changes them. Train its parameters by ll.optimizer, with "
-            "ll.partition for different settings, or keep its state_dict() in the state's extra and load it after a resume"
-        )
     opt_state = None
     if optimizer is not None:
         check(
@@ -107,20 +101,6 @@ def init_state(
     made_with = Provenance(optimizer=described(description) if description else None, model=described_model(model))
     lease.note_provenance(state, made_with)
     return state
-
-
-def _optimizers_in(model: nn.Module) -> list[str]:
-    """Optimizers that modules hold as attributes, alone or in a list or dict."""
-    found = []
-    for prefix, module in _modules.named_modules(model):
-        for name, value in vars(module).items():
-            inside = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            kinds = {type(each).__name__ for each in inside if isinstance(each, torch.optim.Optimizer)}
-            if kinds:
-                found.append(f"{prefix}.{name}".lstrip(".") + f" ({', '.join(sorted(kinds))})")
-    return found
 
 
 def _whole(value: Any, name: str = "seed") -> int:
@@ -199,7 +179,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     targets = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
     if all(getattr(state, tree)[name] is targets[tree][name] for tree in targets for name in targets[tree]):
         return state
-    misuse.bound(model)
+    watches.bound(model)
     bound = copy_state(state)
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.
     writes = [
@@ -277,50 +257,3 @@ def fold_in(state: TrainState, index: int) -> TrainState:
     return state.replace(
         seed=tuple(mix(seed, index) for seed in seeds) if isinstance(seeds, tuple) else mix(seeds, index)
     )
-
-
-def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
-    """Cast a state's floating-point parameters and buffers to a dtype. Complex tensors keep theirs.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> state = ll.init_state(model)
-    >>> half = ll.state.cast(state, torch.bfloat16)
-    >>> half.params["weight"].dtype, state.params["weight"].dtype
-    (torch.bfloat16, torch.float32)
-    >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x.bfloat16()))
-    >>> predict_step(half, torch.zeros(4, 2)).dtype
-    torch.bfloat16
-
-    Use it to evaluate with half the memory, `ll.evaluate(eval_step, ll.state.cast(state, torch.bfloat16), batches)`,
-    or to export, `ll.checkpoint.save_safetensors(model, ll.state.cast(state, torch.bfloat16), path)`. The batches are
-    not cast, so cast floating-point inputs in the metric function. To compute in lower precision with float32
-    weights, use `autocast`.
-
-    All parameters and buffers of the result, integer ones included, are copies. They carry no gradient and are bound
-    to no module, so a donated step can still consume `state`. A module sharded by FSDP2 computes, and is exported, in
-    its own dtype anyway.
-
-    `opt_state` and `extra` are those of `state`, so torch's optimizers refuse to train on with moments of a different
-    dtype. To continue training, create them again with `state.replace(opt_state=optimizer.init(state.params))`. In
-    half precision, small updates are then rounded away.
-
-    Args:
-        state: the state to cast. For averaged weights, pass `ll.eval_state(optimizer, state)`.
-        dtype: a floating-point `torch.dtype`.
-
-    Raises:
-        TypeError: `state` is not a TrainState.
-        ValueError: `dtype` is not a floating-point dtype.
-        DonatedStateError: the state was donated to a step.
-    """
-    advice = "give a TrainState, such as ll.init_state returns (for a module, torch has module.to(dtype))"
-    check_type("cast got", state, TrainState, advice)
-    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    check(floats, f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
-
-    def converted(tensor: Tensor) -> Tensor:
-        to = dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(to, copy=True).requires_grad_(tensor.requires_grad)
-
-    return state.replace(params=mapped(converted, state.params), buffers=mapped(converted, state.buffers))

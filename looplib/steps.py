@@ -19,29 +19,22 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.advice import explain_arguments
-from looplib._core.buffers import NOTHING, Kept
 from looplib._core.checks import check_type, named
-from looplib._core.engines import described_program
-from looplib._core.errors import fold
-from looplib._core.kinds import check_function_of_model
+from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
+    Kept,
     Lease,
     apart_from,
-    check_unwritten,
     follows,
     give_up,
     lease_of,
-    may_be_written,
     memory_of,
     tensors_in,
 )
-from looplib._core.mappings import pick
-from looplib._core.misuse import Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.records import Made, chain, made, mark, with_repr, without_record
-from looplib._core.tracing import tracing, where
+from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
+from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
 from looplib._core.updates import (
     any_of,
@@ -54,9 +47,10 @@ from looplib._core.updates import (
     read,
     update_where,
 )
-from looplib._objective import aux_records, loss_over_ranks, record
-from looplib._wrapping import check_whole
-from looplib.gradients import forward_writes, of_this_model
+from looplib._core.watches import Watch
+from looplib._objective import loss_over_ranks, record
+from looplib.gradients import of_this_model
+from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
@@ -181,13 +175,13 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
-    function of your own, it may be interrupted before it returns the new state, which is then lost. The exception is
-    a first Ctrl-C in a loop over a looplib loader, which waits for the next batch. If the update itself fails, there
-    is no state after it.
+    function of your own, it may be interrupted before it returns the new state, which is then lost. If the update
+    itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
+    ask `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
-    saving or calling the module while it still has the weights from before its first pure step; and a loss that
-    reaches the parameters of another network, which would keep its first weights. The second uses hooks on the
+    saving or calling the module while it still has the weights from before its first pure step; and a pure step of
+    another network whose loss reaches such a module's parameters. The second uses hooks on the
     module, which `ll.bind` removes; saving or calling a part of the module, or a copy of it, is not noticed.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
@@ -195,8 +189,7 @@ def make_train_step(
     check_type("optimizer is", optimizer, Optimizer, advice)
     watched = (given, optimizer.decide, optimizer.update_)
     parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
-    program = partial(described_program, given, optimizer.description)
-    step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch, program), parts)
+    step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch), parts)
     return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
@@ -218,54 +211,48 @@ def make_train_step(
 # returning the new one.
 
 
-def _train_step(
-    grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, program: Callable[[], Mapping[str, Any]]
-) -> TrainStep:
+def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
     request = GradRequest(donate=donate)
-    compare = next((one.compare for one in chain(grad_fn) if one.compare is not None), None)
-    written = {name for one in chain(grad_fn) for name in one.renormed}  # names of what forward passes write
+    written: set[str] = set()  # names of the parameters that forward passes write
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
-        step = state.step
+        step, undo = state.step, None
         if donate:
             undo = Kept(params, buffers, written)
         else:
-            undo = NOTHING
             watch.see(state, batch)
         grad_mode = torch.is_grad_enabled()
         try:
             try:
-                if compare is not None:
-                    compare(state, (batch,), program)  # with the other ranks, at the first step
                 out = grad_fn(state, batch, request)
                 grads, metrics, new_buffers, samples, *_ = out
-                forward_params, new_buffers = forward_writes(new_buffers, params)
-                if donate:
+                if undo is not None:
                     undo.learn()  # adds to `written` what this forward pass has written
                 torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
                 decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, step)
-                applied = read(decision)
+                applied = decision is True or read(decision)
             finally:
                 # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
                 _hold_signals = True
-            check_unwritten(state)
-            if not any_of(applied):
-                undo.restore()
+            trees_of(state)  # raises if it was written since, by another thread or within the loss
+            if applied is not True and not any_of(applied):
+                if undo is not None:
+                    undo.restore()
                 next_opt_state = _apart(next_opt_state, (*params.values(), *buffers.values()))  # see `apart_from`
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
                 ), metrics
-            # The guards of signals were installed before the passes. The end of a loop over a loader, which may be collected
-            # at any moment, removes them, so they are installed again.
-            _interrupts.install()
+            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                owned, next_opt_state = params, apart_from(lease, next_opt_state, opt_state)
-            else:  # what the forward pass has written are copies already
-                owned = {**copy_params(grads.keys() - forward_params.keys(), params), **forward_params}
+                owned = params
+                if next_opt_state is not opt_state:
+                    next_opt_state = apart_from(lease, next_opt_state, opt_state)
+            else:
+                owned = copy_params(grads, params)
                 next_opt_state, lease = copy_tree(next_opt_state), None
             info = {
                 "applied": applied,
@@ -274,7 +261,7 @@ def _train_step(
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
             }
-            new_params, new_opt_state, more = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
+            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
                 if donate:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
@@ -284,9 +271,11 @@ def _train_step(
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
+            return new, metrics
         except BaseException as error:
-            undo.restore_after_failure(state)  # unless it was given up, so that its memory is no longer the state's
+            if undo is not None:
+                # Unless it was given up, so that its memory is no longer the state's.
+                undo.restore_after_failure(state)
             fold(error)
             raise
         finally:
@@ -327,15 +316,10 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         params, _, opt_state = trees_of(state)
         decision, opt_state = call_decide(optimizer, out.grads, opt_state, out.metrics, params, state.step)
         flags = flags_in_graph(decision)
-        forward_params, buffers = forward_writes(out.buffers, params)
+        buffers = out.buffers
         info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
-        start = {**params, **forward_params}
-        new_params, opt_state, more = update_where(flags, optimizer, out.grads, opt_state, start, state.step, info)
-        applied = any_of(flags)
-        if forward_params:
-            new_params |= where(applied, pick(new_params, forward_params), pick(params, forward_params))
-        metrics = {**out.metrics, **aux_records(more, out.samples, apart=False)}
-        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, applied)
+        new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
+        return Outcome({**params, **new_params}, opt_state, buffers, out.metrics, out.samples, any_of(flags))
 
     return core
 
@@ -468,15 +452,14 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
     return core
 
 
-def _apart(tree: Any, of: Iterable[Tensor], or_if: Callable[[Tensor], bool] = lambda tensor: False) -> Any:
+def _apart(tree: Any, of: Iterable[Tensor]) -> Any:
     """The tree, with copies of tensors that share memory with these, over which a donated step writes."""
     if not [*tensors_in(tree)]:
         return tree
     known = {*map(memory_of, of)} - {None}
 
     def own(leaf: Any) -> Any:
-        shares = isinstance(leaf, Tensor) and (memory_of(leaf) in known or or_if(leaf))
-        return leaf.clone() if shares else leaf
+        return leaf.clone() if isinstance(leaf, Tensor) and memory_of(leaf) in known else leaf
 
     return torch_private.pytree.tree_map(own, tree)
 
@@ -492,9 +475,9 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)
-            out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
+            out = host.run(params, lent, seed, lambda: function(model, batch))
             host.unwritten.check(params, before)
-            return out if tracing() else _apart(out, (*params.values(), *buffers.values()), may_be_written)
+            return out if tracing() else _apart(out, (*params.values(), *buffers.values()))
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:

@@ -10,15 +10,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from looplib._core import advice, lease, updates
+from looplib._core import errors, lease, updates
 from looplib._core.checks import named
 from looplib._core.engines import RunningSum
-from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
-from looplib._core.records import Call
+from looplib._core.records import Call, instances_are
 from looplib._core.torch_private import pytree
-from looplib._core.trees import Attribute, Node, register
 
 __all__ = [
     "Decide",
@@ -134,8 +132,8 @@ def _unpickled(provenance: Any, *values: Any) -> TrainState:
     return state
 
 
-advice.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
-advice.explain_attributes(TrainState, "a TrainState", advice.OF_A_STATE)
+errors.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
+errors.explain_attributes(TrainState, "a TrainState", errors.OF_A_STATE)
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
@@ -184,11 +182,6 @@ pytree.register_pytree_node(
     _unflatten,
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
-)
-_ATTRIBUTES = [*map(Attribute, FIELDS)]
-register(
-    TrainState,
-    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
 )
 
 
@@ -295,8 +288,7 @@ class Gradients(NamedTuple):
         grads: name -> gradient of the mean loss, or if a running sum was requested, of the summed loss divided by its
             normalizer. The caller owns the tensors.
         metrics: name -> mergeable record. Always contains "loss".
-        buffers: name -> tensor after the forward pass, of the buffers, and of the parameters that the forward pass
-            itself writes, such as those of `nn.Embedding(max_norm=...)`.
+        buffers: name -> tensor after the forward pass.
         samples: number of samples in the batch.
         weight: of this batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean loss. The
             gradient of a step's mean loss is the sum of `grads` times `request.sum.normalizer` over the sum of weights.
@@ -403,8 +395,7 @@ class Update(Protocol):
     that of other states.
 
     `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
-    updates, which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train
-    step returns. (If a compiled step skips the update, these are the values computed for the skipped update.)
+    updates, which schedules depend on.
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
@@ -517,8 +508,8 @@ class Optimizer:
             object.__setattr__(self, name, updates.ignore_extra_kwargs(getattr(self, name)))
 
 
-advice.explain_attributes(Optimizer, "what ll.optimizer returns", advice.OF_AN_OPTIMIZER)
-advice.explain_assignment(
+errors.explain_attributes(Optimizer, "what ll.optimizer returns", errors.OF_AN_OPTIMIZER)
+errors.explain_assignment(
     Optimizer,
     "what ll.optimizer returns",
     "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",

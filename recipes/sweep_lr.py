@@ -103,7 +103,11 @@ def main(
                     break
         losses = [worst_if_nan(scores["loss"]) for scores in evaluated(stack)]
         kept = sorted(range(len(left)), key=losses.__getitem__)[: max(1, len(left) // 2)]
-        stack, left = ll.transforms.select_members(stack, kept), [left[member] for member in kept]
+        states = ll.transforms.unstack_states(stack)
+        stack, left = (
+            ll.transforms.stack_states([states[member] for member in kept]),
+            [left[member] for member in kept],
+        )
         train_step, _ = begin(left)
 
     path = Path(directory) / "sweep.png"

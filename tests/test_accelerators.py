@@ -13,11 +13,10 @@ ROOT = Path(__file__).parents[1]
 
 # The text that may contain the word, by file, with the reason why no general name exists.
 CUDA_ALONE = {
-    "looplib/transforms/_inductor.py": {
+    "looplib/transforms/_backends.py": {
         '"max-autotune-no-cudagraphs"': "a mode of torch.compile",
         "triton.cudagraphs": "an option of Inductor",
         "cudagraph_mark_step_begin": "a function of torch.compiler",
-        "cuda_graphs": "only CUDA has graphs that Inductor captures",
     },
     "looplib/log/_configuration.py": {
         "torch.version.cuda": "the version of one vendor's libraries",

@@ -123,3 +123,15 @@ def test_a_function_with_a_backward_pass_of_its_own_gives_its_parameters_their_g
         grads = grad_fn(ll.init_state(model), x).grads
         torch.testing.assert_close(list(grads.values()), list(expected))
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_batch_without_samples_is_refused_and_a_microbatch_without_any_adds_nothing():
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    state = ll.init_state(model)
+    with pytest.raises(ValueError, match="the batch has no samples"):
+        grad_fn(state, x[:0])
+    (weight, bias) = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    out = ll.accumulate(grad_fn)(state, [x[:0], x[:2], x[2:], x[:0]])
+    torch.testing.assert_close(out.grads, {"weight": weight, "bias": bias})
+    assert out.samples == 3

@@ -34,13 +34,9 @@ def days(epoch, generator):
     return [epoch % 3, 5, 6, 7]
 
 
-def frozen(name, step):
-    return step < 10
-
-
 # In a repr a module and a dataset are the name of their class.
 NAMES = {name: value for name, value in globals().items() if name in ("SGD", "AdamW", "torch", "ll")}
-NAMES |= {function.__name__: function for function in (loss_fn, metric_fn, chosen, days, frozen)}
+NAMES |= {function.__name__: function for function in (loss_fn, metric_fn, chosen, days)}
 NAMES |= {"Linear": MODEL, "ReLU": nn.ReLU, "TensorDataset": DATA, "range": range(8)}
 
 OPTIMIZERS = [
@@ -51,7 +47,7 @@ OPTIMIZERS = [
     "ll.ema(ll.optimizer(AdamW, lr=0.001), decay=0.9)",
     "ll.ema(ll.optimizer(AdamW, lr=0.001))",
     "ll.optim.swa(ll.optimizer(AdamW, lr=0.001), start=10)",
-    "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen=frozen)",
+    "ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3)",
     "ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100)",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
 ]

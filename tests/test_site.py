@@ -235,7 +235,7 @@ def test_a_name_of_a_trainer_finds_its_rows_first_after_what_the_words_and_loopl
 
 def test_names_in_texts_and_code_lead_to_their_entries(site):
     _, pages = site
-    assert "../looplib/optim.html#freeze" in pages["recipes/COOKBOOK.html"].links
+    assert "../looplib/optim.html#partition" in pages["recipes/COOKBOOK.html"].links
     assert "../looplib/steps.html#make_train_step" in pages["recipes/CHEAT_SHEET.html"].links
     assert "looplib/data.html#make_loader" in pages["index.html"].links
 

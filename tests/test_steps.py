@@ -580,15 +580,6 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("donate", [True, False])
 def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensors(donate, copied):
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-
-    def init(params, **info):
-        return {"inner_state": sgd.init(params, **info), "updates": torch.zeros(())}
-
-    def update_(grads, opt_state, params, step, **info):
-        params, opt_state["inner_state"] = sgd.update_(grads, opt_state["inner_state"], params, step, **info)
-        return params, opt_state, {"updates": opt_state["updates"].add_(1)}
-
     def metrics_of(model, x):
         calls = model.calls
         return {"view": model.scale[0], "detached": model.scale.detach(), "calls": calls, "mean": ll.Mean(calls, 1)}
@@ -596,7 +587,7 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
     def loss_fn(model, x):
         return model(x).square().mean(), metrics_of(model, x)
 
-    model, optimizer, x = Scaled(), ll.types.Optimizer(init, update_), torch.ones(2)
+    model, optimizer, x = Scaled(), ll.optimizer(torch.optim.SGD, lr=0.1), torch.ones(2)
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
     eval_step = ll.make_eval_step(model, metrics_of)
     predict_step = ll.make_predict_step(model, lambda model, x: [model.scale[:], model.scale.detach()])
@@ -608,6 +599,25 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
         kept.append((scale, count, metrics, *of_state))
     for scale, count, metrics, scores, outputs in kept:
         values = {"view": scale, "detached": scale, "calls": count, "mean": count}
-        assert ll.compute(metrics) == values | {"loss": pytest.approx(scale**2), "updates": count}
+        assert ll.compute(metrics) == values | {"loss": pytest.approx(scale**2)}
         assert ll.compute(scores) == values | {"calls": count - 1, "mean": count - 1}
         assert [output.item() for output in outputs] == [scale, scale]
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(donate):
+    model, optimizer = nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def square(model, x):
+        return model(x).square().mean()
+
+    inner = ll.make_train_step(ll.make_grad_fn(model, square), optimizer, donate=True)
+    state, x = ll.init_state(model, optimizer), torch.ones(3, 2)
+
+    def trains_itself(model, x):
+        inner(state, x)
+        return square(model, x)
+
+    step = ll.make_train_step(ll.make_grad_fn(model, trains_itself), optimizer, donate=donate)
+    with pytest.raises(ll.DonatedStateError, match="that run is at step 1 now"):
+        step(state, x)

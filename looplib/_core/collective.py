@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from looplib._core import ranks as _ranks
-from looplib._core import torch_private, waiting
+from looplib._core import torch_private
 from looplib._core.checks import few
 from looplib._core.trees import paired
 
@@ -60,11 +60,11 @@ class RankGroup:
         """
         if not self.is_distributed:
             return flag
-        call, limit = waiting.call(), torch_private.timeout_of(distributed.group.WORLD)
+        call, limit = _ranks.call(), torch_private.timeout_of(distributed.group.WORLD)
         code = torch.tensor([zlib.crc32(call.function.encode()), flag])
         gathered = code.new_empty(distributed.get_world_size(self.group), 2)
         work = distributed.all_gather(list(gathered), code, self.group, async_op=True)
-        waiting.wait(work, limit)
+        _ranks.wait(work, limit)
         codes, flags = gathered.T.tolist()
         if len({*codes}) > 1:
             calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))

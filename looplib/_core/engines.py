@@ -2,32 +2,31 @@
 
 A single process runs a loss and its gradient, microbatch by microbatch. An engine that reduces gradients over ranks
 must be told which backward pass is the last one. It divides by the number of ranks, which is right only if all ranks
-know the weight of the whole batch, and it may need the same number of passes on each rank. `SyncPasses` does all of
-this; `Passes` has the same methods and does nothing. Before the first step, ranks compare what must be the same on all
-of them.
+know the weight of the whole batch, and it may need the same number of passes on each rank. `Sync` does all of this; a
+single process has none. Before the first step, ranks compare what must be the same on all of them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import lease, torch_private, trees
-from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import warn
 from looplib._core.collective import together_with_data
-from looplib._core.descriptions import described, described_arguments
+from looplib._core.lease import put_back, with_copies
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
-from looplib._core.records import chain
 from looplib._core.tracing import UntraceableError, tracing
-from looplib._core.trees import padding_batch
 
 
+@dataclass(slots=True)
 class RunningSum:
     """Running sum of gradients: the microbatches of one step share it, until their sum becomes the gradient of a mean.
 
@@ -43,42 +42,16 @@ class RunningSum:
         local: True if the caller adds up the ranks' gradients itself.
     """
 
-    __slots__ = ("grads", "last", "local", "normalizer", "ranks", "samples", "written")
-
-    def __init__(self, samples: int | None = None, local: bool = False) -> None:
-        self.samples, self.local, self.last, self.ranks = samples, local, True, 1
-        self.normalizer: Tensor | float | None = None
-        self.grads: Mapping[str, Tensor] | None = None
-        self.written: dict[str, tuple[Tensor, int]] = {}
-
-
-class Passes:
-    """Passes of a single process: does nothing."""
-
-    ranks = 1
-    padding: Sequence[int] = ()  # passes that all ranks make and this one does not need: how many are left after each
-
-    def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
-        """The batch to run the model on, and True if it counts: it is a stand-in if this rank has no sample of it."""
-        return (batch, True) if samples else (padding_batch(batch), False)
-
-    def before_padding(self, left: int) -> None: ...
-
-    def agree(self, weight: list[float]) -> tuple[float | None, float | None]:
-        """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
-        return None, None
-
-    def samples(self, count: int) -> int:
-        """Number of samples to report for a microbatch."""
-        return count
-
-    def end(self) -> None: ...
+    samples: int | None = None
+    normalizer: Tensor | float | None = None
+    ranks: int = 1
+    grads: Mapping[str, Tensor] | None = None
+    written: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)
+    last: bool = True
+    local: bool = False
 
 
-LOCAL_PASSES = Passes()
-
-
-class SyncPasses(Passes):
+class Sync:
     """Passes of one step on all ranks, whose gradients an engine averages."""
 
     def __init__(
@@ -93,31 +66,41 @@ class SyncPasses(Passes):
         self.kept: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before a pass that does not count
         self.own: list[float] = []
         self.counted: Sums | None = None
+        self.passes = self.needed = len(batches)  # of this call, with those that only other ranks need
         if total is None or total.normalizer is None:  # no microbatch of this step has run yet
             known = None if total is None else total.samples
             self.own = [sum(map(batch_size, batches)) if known is None else known]
             if total is not None or not engine.weighed:
                 # Sent during the first forward pass, unless a weight, known only afterwards, must be sent too.
                 self.counted = Sums(self.own)
-        # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
-        if total is not None and engine.passes_together():
-            self.padding = range(round(largest_over_ranks([len(batches)])[0]) - len(batches))[::-1]
+        if total is not None:
+            total.ranks = ranks
+            # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
+            if engine.passes_together():
+                self.passes = round(largest_over_ranks([self.needed])[0])
 
-    def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
-        self.engine.sync(self._is_last() and final and not self.padding)
-        if samples:
-            return batch, True
-        # The others wait for this rank's pass. Its gradients are multiplied by zero, and its statistics put back.
-        self.kept = self.kept or with_copies(self.engine.buffers())
-        return padding_batch(batch), False
+    def make(self, number: int, samples: int, one: Callable[[], Any]) -> Any:
+        """Make one pass. One of no samples is made because the other ranks wait for it."""
+        last = self.total is None or self.total.last
+        self.engine.sync(last and number == self.passes - 1)
+        if not samples:  # its gradients are multiplied by zero, and its statistics put back
+            self.kept = self.kept or with_copies(self.engine.buffers())
+        out = one()
+        counted, self.counted = self.counted, None
+        return out._replace(samples=0 if counted is None else round(counted.read()[0]))
 
-    def before_padding(self, left: int) -> None:
-        self.engine.sync(self._is_last() and not left)
+    def pad(self, one: Callable[[], Any]) -> None:
+        """Make the passes that only other ranks need."""
+        for number in range(self.needed, self.passes):
+            self.make(number, 0, one)
 
-    def _is_last(self) -> bool:
-        return self.total is None or self.total.last
+    def note(self, grads: Mapping[str, Tensor]) -> None:
+        """Remember the gradients added up so far, so that a wrapper that changes them is refused."""
+        if self.total is not None:
+            self.total.written = {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
 
     def agree(self, weight: list[float]) -> tuple[float | None, float | None]:
+        """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
         total = None
         if self.total is None:
             if self.counted is None:
@@ -129,67 +112,58 @@ class SyncPasses(Passes):
         # With this divisor, the engine's average over ranks is the mean over all samples.
         return None if self.counted is None else self.counted.read()[0] / self.ranks, total
 
-    def samples(self, count: int) -> int:
-        """Number of samples of all ranks at the first call, which must come after `agree`; 0 at later ones."""
-        counted, self.counted = self.counted, None
-        return 0 if counted is None else round(counted.read()[0])
-
     def end(self) -> None:
         self.engine.sync(True)
         put_back(self.kept)
 
 
-class NoEngine:
-    """A module without an engine."""
+def sync_over_ranks(
+    engine: Engine | None,
+    ranks: int,
+    state: Any,
+    batches: Sequence[Any],
+    batch_size: Callable[[Any], int],
+    total: RunningSum | None,
+    in_place: bool,
+) -> Sync | None:
+    """Averaging over ranks for the passes of one call; None for a single rank or a model in no engine.
 
-    name: str | None = None
-    gathers = False  # True if the leaves of graphs are gathered parameters instead of the module's own
-
-    def __init__(self) -> None:
-        self.warned = False
-
-    def passes(
-        self,
-        state: Any,
-        batches: Sequence[Any],
-        batch_size: Callable[[Any], int],
-        total: RunningSum | None,
-        in_place: Callable[[], bool],
-    ) -> Passes:
-        """Passes for the microbatches of one call. `in_place` returns True if it runs on the module's own tensors."""
-        local = total is not None and total.local
-        if not (self.warned or local) and (ranks := world_size()) > 1:
-            self.warned = True
-            warn(
-                f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
-                "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
-                "ll.grads.reduce_gradients",
-                RuntimeWarning,
-            )
-        return LOCAL_PASSES
-
-    def swap_in(
-        self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]
-    ) -> SwappedIn | None:
+    `in_place` is True if the call runs on the module's own tensors.
+    """
+    local = total is not None and total.local
+    if engine is None:
+        if not local:
+            _warn_of_lone_ranks(ranks)
         return None
+    engine.refuse_strangers(in_place)
+    if ranks == 1:
+        return None
+    if local:
+        raise RuntimeError(
+            f"reduce_gradients around a model in {engine.name}, which reduces its gradients itself: leave one of "
+            "them out"
+        )
+    if not engine.compared:
+        compare(state)
+        engine.compared = True  # only now, since all ranks compare again after one that was not in this step
+    return Sync(engine, ranks, total, batches, batch_size)
 
-    def restore(self, lent: SwappedIn | None) -> None: ...
+
+@cache  # one warning in each process
+def _warn_of_lone_ranks(ranks: int) -> None:
+    warn(
+        f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
+        "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
+        "ll.grads.reduce_gradients",
+        RuntimeWarning,
+    )
 
 
-class SwappedIn(NamedTuple):
-    """Values written into an engine's own parameters for the duration of a call."""
-
-    owners: set[int]  # ids of these parameters
-    shards: list[Tensor]
-    saved: list[Tensor]
-
-
-class Engine(NoEngine):
+class Engine:
     """A module in DistributedDataParallel, or sharded by FSDP2."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.name: str = name
+        self.name = name
         self.buffers = model.buffers
         self.compared = False  # True after the first step, if there are several ranks
         self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
@@ -198,40 +172,12 @@ class Engine(NoEngine):
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
         self.shards = [module for module in modules if _is_sharded(module)]
-        self.gathers = bool(self.shards)
 
-    def passes(
-        self,
-        state: Any,
-        batches: Sequence[Any],
-        batch_size: Callable[[Any], int],
-        total: RunningSum | None,
-        in_place: Callable[[], bool],
-    ) -> Passes:
-        self._refuse_strangers(in_place())
-        if (ranks := world_size()) == 1:
-            return LOCAL_PASSES
-        if total is not None and total.local:
-            raise RuntimeError(
-                f"reduce_gradients around a model in {self.name}, which reduces its gradients itself: leave one of "
-                "them out"
-            )
-        self.compare(state, batches)
-        return SyncPasses(self, ranks, total, batches, batch_size)
-
-    def compare(
-        self, state: Any, batches: Sequence[Any], program: Callable[[], Mapping[str, Any]] | None = None
-    ) -> None:
-        """Raise on all ranks, before the first step, if they run different programs. `program` describes the step."""
-        if not self.compared and world_size() > 1:
-            compare(state, batches, program)
-            self.compared = True  # only now, since all ranks compare again after one that was not in this step
-
-    def _refuse_strangers(self, in_place: bool) -> None:
+    def refuse_strangers(self, in_place: bool) -> None:
         if tracing():
             raise UntraceableError(
                 f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
+                "leave out ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile(), "
                 "before it is wrapped"
             )
         if not in_place:
@@ -257,8 +203,11 @@ class Engine(NoEngine):
 
     def swap_in(
         self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]
-    ) -> SwappedIn | None:
-        """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots.
+
+        Returns this rank's parts of these with copies of their values, if it has written them.
+        """
         if is_alone():
             self._run_alone()
         elif not torch.is_grad_enabled():
@@ -271,10 +220,9 @@ class Engine(NoEngine):
         if all(tensor is params[name] for name, tensor in own_params.items()):
             return None
         with torch.no_grad():
-            lent_to = shards(own_params.values())
-            saved = [tensor.clone() for tensor in lent_to]
-            torch_private.foreach_copy_(lent_to, shards(params[name] for name in own_params))
-        return SwappedIn(set(map(id, own_params.values())), lent_to, saved)
+            lent = with_copies(shards(own_params.values()))
+            torch_private.foreach_copy_([part for part, _ in lent], shards(params[name] for name in own_params))
+        return lent
 
     def _run_alone(self) -> None:
         """Keep replicas from sending the first rank's buffers, for which the other ranks would have to be here."""
@@ -287,21 +235,19 @@ class Engine(NoEngine):
         for replica in self.replicas:
             replica.require_forward_param_sync = False
 
-    def restore(self, lent: SwappedIn | None) -> None:
+    def restore(self, lent: list[tuple[Tensor, Tensor]] | None) -> None:
         while self.sends:
             replica, sends = self.sends.pop()
             replica.require_forward_param_sync = sends
         for shard in self.shards:  # the outermost module stays gathered after a forward pass without backward
             shard.reshard()  # type: ignore[operator]
-        if lent is not None:
-            with torch.no_grad():
-                torch_private.foreach_copy_(lent.shards, lent.saved)
+        put_back(lent or [])
 
 
-def engine_of(model: nn.Module) -> NoEngine:
-    """The engine that a module is wrapped in, or NoEngine."""
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that a module is wrapped in, or None."""
     owners = [module for module in model.modules() if _owns_parameters(module)]
-    return Engine(model, type(owners[0]).__name__) if owners else NoEngine()
+    return Engine(model, type(owners[0]).__name__) if owners else None
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -335,55 +281,27 @@ def _warn_of_split_layers(params: Mapping[str, Tensor]) -> None:
 
 _COUNTS = ("seed", "step", "epoch", "batch", "epoch_length", "samples")
 
-_FREE = {"retry_on_oom"}  # may differ between ranks, since it does not change the gradient
 
-
-def compare(state: Any, batches: Sequence[Any], program: Callable[[], Mapping[str, Any]] | None) -> None:
+def compare(state: Any) -> None:
     """Raise on all ranks if they run different programs.
 
-    Compared are versions, the optimizer, wrappers for whole gradients, names, dtypes, shapes, counts, seeds, loaders and
-    kinds of batches. `program` returns `described_program` of the train step, and is None without one. Only a code of
-    the function and a digest of 32 bytes are sent to each rank, and what differs only if something does.
+    Compared are versions, the optimizer that made the state, names, dtypes, shapes, counts, seeds and loaders. Only a
+    code of the function and a digest of 32 bytes are sent to each rank, and what differs only if something does.
     """
     together_with_data().barrier()
     _warn_of_split_layers(state.params)
     known = lease.provenance(state)
+    optimizer = trees.leaves((known and known.optimizer) or {})
     tensors = {**state.params, **state.buffers}
-    in_batch = {
-        _kind(leaf, f"of {leaf.dim()} dimensions") for _, leaf in trees.leaves(batches[0]) if isinstance(leaf, Tensor)
-    }
     facts = {
         "torch": torch.__version__,
         "looplib": sys.modules["looplib"].__version__,
-        **(program() if program is not None else _of_optimizer((known and known.optimizer) or {})),
+        **{f"the optimizer's {' '.join(map(str, path))}": value for path, value in optimizer},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
-        **{name: _kind(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()},
+        **{name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for name, each in tensors.items()},
         **_of_loaders(known.loaders if known else ()),
-        # Without sizes, which may differ from rank to rank.
-        "the batch": "; ".join(sorted(in_batch)) or "without tensors",
-        # Without shapes: those of shards differ.
-        **{f"opt_state{trees.pointer(path)}": _kind(leaf, "") for path, leaf in trees.leaves(state.opt_state)},
     }
     together_with_data().check_alike(facts, "the ranks do not run the same program:\n  ")
-
-
-def described_program(grad_fn: Any, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about the step of a gradient function and an optimizer, given by its description.
-
-    Of the gradient function, these are the wrappers that change the gradient of the whole step, as far as they are
-    marked. Those of a rank's own part, such as `accumulate`, may differ where devices have different memory.
-    """
-    wrappers = []
-    for made in chain(grad_fn):
-        if made.whole_step and made.name not in _FREE:
-            _, args, settings = made.call or (None, (), {})
-            wrappers.append(f"{made.name}({described_arguments(['...', *args[1:]], settings)})")
-    return {**_of_optimizer(described(optimizer)), "grad_fn": " around ".join(wrappers) or "not wrapped"}
-
-
-def _of_optimizer(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about an optimizer: its class, hyperparameters and wrappers."""
-    return {f"the optimizer's {' '.join(map(str, path))}": value for path, value in trees.leaves(description)}
 
 
 def _of_loaders(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -395,10 +313,3 @@ def _of_loaders(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         f"loader {number}'s {key}": value for number, loader in enumerate(divided, 1) for key, value in loader.items()
     }
-
-
-def _kind(leaf: Any, shape: Any) -> str:
-    """Dtype of a tensor and its shape, or what is to be said of that; of another leaf its type."""
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    return f"{str(leaf.dtype).removeprefix('torch.')} {shape}"

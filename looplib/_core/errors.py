@@ -1,13 +1,18 @@
-"""Errors of the user's functions and of torch: short tracebacks, notes about the batch, and memory that runs out."""
+"""Better errors: notes about the batch and the layer, memory that runs out, and names that looplib does not have."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import FrozenInstanceError
+from functools import partial, wraps
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -94,3 +99,118 @@ def described_batch(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{named(batch)} ({', '.join(map(described_batch, batch[:20]))})"
     return named(batch)
+
+
+# What to write instead of a name, an assignment or arguments that there are not
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What users of torch and of Trainers write -> what to write instead, by what they look at.
+_LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
+_SEEDS = "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model"
+OF_AN_OPTIMIZER = {
+    "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
+    "zero_grad": "there is nothing to reset: gradients belong to the step that computed them",
+    "state_dict": "its state is state.opt_state, which checkpoints hold; for a file that torch reads, "
+    "ll.checkpoint.optimizer_state_dict(...)",
+    "load_state_dict": "its state is state.opt_state, which ckpt.restore(state) loads; for one of torch's, "
+    "ll.checkpoint.load_optimizer_state_dict(...)",
+    "param_groups": "the learning rate is a function of the step; to read it, ll.optim.hyperparameters(optimizer, "
+    "state), and to change it in a loop, lr=ll.optim.injected(...)",
+    "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
+}
+OF_A_STATE = {
+    "model": "the model is yours; ll.bind(model, state) copies the state's values into it",
+    "optimizer": "the optimizer is what ll.optimizer returned; its moments are state.opt_state",
+    "loss": "it is among the metrics, `state, metrics = train_step(state, batch)`",
+    "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
+    "global_step": "it is state.step",
+    "parameters": "they are state.params, name -> tensor",
+    "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
+    "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
+}
+OF_A_CHECKPOINT_IO = {"load": "ckpt.restore(state) reads the latest checkpoint"}
+OF_LOOPLIB = {
+    "Trainer": _LOOP,
+    "fit": _LOOP,
+    "train": _LOOP,
+    "TrainingArguments": "each setting goes to the function that it concerns; recipes/FROM_TRANSFORMERS.md has them all",
+    "Callback": "what a callback does is a line of the loop, and when is a predicate, `if ll.every_n_steps(100)(state):`",
+    "DataLoader": "ll.make_loader makes a loader, also of a DataLoader",
+    "load": "it is ll.checkpoint_io(folder).restore(state)",
+    "save": "it is ll.checkpoint_io(folder).save(state)",
+    "clip_grad_norm_": "it is ll.clip_by_global_norm",
+    "gradient_accumulation": "it is ll.accumulate",
+    "GradScaler": "it is ll.optim.dynamic_loss_scale(optimizer)",
+    "amp": "ll.autocast(loss_fn) computes the loss in mixed precision",
+    "seed_everything": _SEEDS,
+    "set_seed": _SEEDS,
+    "AdamW": "write ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    "SGD": "write ll.optimizer(torch.optim.SGD, lr=0.1)",
+    "train_step": "ll.make_train_step makes one",
+    "loader": "ll.make_loader makes one",
+}
+
+
+def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None:
+    """Make the errors for these missing attributes of a class say what to write instead.
+
+    The class has none of them, so that neither editors nor `help` offer them. Python calls `__getattr__` for a missing
+    attribute alone; with it, reading one that is there takes 0.01 us longer.
+    """
+
+    def __getattr__(record: Any, name: str) -> NoReturn:
+        instead = f": {advice[name]}" if name in advice else ""
+        raise AttributeError(f"{owner} has no attribute {name!r}{instead}", name=name, obj=record)
+
+    cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
+
+
+def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> None:
+    """Make a package say where a name is that it does not have, and import late rooms at their first use.
+
+    `late` maps such a room to those of its names that the package has as well.
+    """
+    homes = {name: room for room, names in late.items() for name in (room, *names)}
+
+    def __getattr__(name: str) -> Any:
+        if name in homes:
+            room = import_module(f"{package.__name__}.{homes[name]}")
+            vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
+            return getattr(package, name)
+        advice = f": {OF_LOOPLIB[name]}" if name in OF_LOOPLIB else ""
+        # Names with an underscore are asked for by imports, and this imports the late rooms.
+        for room in () if name.startswith("_") else map(partial(getattr, package), package.__all__):
+            if isinstance(room, ModuleType) and name in room.__all__:
+                advice = f": it is ll.{room.__name__.rpartition('.')[2]}.{name}"
+        raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}{advice}", name=name, obj=package)
+
+    vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}))
+
+
+def explain_assignment(cls: type, owner: str, advice: str) -> None:
+    """Make a frozen record say what to write instead of an assignment; {name} in the advice is the attribute's."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
+        raise FrozenInstanceError(f"cannot assign to {name!r}: {owner} does not change; {advice.format(name=name)}")
+
+    cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
+
+
+def explain_arguments(explain: Callable[..., object]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator: if the arguments of a call do not fit, `explain(*args, **kwargs)` may say what to write instead."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                signature(function).bind(*args, **kwargs)
+            except TypeError:
+                explain(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -8,21 +8,30 @@ Memory that is shared through numpy or DLPack has another storage, and another l
 
 Writes that looplib does not make, such as yours to a module's weights, are not recorded: as in a raw loop, a bound state
 has what the module has.
+
+A forward pass may write as well. A donated step runs on the state's own buffers: if it is skipped, or fails before its
+update, they get their values back from copies. A pure step runs on copies, and checks that its forward pass has left the
+parameters alone.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Set
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import permutations
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check
+from looplib._core.checks import check, is_plain
+from looplib._core.checksums import checksums, has_values
 from looplib._core.mappings import pick
-from looplib._core.overlap import share_elements
 from looplib._core.torch_private import pytree
+from looplib._core.tracing import tracing
+from looplib._core.updates import clones
 
 
 class Lease:
@@ -93,10 +102,12 @@ def follows(record: Any, before: Any, lease: Lease | None) -> None:
     An update, or a decision against one, may have put new tensors into the optimizer's state, such as a count, and a
     forward pass may have assigned a new buffer.
     """
-    covered = lease is not None and all(
-        _covers(lease, getattr(record, tree), getattr(before, tree)) for tree in ("_opt_state", "_buffers")
-    )
-    _set_lease(record, lease if covered else None)
+    if lease is not None:
+        for tree, old in ((record._opt_state, before._opt_state), (record._buffers, before._buffers)):
+            if tree is not old and not _covers(lease, tree, old):  # the same one after most updates in place
+                lease = None
+                break
+    _set_lease(record, lease)
     _set_provenance(record, before._provenance)
 
 
@@ -172,18 +183,11 @@ def found_valid(record: Leased, now: int) -> None:
     _set_time(record, now)
 
 
-def may_be_written(tensor: Tensor) -> bool:
-    """True if a donated step may write to a tensor: a parameter, a view of one, or memory of a donated run."""
-    base = torch_private.view_base(tensor)
-    source = tensor if base is None else base
-    return (source.is_leaf and source.requires_grad) or lease_on(tensor) is not None
-
-
 # Writing
 
 
 def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
-    """Spend a state, whose step writes these parameters, its buffers and the optimizer's state. See `check_unwritten`.
+    """Spend a state, whose step writes these parameters, its buffers and the optimizer's state.
 
     Returns the lease of the run, and when it was written before. Raises ValueError, with nothing spent, if `extra` holds
     memory that the step would write.
@@ -191,10 +195,8 @@ def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     lease: Lease | None = state._lease
     if lease is None or not params <= lease.params:
         names = {*params} if lease is None else params | lease.params
-        of_model = {"params": pick(state.params, names), "buffers": state.buffers}
-        trees = {**of_model, "opt_state": state.opt_state}
-        _check_shared("extra", state.extra, trees, "extra={'start': ll.copy_state(state).params}")
-        _check_shared("opt_state", state.opt_state, of_model, "params[name].detach().clone()")
+        trees = {"params": pick(state.params, names), "buffers": state.buffers, "opt_state": state.opt_state}
+        _check_shared({**trees, "extra": state.extra})
         lease = lease_over("a train step with donate=True", tensors_in(trees), names)
         _set_lease(state, lease)
     before = lease.written
@@ -207,7 +209,7 @@ def apart_from(lease: Lease, tree: Any, before: Any) -> Any:
 
     A decision may have put parameters into the optimizer's state, where the update would write over them.
     """
-    if tree is before or not any(lease_on(tensor) is lease for tensor in _new_tensors(tree, before)):
+    if not any(lease_on(tensor) is lease for tensor in _new_tensors(tree, before)):
         return tree
     known = {id(tensor) for tensor in tensors_in(before)}
 
@@ -218,20 +220,11 @@ def apart_from(lease: Lease, tree: Any, before: Any) -> Any:
     return pytree.tree_map(own, tree)
 
 
-def check_unwritten(state: Any) -> None:
-    """Raise DonatedStateError if a state has been written since its step began, by another thread or within the loss."""
-    if state._at != clock.time:
-        for tree in ("params", "buffers", "opt_state"):
-            getattr(state, tree)  # raises if it was this tree
-
-
 def _covers(lease: Lease, tree: Any, before: Any) -> bool:
     """Let a lease cover the tensors of a tree that are not in the one before it, which it covers already.
 
     Returns False if one of them shares memory with others, so that the next step must take a new lease.
     """
-    if tree is before:  # as after most updates in place
-        return True
     for tensor in _new_tensors(tree, before):
         storage = _storage(tensor)
         if storage is not None:
@@ -250,11 +243,6 @@ def _new_tensors(tree: Any, before: Any) -> Iterator[Tensor]:
         yield from tensors_in(tree)
 
 
-def spend(state: Any) -> None:
-    """Spend a state that was written before its step could give it up."""
-    lease_over("a train step with donate=True", tensors_in((state._params, state._buffers))).write()
-
-
 def lease_over(writer: str, tensors: Iterable[Tensor], params: Iterable[str] = ()) -> Lease:
     """A new lease over these tensors, of which the first `write` must follow at once."""
     lease = Lease(writer, params)
@@ -268,28 +256,180 @@ def lease_over(writer: str, tensors: Iterable[Tensor], params: Iterable[str] = (
     return lease
 
 
-def _check_shared(root: str, tree: Any, trees: dict[str, Any], instead: str) -> None:
-    """Raise if a tree that keeps values holds tensors that an in-place step would overwrite as parts of others."""
-    storages = {id(_storage(tensor)) for tensor in tensors_in(trees)} - {id(None)}
-    if not any(id(_storage(tensor)) in storages for tensor in tensors_in(tree)):
-        return
-    kept = _named_tensors(root, tree)
-    written: dict[int, list[tuple[str, Tensor]]] = {}
-    for field, others in trees.items():
-        for path, tensor in _named_tensors(field, others):
-            written.setdefault(id(_storage(tensor)), []).append((path, tensor))
-    written.pop(id(None), None)  # without memory
-    for name, leaf in kept:
-        for path, tensor in written.get(id(_storage(leaf)), ()):
-            check(
-                not share_elements(tensor, leaf),
-                f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
-                f"change with every step: keep a copy there, such as {instead} or tensor.detach().clone(), or make the "
-                "step with donate=False",
-            )
+_KEEP_INSTEAD = {
+    "opt_state": "params[name].detach().clone()",
+    "extra": "extra={'start': ll.copy_state(state).params}",
+}
+
+
+def _check_shared(trees: Mapping[str, Any]) -> None:
+    """Raise if the optimizer's state or `extra` keeps memory that an in-place step would write as part of others."""
+    seen: dict[Any, list[tuple[str, Tensor]]] = {}
+    for root, tree in trees.items():
+        tensors = [*_named_tensors(root, tree)]
+        for name, tensor in tensors if root in _KEEP_INSTEAD else ():
+            for path, other in seen.get(memory_of(tensor), ()):
+                check(
+                    not overlap(tensor, other),
+                    f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
+                    f"change with every step: keep a copy there, such as {_KEEP_INSTEAD[root]} or tensor.detach().clone(), "
+                    "or make the step with donate=False",
+                )
+        for path, tensor in tensors:
+            if (address := memory_of(tensor)) is not None:
+                seen.setdefault(address, []).append((path, tensor))
 
 
 def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
             yield root + pytree.keystr(path), leaf
+
+
+# Tensors that share memory without being the same tensor
+
+
+def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, str] | None:
+    """Names of two tensors that overlap in memory and of which the first is written; None if there are none."""
+    by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if address := tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0:  # 0 for one without memory
+            by_storage[tensor.device, address].append(name)
+    for names in by_storage.values():
+        for one, other in permutations(names, 2):
+            if one in written and overlap(tensors[one], tensors[other]):
+                return one, other
+    return None
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """True if the ranges of two tensors in one storage overlap, or if that is unknown.
+
+    The columns of a matrix count as overlapping too, though none of their elements is the same.
+    """
+    if not (is_plain(one) and is_plain(other)):
+        return True
+    (begin, end), (other_begin, other_end) = map(_range, (one, other))
+    return begin < other_end and other_begin < end
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and one past the last."""
+    size, begin = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return begin * size, begin * size
+    last = begin + sum(int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (last + 1) * size
+
+
+def same_value(tensor: Tensor, value: Tensor) -> bool:
+    """True for a tensor that is not trained and has this value already, so that it need not be written."""
+    if tensor.requires_grad or tensor.dtype != value.dtype or not (is_plain(tensor) and is_plain(value)):
+        return False
+    return tensor is value or torch.equal(tensor, value.to(tensor.device))
+
+
+# Undo of a forward pass's writes in place
+
+
+def with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors with copies of their values, for `put_back`."""
+    given = [*tensors]
+    return [*zip(given, clones(given), strict=True)]
+
+
+def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors their values back from copies."""
+    with torch.no_grad():
+        for tensor, copy in copied:
+            tensor.copy_(copy)
+
+
+class Kept:
+    """Values from before a donated step's forward pass: of all buffers, and of the parameters that it is known to write.
+
+    `written` has the names of these parameters, to which torch has counted a write in an earlier step. A step adds to
+    it what it finds.
+    """
+
+    __slots__ = ("_copies", "_params", "_tensors", "_versions", "_written")
+
+    def __init__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], written: set[str]) -> None:
+        self._params, self._written = params, written
+        self._tensors = {**buffers, **pick(params, written)} if written else buffers
+        self._copies = clones([*self._tensors.values()])
+        self._versions = _versions(params)
+
+    def learn(self) -> None:
+        """Add to `written` the parameters to which torch has counted a write since."""
+        now = _versions(self._params)
+        if now != self._versions:
+            names = zip(self._params, self._versions, now, strict=False)
+            self._written |= {name for name, before, after in names if before != after}
+
+    def restore(self) -> None:
+        """Put the values back. Raise if the forward pass has written a parameter of which there is no copy."""
+        if lost := self._put_back():
+            raise RuntimeError(
+                f"the forward pass wrote to the parameter {', '.join(lost)} in place, for the first time in a step whose "
+                "update is skipped, so its values before are gone: write it in the first step as well, of which looplib "
+                "then keeps a copy in each step, or make the step with donate=False"
+            )
+
+    def restore_after_failure(self, state: Any) -> None:
+        """Put the values back, and spend the state if that is not possible.
+
+        If the state was given up meanwhile, by its own update or by another step, its memory is no longer this step's.
+        """
+        if overwritten(state, (self._params, state._buffers)) is None and self._put_back():
+            lease_over("a train step with donate=True", tensors_in((self._params, state._buffers))).write()
+
+    def _put_back(self) -> list[str]:
+        """Put the values back. Returns the names of parameters that were written and of which there is no copy."""
+        self.learn()
+        put_back(zip(self._tensors.values(), self._copies, strict=True))
+        return sorted(self._written - self._tensors.keys())
+
+
+class Unwritten:
+    """Check that forward passes leave the parameters of a state unchanged.
+
+    torch counts writes to a tensor, but not those to `tensor.data`, so the first call also compares the values.
+    """
+
+    def __init__(self) -> None:
+        self.compared = False
+
+    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
+        """Record what `check` compares after the forward pass."""
+        return _versions(params), {} if self.compared or tracing() else _sums(params)
+
+    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:
+        """Raise if a parameter was written."""
+        versions, sums = before
+        if (after := _versions(params)) != versions:
+            _refuse([name for name, old, new in zip(params, versions, after, strict=True) if old != new])
+        if sums:
+            if (now := _sums(params)) != sums:
+                _refuse([name for name, value in sums.items() if now.get(name) != value])
+            self.compared = True
+
+
+def _versions(params: Mapping[str, Tensor]) -> list[int]:
+    try:
+        return [*map(torch_private.version, params.values())]
+    except RuntimeError:  # tensors of torch.inference_mode(), whose writes are not counted
+        return []
+
+
+def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
+    plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
+    return dict(zip(plain, checksums(plain.values()), strict=True))
+
+
+def _refuse(names: list[str]) -> NoReturn:
+    raise RuntimeError(
+        f"the forward pass wrote to the parameter {', '.join(names)} in place, as F.embedding(max_norm=...), "
+        "weight.clamp_() or weight.data does, so the state that was given has changed. Compute new values "
+        "(weight.clamp(), torch.renorm). A train step with donate=True may write to parameters, as a raw loop does"
+    )

@@ -8,7 +8,7 @@ different state's tensors, like `torch.func.functional_call` at a tenth of its c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -22,10 +22,10 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
-from looplib._core.buffers import Unwritten
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
+from looplib._core.lease import Unwritten
 from looplib._core.mappings import pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
@@ -154,7 +154,13 @@ class FunctionalModule:
         self.looked = False
         self.params_at, self.buffers_at = map(_places, self.slots)
         self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
-        self.renormed = _renormed(model, tensors(self.slots.params))
+        check(
+            not any(
+                isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm for module in self.modules
+            ),
+            "the model has an embedding with max_norm=, whose forward pass writes its weight, in an evaluation too: leave it "
+            "out, and compute the shortened rows, F.embedding(x, torch.renorm(weight, 2, 0, max_norm))",
+        )
         self.engine = engine_of(model)
         self.unwritten = Unwritten()
 
@@ -183,43 +189,46 @@ class FunctionalModule:
         _interrupts.install()  # before anything that holds signals back
         # A trace takes long, and draws no numbers.
         with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
-            return self._run(params, buffers, seed, body)
-
-    def _run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
-        swaps = self._swaps(params, buffers)
-        engine = self.engine if self.engine.name else None
-        if lent := engine.swap_in(params, self.params) if engine else None:
-            swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
-        modes = [module.training for module in self.modules]
-        # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
-        values = params.values()
-        ends = next(iter(values), _NO_TENSOR).device, next(reversed(values), _NO_TENSOR).device
-        if ends != self.devices:
-            self.devices, self.generators = ends, _generators(*(tensor.device for tensor in values))
-        generators = self.generators
-        streams = [generator.get_state() for generator in generators]
-        hosted, depth = running.models, len(running.models)
-        try:
-            hosted.append(self.model)
-            for owner, key, _, tensor in swaps:
-                owner[key] = tensor
-            self.start(seed)
-            out = body()
-            if self.unfilled:
-                self._refuse_filled()
-            return out
-        finally:
-            _hold_signals = True
-            del hosted[depth:]  # also if an interrupt came before the first line above
-            for owner, key, own, _ in swaps:
-                owner[key] = own
-            for owner, key, _ in self.unfilled:
-                owner[key] = None
-            if engine:
-                engine.restore(lent)
-            self._set_modes(modes)
-            for generator, stream in pairs(generators, streams):
-                generator.set_state(stream)
+            modes = [module.training for module in self.modules]
+            # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
+            values = params.values()
+            ends = next(iter(values), _NO_TENSOR).device, next(reversed(values), _NO_TENSOR).device
+            if ends != self.devices:
+                self.devices, self.generators = ends, _generators(*(tensor.device for tensor in values))
+            generators = self.generators
+            streams = [generator.get_state() for generator in generators]
+            hosted, depth = running.models, len(running.models)
+            swaps: list[Swap] = []
+            engine, lent = self.engine, None
+            try:
+                hosted.append(self.model)
+                if engine is not None:
+                    lent = engine.swap_in(params, self.params)
+                swaps = self._swaps(params if lent is None else self.params(), buffers)
+                for owner, key, _, tensor in swaps:
+                    owner[key] = tensor
+                for module, mode in pairs(self.modules, self.modes):
+                    if module.training is not mode:
+                        module.training = mode
+                self.seed(seed)
+                out = body()
+                if self.unfilled:
+                    self._refuse_filled()
+                return out
+            finally:
+                _hold_signals = True
+                del hosted[depth:]  # also if an interrupt came before the first line above
+                for owner, key, own, _ in swaps:
+                    owner[key] = own
+                for owner, key, _ in self.unfilled:
+                    owner[key] = None
+                if engine is not None:
+                    engine.restore(lent)
+                for module, mode in pairs(self.modules, modes):
+                    if module.training is not mode:
+                        module.training = mode
+                for generator, stream in pairs(generators, streams):
+                    generator.set_state(stream)
 
     def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
         """Slots that hold other tensors than these."""
@@ -256,19 +265,12 @@ class FunctionalModule:
             if own is not params[name] and torch_private.any_gradient_hooks([own]):
                 raise ValueError(_OF_HOOKS.format(name=name))
 
-    def start(self, seed: int) -> None:
-        """Start a microbatch inside `run`: set the module's modes and seed its random streams."""
-        self._set_modes(self.modes)
+    def seed(self, seed: int) -> None:
+        """Seed the random streams of a microbatch inside `run`."""
         for generator in self.generators:
             generator.manual_seed(seed)
         if _tracing.entered:
             _tracing.draws_for(seed)
-
-    def _set_modes(self, modes: list[bool]) -> None:
-        """Set the modes of the module and its submodules."""
-        for module, mode in pairs(self.modules, modes):
-            if module.training is not mode:
-                module.training = mode
 
     def _refuse_filled(self) -> None:
         if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
@@ -277,14 +279,6 @@ class FunctionalModule:
                 "empty, so no state and no checkpoint has it: run the model on one batch before ll.init_state and "
                 "before functions are made of it, or register a tensor"
             )
-
-    def unshared(self, params: dict[str, Tensor], keep: Collection[str] = ()) -> dict[str, Tensor]:
-        """The parameters, with copies of those that the forward pass itself writes, except for these names."""
-        copies = {}
-        for name in self.renormed:
-            if name not in keep:
-                copies[name] = params[name].detach().clone().requires_grad_(params[name].requires_grad)
-        return {**params, **copies} if copies else params
 
     def params(self) -> dict[str, Tensor]:
         """The module's own parameters."""
@@ -383,15 +377,6 @@ def _submodules(children: Sequence[dict[str, nn.Module | None]]) -> list[nn.Modu
 
 def _identity(places: Sequence[Slot]) -> set[tuple[int, str]]:
     return {(id(owner), key) for owner, key in places}
-
-
-def _renormed(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters that the forward pass writes because of `max_norm=`."""
-    layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    weights = {id(layer.weight) for layer in layers if layer.max_norm is not None}
-    return [
-        name for name, tensor in params.items() if id(tensor) in weights
-    ]  # a parametrized weight has no name here
 
 
 def _differs(module: nn.Module) -> bool:

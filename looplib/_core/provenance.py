@@ -14,11 +14,10 @@ from torch import nn
 
 from looplib._core import lease
 from looplib._core.checks import few, warn
-from looplib._core.descriptions import MANY, described, differences, settings_of
 from looplib._core.lease import Leased
-from looplib._core.mappings import pick
 from looplib._core.modules import named_modules
 from looplib._core.ranks import rank
+from looplib._core.records import MANY, described, differences, settings_of
 
 _MOST_STEPS = 8  # on one batch, of several networks
 _DATA = ("dataset", "samples")  # of a loader's description
@@ -29,13 +28,10 @@ _KEPT = 8  # limits the size of checkpoints of runs that make a loader for each 
 class Reading:
     """A loader's iteration over the rest of an epoch: where it began, and the number of batches drawn so far."""
 
-    epoch: int
-    batch: int
-    epoch_length: int | None
+    epoch: int = 0
+    batch: int = 0
+    epoch_length: int | None = None
     drawn: int = 0
-
-    def note(self) -> None:
-        self.drawn += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +99,10 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
         return
     if known.restored and known.at_step == state.step:
         same_data = [each for each in loaders if all(each.get(key) == description.get(key) for key in _DATA)]
-        before = same_data or loaders
-        # Settings that vary between the loaders of the saved run are not compared.
-        shared = [
-            key for key in before[0] if key in description and len({str(each.get(key)) for each in before}) == 1
-        ]
-        changed = differences({"loader": pick(before[0], shared)}, {"loader": pick(description, shared)})
+        before = (same_data or loaders)[-1]
+        changed = differences({"loader": before}, {"loader": description})
         if changed:
-            loaders = tuple(loader for loader in loaders if loader not in before)
+            loaders = tuple(loader for loader in loaders if loader != before)
             if rank() == 0:
                 warn(other_settings(known.restored, changed))
     lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))

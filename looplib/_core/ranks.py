@@ -2,23 +2,36 @@
 
 The ranks here are those that divide the data: all processes of torch.distributed, or those of the group passed to
 `set_data_parallel_group`, if some processes hold parts of one model and see the same batches.
+
+All ranks make a collective call, so a rank that does not come keeps the others waiting. Each rank that has waited for
+`watch.seconds` warns: in which looplib function it is, at which line of the user's file. The ranks that say nothing, or
+name another call, are those that are missing. When torch's time-out ends the call, its error says the same.
+
+Calls of DDP and FSDP2 are not watched one by one. A step in which they wait for a rank has also requested looplib's count
+of the samples, and that is watched until it is read. Calls of other threads, such as background saves, are not reported.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
+import sys
 import threading
+import time
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeGuard, cast
+from types import FrameType
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, distributed
 
-from looplib._core import torch_private, waiting
+from looplib._core import torch_private
 from looplib._core.mappings import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
@@ -76,6 +89,11 @@ def world_size() -> int:
     return distributed.get_world_size(_group) if _available and distributed.is_initialized() else 1
 
 
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
+    return (rank(), world_size()) if _available and distributed.is_initialized() else (0, 1)
+
+
 def is_distributed() -> bool:
     """True if there are other processes to agree with."""
     return world_size() > 1
@@ -105,7 +123,7 @@ def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
     """A group of these ranks that sends CPU tensors. A rank that does not come here is reported."""
     limit = torch_private.timeout_of(distributed.group.WORLD)
     patience = timedelta(seconds=limit) if limit < math.inf else None
-    with waiting.reported():
+    with reported():
         made = distributed.new_group(members, timeout=patience, backend="gloo", use_local_synchronization=True)
     if timeout is not None:
         torch_private.set_timeout(made, timeout)
@@ -169,7 +187,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def _all_reduce(values: Tensor, op: Any, on: Any) -> None:
     """All-reduce, watched on the CPU. On a device the host does not wait for it."""
     if values.device.type == "cpu":
-        waiting.wait(distributed.all_reduce(values, op, on, async_op=True))
+        wait(distributed.all_reduce(values, op, on, async_op=True))
     else:
         distributed.all_reduce(values, op, on)
 
@@ -192,11 +210,11 @@ class Sums:
         self._work: Any = None
         if is_distributed():
             self._work = distributed.all_reduce(self._values, group=host_group(), async_op=True)
-            waiting.watch.begin(self._work)
+            watch.begin(self._work)
 
     def read(self) -> list[float]:
         if self._work is not None:
-            waiting.wait(self._work)
+            wait(self._work)
             self._work = None
         return cast(list[float], self._values.tolist())
 
@@ -211,7 +229,7 @@ def gather(value: Any) -> list[Any]:
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
     data, received = pickled(value), [b""] * distributed.get_world_size(on)
-    with waiting.reported():
+    with reported():
         distributed.all_gather_object(received, data, on)
     return [pickle.loads(data) for data in received]
 
@@ -276,3 +294,115 @@ def placed_like(like: Tensor, tensor: Tensor) -> Tensor:
         return tensor
     placed: Tensor = tensor.redistribute(like.device_mesh, like.placements)
     return placed
+
+
+# Waits for other ranks
+
+
+@dataclass
+class _Watch:
+    """The watch of this process.
+
+    Attributes:
+        seconds: time after which a call that waits is reported; infinity for never.
+        began: time at which the main thread made the last call; infinity if it waits for none.
+        work: that call, if torch returned it.
+        thread: the thread that looks at it now and then.
+    """
+
+    seconds: float = 30.0
+    began: float = math.inf
+    work: Any = None
+    thread: threading.Thread | None = None
+
+    def begin(self, work: Any = None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.began, self.work = time.monotonic(), work
+            if self.thread is None:
+                self.thread = threading.Thread(target=_look, name="looplib-watch", daemon=True)
+                self.thread.start()
+
+
+watch = _Watch()
+
+
+def _look() -> None:
+    while True:
+        time.sleep(min(watch.seconds / 10, 3600))
+        is_late = time.monotonic() - watch.began > watch.seconds
+        if is_late and not (watch.work is not None and watch.work.is_completed()):
+            watch.began = math.inf
+            here = call(sys._current_frames()[threading.main_thread().ident or 0])
+            try:
+                warnings.warn_explicit(_report(here), RuntimeWarning, here.file or __file__, here.line)
+            except RuntimeWarning as error:  # by the user's filter, which this thread cannot raise
+                print(f"RuntimeWarning: {error}", file=sys.stderr, flush=True)
+
+
+class Call(NamedTuple):
+    """A looplib function, and the line of the user's file that called it."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function}, called at {self.file}:{self.line}" if self.file else self.function
+
+
+_LOOPLIB = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.__file__)) + ("<",)
+
+
+def call(frame: FrameType | None = None) -> Call:
+    """The call of looplib in which this thread is, or the one whose innermost frame is given."""
+    frame = frame or sys._getframe(1)
+    function: FrameType | None = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_LOOPLIB):
+            function = frame
+        elif function is not None and not name.startswith(_BETWEEN):
+            return Call(_name(function), name, frame.f_lineno)
+        frame = frame.f_back
+    return Call("a call" if function is None else _name(function), "", 1)
+
+
+def _name(frame: FrameType) -> str:
+    """Name of a function as the user knows it."""
+    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    if owner is None:
+        return name
+    cls = type(owner).__name__
+    if name in ("__call__", "fires"):
+        return "a predicate" if cls.startswith("_") else cls  # such as several with `|` between them
+    return f"{cls}.{name}"
+
+
+_ADVICE = (
+    "All ranks must make this call, and those that say nothing of it have not come: take it out of `if "
+    "ll.distributed.is_rank_zero():` and of loops that differ between ranks; a function that one rank runs alone goes "
+    "into ll.distributed.rank_zero_only. If a rank has ended, its own output says why."
+)
+
+
+def _report(here: Call) -> str:
+    return f"rank {distributed.get_rank()} waits for other ranks in {here}. {_ADVICE}"
+
+
+@contextmanager
+def reported(work: Any = None) -> Iterator[None]:
+    """Watch a call that is waited for in the block, and say the same if it fails."""
+    watch.begin(work)
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{_report(call())} torch says: {error}") from error
+    finally:
+        watch.began = math.inf
+
+
+def wait(work: Any, limit: float = math.inf) -> None:
+    """Wait for a call, and raise after `limit` seconds, if that is less than the time-out of its group."""
+    with reported(work):
+        work.wait(*[timedelta(seconds=limit)] if limit < math.inf else [])

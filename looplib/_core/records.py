@@ -1,30 +1,45 @@
-"""Records of functions: what made a function, what it wraps, its kind, and the parts that transforms take.
+"""Records of functions: what made a function, its kind, and how it is shown and described.
 
 To Python, gradient functions, steps, loggers and so on are all callables. Each that looplib makes, or a user with
 `ll.grads.wrapper`, is therefore a `Function` with one record, `Made`. Functions that take such a function read the
-record, through all wrappers that have one too.
+record, through all wrappers that have one too. Of a plain function, only the parameters can be inspected.
 
 The record also holds the call that made the function, which is its repr: `ll.make_train_step(ll.make_grad_fn(Linear,
 loss_fn), ...)`. A factory returns `with_repr(result, itself, *its_arguments)`. Arguments without short code are shown
 by name: modules and datasets by their class, functions by their name, lambdas by their parameters.
+
+Descriptions are plain values, stored with a run and compared with those of a later one. Secrets (tokens, keys and
+passwords) are left out of settings that are stored.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import inspect
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import nn
+
+from looplib._core.checks import check, named
+from looplib._core.trees import MISSING, paired
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+C = TypeVar("C")
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
-_MANY = 8  # number of entries of a container that are shown
+_SHOWN = 8  # number of entries of a container that are shown
 _LONG = 200  # maximum length of a repr, such as a tensor's, in characters
 
 
@@ -49,7 +64,7 @@ class Made(NamedTuple):
     """Facts about a function made by looplib, or by a user with `ll.grads.wrapper`.
 
     Attributes:
-        kind: one of `kinds.KINDS`, or None if it is not certain.
+        kind: one of `KINDS`, or None if it is not certain.
         name: name of the function that made it, such as "accumulate".
         inner: the function that it wraps.
         whole_step: True if it makes sense only for the gradients of a whole step, not of a microbatch.
@@ -58,10 +73,8 @@ class Made(NamedTuple):
         max_norm: bound on the norm of each sample's gradient before they were added up.
         adds: True if it accumulates into given gradients of earlier microbatches itself.
         microbatches: the same function for several microbatches at once, which is faster.
-        compare: function that raises on all ranks, before the first step, if they run different programs.
         model: the module whose gradients it computes.
-        renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
-        reach: what the graph of its loss reaches (`_core.reached.Reach`).
+        reach: what the graph of its loss reaches (`_core.watches.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         call: the call that made it, which is its repr.
     """
@@ -75,9 +88,7 @@ class Made(NamedTuple):
     max_norm: float | None = None
     adds: bool = False
     microbatches: Callable[..., Any] | None = None
-    compare: Callable[..., None] | None = None
     model: nn.Module | None = None
-    renormed: tuple[str, ...] = ()
     reach: Any = None
     parts: Any = None
     call: Call | None = None
@@ -160,7 +171,7 @@ def shown(value: Any) -> str:
     if record is not None or isinstance(value, type) or inspect.isroutine(value):
         return _name_of(value)
     if isinstance(value, (list, tuple, dict)):
-        return repr(_members(value)) if len(value) <= _MANY else f"{name} of {len(value)}"
+        return repr(_members(value)) if len(value) <= _SHOWN else f"{name} of {len(value)}"
     text = repr(value)
     if type(value).__module__.startswith("looplib.") and text.startswith(f"{name}("):
         return text.replace(name, _public_name(type(value)), 1)
@@ -187,3 +198,280 @@ def _public_name(thing: Any) -> str:
         return f"ll.{name}"
     room = thing.__module__.split(".")[1]
     return f"ll.{room}.{name}" if getattr(getattr(looplib, room, None), name, None) is thing else name
+
+
+# Kinds of functions: gradient function, step, predicate, logger, and so on
+
+
+# Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.
+KINDS = {
+    "grad_fn": (
+        "a grad_fn",
+        3,
+        "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
+    ),
+    "train_step": (
+        "a train step",
+        2,
+        "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
+    ),
+    "eval_step": (
+        "an eval step",
+        2,
+        'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) returns',
+    ),
+    "predict_step": ("a predict step", 2, "a predict step, as ll.make_predict_step(model, predict_fn) returns"),
+    "optimizer": (
+        "an optimizer",
+        None,
+        "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    ),
+    "model": ("a module", None, "a torch.nn.Module"),
+    "loss_fn": ("a loss function", 2, "a function (model, batch) -> loss"),
+    "predicate": ("a predicate", 1, "a predicate, such as ll.every_n_steps(100)"),
+    "schedule": ("a schedule", 1, "a number or a schedule, such as ll.warmup_cosine(...)"),
+    "logger": ("a logger", 2, "a logger, such as ll.jsonl(path)"),
+    "loader": ("a loader", 1, "a loader, as ll.make_loader returns"),
+    "state": ("a state", None, "a state, as ll.init_state returns"),
+}
+
+# Usual names of the first parameter of a function of a model.
+MODELS = {"model", "module", "net", "network"}
+
+_classes: dict[type, str] = {nn.Module: "model"}
+
+
+def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
+    """Class decorator: set the kind of a class's instances."""
+
+    def register(cls: type[C]) -> type[C]:
+        _classes[cls] = kind
+        return cls
+
+    return register
+
+
+def kind_of(value: Any) -> str | None:
+    """One of `KINDS`, or None if it is not certain."""
+    for cls in type(value).__mro__:
+        if cls in _classes:
+            return _classes[cls]
+    if (record := made(value)) is not None and record.kind is not None:
+        return record.kind
+    first, second, *_ = [*positional(value), "", ""]
+    if second and first in MODELS:
+        return "loss_fn"
+    return "logger" if second == "values" else None
+
+
+def check_kind(value: T, who: str, *expected: str, advice: str = "") -> T:
+    """Return a value of one of these kinds, or a plain callable that may be. Raises TypeError for another."""
+    kind = kind_of(value)
+    plain = kind is None and callable(value) and not isinstance(value, type)
+    counts = [count for name in expected if (count := KINDS[name][1]) is not None]
+    if kind not in expected and not (plain and any(_takes(value, count) for count in counts)):
+        wanted = " or ".join(KINDS[name][2] for name in expected)
+        raise TypeError(f"{who} got {_named(value, kind)}; give {wanted}{advice}")
+    return value
+
+
+def _takes(value: Any, count: int) -> bool:
+    """True if a function can be called with `count` arguments, as far as can be determined."""
+    try:
+        inspect.signature(value).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # it has no signature, as some functions in C
+    return True
+
+
+def _named(value: Any, kind: str | None) -> str:
+    if (record := made(value)) is not None and record.kind is not None:
+        return f"{KINDS[record.kind][0]} (of {record.name})"
+    if not inspect.isroutine(value) and record is None:
+        return f"a {type(value).__name__}"
+    called = f"{getattr(value, '__name__', 'a function')}({', '.join(positional(value))})"
+    return called if kind is None else f"{called}, which looks like {KINDS[kind][0]}"
+
+
+def positional(value: Any, required: bool = False) -> list[str]:
+    """Names of the parameters that can be passed by position, or of those that must be."""
+    if isinstance(value, type) or not callable(value):
+        return []
+    allowed = [p for p in parameters_of(value).values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in allowed if not required or p.default is p.empty]
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a function by name; none if Python cannot tell, as for some functions in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+_ENDINGS = {
+    "loss_fn": "return nn.functional.cross_entropy(model(inputs), targets)",
+    "metric_fn": 'return {"loss": nn.functional.cross_entropy(model(inputs), targets)}',
+    "predict_fn": "return model(inputs)",
+}
+
+
+def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
+    """Raise TypeError unless `who(model, function)` was given a module and a function `name(model, batch)`."""
+    swapped = isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model)
+    check(not swapped, f"{who} takes the model first: write {who}(model, {name})", TypeError)
+    check(
+        not _of_torch(function),
+        f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
+        f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
+        f"        {_ENDINGS[name]}",
+        TypeError,
+    )
+    names = positional(function, required=True) if inspect.isroutine(function) else []
+    listed = ", ".join(names)
+    reverse = f"{who} got {name}({listed}); the model comes first: def {name}({', '.join(names[::-1])})"
+    check([name in MODELS for name in names] != [False, True], reverse, TypeError)
+    check(
+        len(names) <= 2,
+        f"{who} got {name}({listed}), which is called as {name}(model, batch): take the batch as one argument, and unpack "
+        f"it inside, {', '.join(names[1:])} = batch",
+        TypeError,
+    )
+    check_kind(function, who, "loss_fn")
+
+
+def _of_torch(function: Any) -> bool:
+    """True for torch's own losses and functions: a module, a class of modules, or a plain function."""
+    cls = function if isinstance(function, type) else type(function)
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    return issubclass(cls, nn.Module) or (inspect.isroutine(function) and package == "torch")
+
+
+# Descriptions of settings as plain values
+
+
+MANY = 100  # a longer list is described by a checksum
+
+
+def described(value: Any) -> Any:
+    """Describe a setting as a JSON value that is the same in each process that creates it in the same way.
+
+    >>> described({"lr": 0.1, "betas": (0.9, 0.99), "dtype": torch.float32})
+    {'lr': 0.1, 'betas': [0.9, 0.99], 'dtype': 'torch.float32'}
+    >>> described(lambda step: 0.1 * step)
+    'lambda step: ... (0.1)'
+
+    If an object has a `description`, that is used. A function is described by its name, the numbers in its code and the
+    numbers and texts it closes over, but not by its other code, nor by what the functions that it calls close over. Other
+    objects are described by their repr, or only their type if the repr contains an address.
+    """
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        return {str(key): described(member) for key, member in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return described(sorted(value, key=repr))  # the order of text in a set differs between processes
+    if isinstance(value, (list, tuple)):
+        members = [described(member) for member in value]
+        if len(value) <= MANY:
+            return members
+        return f"{type(value).__qualname__} of {len(value)}, checksum {zlib.crc32(repr(members).encode()):08x}"
+    if hasattr(value, "tolist") and hasattr(value, "shape"):  # a tensor, or an array or number of NumPy's
+        return described(value.tolist())
+    if (settings := settings_of(value)) is not None:
+        return described(settings)
+    if isinstance(value, types.FunctionType):
+        return _function(value)
+    if isinstance(value, partial) and made(value) is None:
+        return f"{described(value.func)} with {described_arguments(value.args, value.keywords)}"
+    return shown(value) if made(value) is not None or inspect.isroutine(value) else _plain(value)
+
+
+def settings_of(value: Any) -> Mapping[str, Any] | None:
+    """Named settings that an object holds, if it is a record of settings."""
+    if isinstance(getattr(value, "description", None), Mapping):
+        return value.description  # type: ignore[no-any-return]
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return vars(value)
+    if dataclasses.is_dataclass(value):
+        if type(value).__module__.startswith("looplib.") and not value.__dataclass_params__.repr:  # type: ignore[union-attr]
+            return None  # its repr is the code that makes it, as a predicate's
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"type": type(value).__qualname__, **fields}
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: a 64-bit number or text, of Python's own types and not subclasses."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, (str, int, float, Path, torch.device)):
+        return str(value)
+    text = repr(value)
+    return type(value).__qualname__ if re.search(ADDRESS, text) else text
+
+
+def _function(function: types.FunctionType) -> str:
+    numbers = [str(constant) for constant in function.__code__.co_consts if isinstance(constant, (int, float))]
+    closed_over = inspect.getclosurevars(function).nonlocals.items()
+    numbers += [f"{name}={value}" for name, value in closed_over if isinstance(value, (int, float, str))]
+    return f"{shown(function)} ({', '.join(numbers)})" if numbers else shown(function)
+
+
+def described_arguments(args: Sequence[Any], settings: Mapping[str, Any]) -> str:
+    """Arguments of a call, as in its code."""
+    named = [f"{name}={described(value)}" for name, value in settings.items()]
+    return ", ".join([*map(str, map(described, args)), *named])
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Settings that differ between two descriptions, in words.
+
+    >>> differences({"optimizer": {"lr": 0.1}, "loader": {}}, {"optimizer": {"lr": 0.2, "momentum": 0.9}})
+    ['optimizer lr was 0.1, is 0.2', 'optimizer momentum was not given, is 0.9']
+
+    Settings that only one of them describes are not compared.
+    """
+    changes = []
+    for key, before, now in paired(old.items(), new.items()):
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            changes += differences(before, now, f"{prefix}{key} ")
+        elif before != now and (prefix or MISSING not in (before, now)):
+            was, has = ("not given" if value is MISSING else value for value in (before, now))
+            changes.append(f"{prefix}{key} was {was}, is {has}")
+    return changes
+
+
+LEFT_OUT = "***"
+
+_SECRET = re.compile(r"pass(word|wd|phrase)|secret|credential|(key|token|auth)$")
+_HARMLESS = re.compile(r"[\d.]{1,6}|<.*>|\[.*\]")  # a number, or a tokenizer's "<pad>" or "[CLS]"
+# The password of a URL, and what tokens of well-known services begin with.
+_KNOWN = re.compile(
+    r"(?<=://)[^/\s@]+:[^/\s@]+(?=@)|\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[a-z]-|pypi-|nvapi-|AKIA|AIza)[\w.-]{16,}"
+)
+
+
+def without_secrets(settings: T, name: str = "") -> T:
+    """Described settings, with *** in place of values whose names say that they are secret, and of a URL's password.
+
+    >>> without_secrets({"lr": 0.1, "hub": {"api_key": "abc", "repo": "me/tiny"}})
+    {'lr': 0.1, 'hub': {'api_key': '***', 'repo': 'me/tiny'}}
+
+    Such a name ends in key, token or auth, or contains password, secret or the like. A secret under another name stays,
+    unless it begins as tokens of well-known services do, such as hf_ and sk-.
+    """
+    if isinstance(settings, Mapping):
+        return {key: without_secrets(value, key) for key, value in settings.items()}  # type: ignore[return-value]
+    if isinstance(settings, list):
+        return [without_secrets(value, name) for value in settings]  # type: ignore[return-value]
+    if not isinstance(settings, str):
+        return settings
+    secret = _SECRET.search(name.lower()) and not _HARMLESS.fullmatch(settings)
+    return LEFT_OUT if secret else _KNOWN.sub(LEFT_OUT, settings)  # type: ignore[return-value]

@@ -6,21 +6,20 @@ If a version of torch moves one of them, only this file changes. Private names t
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
 
-__all__ = ["disable_current_modes", "pytree", "wraps_tensors"]
+__all__ = ["disable_current_modes", "fused_devices", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -36,7 +35,6 @@ def has_saved_tensors_hooks() -> bool:
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
-view_base: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
@@ -55,27 +53,6 @@ def without_dataset(iterator: Any) -> Any:
     """A DataLoader's iterator without what its workers have got: a dataset or a collate_fn may hold the loader."""
     vars(iterator).update(_dataset=None, _collate_fn=None, _worker_init_fn=None)
     return iterator
-
-
-def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Copy of a function in which these global names are different objects, also in its module's other functions.
-
-    The copies run the code of torch's functions, without their decorators, and nothing is written to their module.
-    """
-    module = function.__globals__
-    space = dict(module)
-    for name, value in module.items():
-        plain = inspect.unwrap(value) if callable(value) else value
-        if isinstance(plain, FunctionType) and plain.__globals__ is module:
-            space[name] = _in(space, plain)
-    space |= names
-    return _in(space, function)
-
-
-def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
-    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 # One call for many tensors.

@@ -137,19 +137,20 @@ entered: list[within] = []
 
 
 def _here() -> within | None:
-    here: within | None = torch_private.thread_value(_KEY) if entered else None
+    here: within | None = torch_private.thread_value(_KEY)
     return here
 
 
 def current() -> Trace | None:
     """The current trace, or None."""
-    here = _here()
-    return None if here is None else here.trace
+    if not entered or (here := _here()) is None:
+        return None
+    return here.trace
 
 
 def tracing() -> bool:
     """True while a step is being traced instead of run."""
-    return current() is not None
+    return bool(entered) and current() is not None
 
 
 def differentiated() -> bool:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.kinds import parameters_of
-from looplib._core.ranks import is_sharded
+from looplib._core.records import parameters_of
 from looplib._core.tracing import afterwards, current, tracing, where
 
 
@@ -117,17 +116,12 @@ def call_decide(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params
 
 def call_update(
     optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
-) -> tuple[Any, Any, Mapping[str, Any]]:
-    """The parameters, the state and further metrics of an update on tensors that it may overwrite."""
+) -> tuple[Any, Any]:
+    """The parameters and the state after an update on tensors that it may overwrite."""
     out = optimizer.update_(grads, opt_state, params, step, **info)
-    if type(out) is tuple and len(out) == 2:
-        return *out, {}
-    if type(out) is tuple and len(out) == 3 and isinstance(out[2], Mapping):
-        return out
-    raise TypeError(
-        f"an optimizer's update_ returned {_kind(out)}; it returns (params, opt_state), or with metrics of its own, "
-        "(params, opt_state, metrics)"
-    )
+    if type(out) is not tuple or len(out) != 2:
+        raise TypeError(f"an optimizer's update_ returned {_kind(out)}; it returns two values, (params, opt_state)")
+    return out
 
 
 def new_tensors(new: Any, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -162,17 +156,15 @@ def _kind(out: Any) -> str:
 
 def update_where(
     flags: Any, optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
-) -> tuple[Any, Any, Mapping[str, Any]]:
+) -> tuple[Any, Any]:
     """An update on copies, of which tensors choose whether it is made: for graphs, whose host reads no flag."""
     if flags is False:
-        return params, opt_state, {}
+        return params, opt_state
     copies = copy_params(grads, params), copy_tree(opt_state)
-    new_params, new_state, metrics = call_update(
-        optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags}
-    )
+    new_params, new_state = call_update(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
     new_tensors(new_params, params, grads)  # raises if they do not fit
     flag = any_of(flags)
-    return where(flag, new_params, params), where(flag, new_state, opt_state), metrics
+    return where(flag, new_params, params), where(flag, new_state, opt_state)
 
 
 def update_by_hand(
@@ -182,13 +174,13 @@ def update_by_hand(
     decision, opt_state = call_decide(optimizer, grads, opt_state, info.get("metrics") or {}, params, step)
     if tracing():
         flags = flags_in_graph(decision)
-        new, opt_state, _ = update_where(flags, optimizer, grads, opt_state, params, step, info)
+        new, opt_state = update_where(flags, optimizer, grads, opt_state, params, step, info)
         return {**params, **new}, opt_state, any_of(flags)
     applied = read(decision)
     if not any_of(applied):
         return params, opt_state, False
     own = copy_params(grads, params), copy_tree(opt_state)
-    new, opt_state, _ = call_update(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
+    new, opt_state = call_update(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
     new_tensors(new, params, grads)  # raises if they do not fit
     return {**params, **new}, opt_state, True
 
@@ -283,20 +275,9 @@ def _copied_by_kernels(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _clone(tensor: Tensor) -> Tensor:
     """A copy with the same strides even if there are gaps, so that sums run in the same order."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or is_sharded(tensor) or _overlaps(tensor):
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or 0 in tensor.stride():
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """True if elements of a tensor may share memory with each other."""
-    end = 1
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(each for each in sizes if each[1] != 1):
-        if stride < end:
-            return True
-        end += stride * (size - 1)
-    return False
 
 
 # Functions with fewer arguments

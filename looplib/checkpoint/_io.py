@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from looplib._core import advice
+from looplib._core import errors
 from looplib._core.checks import check, check_type
 from looplib._core.collective import RankGroup, finish_first, together
-from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
+from looplib._core.records import described
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
@@ -403,4 +403,4 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
-advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)
+errors.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)

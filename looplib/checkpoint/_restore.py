@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
+from looplib._core.lease import same_value
 from looplib._core.mappings import fields_of, subset, without
-from looplib._core.overlap import same_value
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from looplib._core.checks import check, check_type
-from looplib._core.descriptions import described, differences, without_secrets
 from looplib._core.mappings import mapped
 from looplib._core.provenance import Provenance, other_settings, provenance_of, restored_into
+from looplib._core.records import described, differences, without_secrets
 from looplib.types import TrainState
 
 

@@ -12,8 +12,8 @@ from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import subset
-from looplib._core.misuse import export
 from looplib._core.trees import map_tensors
+from looplib._core.watches import export
 from looplib.checkpoint._format import about, in_words, words
 from looplib.checkpoint._shards import copied_like, whole
 from looplib.types import TrainState

@@ -18,7 +18,6 @@ from torch import Tensor
 from looplib._core.checks import check, is_plain
 from looplib._core.checksums import bits_of
 from looplib._core.mappings import mapped, without
-from looplib._core.overlap import share_elements
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import MANIFEST, about, bytes_of, encoded, leaves_of, local, words
 from looplib.checkpoint._shards import box_of, is_written_here
@@ -78,8 +77,8 @@ def _check_kind(path: str, leaf: Any) -> None:
 def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each tensor, by path, the path of the first one that is the same view of the same memory.
 
-    Raises ValueError for tensors that share some elements and are not the same. Separate views of one memory, such as
-    the halves of a flat buffer, are separate tensors.
+    Raises ValueError for tensors whose ranges in memory overlap and that are not the same. Separate ranges of one
+    memory, such as the halves of a flat buffer, are separate tensors.
     """
     roots: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -99,7 +98,7 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             by_storage[storage].append((begin * size, end * size, path))
     for spans in by_storage.values():
         for (_, end, path), (begin, _, other) in combinations(sorted(spans), 2):
-            if begin < end and share_elements(local(tensors[path]), local(tensors[other])):
+            if begin < end:
                 raise ValueError(
                     f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
                     "keep a copy in one of them (tensor.clone())"

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
-from looplib._objective import mean_of, records, shape_or_type, split_loss
+from looplib._objective import aux_records, mean_of, record, shape_or_type, split_loss
 from looplib.gradients import indices, make_grad_fn, of_this_model
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
@@ -103,7 +102,7 @@ def make_contrastive_grad_fn(
 
     inner = make_grad_fn(model, pull, trainable=trainable, batch_size=samples_of)
     pulls = accumulate(inner, batch_size=samples_of)
-    if not host.engine.name:
+    if host.engine is None:
         pulls = reduce_gradients(pulls)
 
     def contrastive(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -116,7 +115,7 @@ def make_contrastive_grad_fn(
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
         out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], request)
-        return out._replace(metrics=records(loss, aux, count, apart=False))
+        return out._replace(metrics={"loss": record("loss", loss, count), **aux_records(aux, count)})
 
     made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
     return with_repr(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
@@ -138,7 +137,7 @@ def _embedded(
     def body() -> None:
         for number in range(passes):  # as many on all ranks, since an engine may wait for the others in each
             index = min(number, len(batches) - 1)
-            host.start(seeds[index])
+            host.seed(seeds[index])
             embeddings.append(embed_fn(host.model, batches[index]))
 
     with torch.no_grad():
@@ -151,7 +150,7 @@ def _check_whole(request: GradRequest) -> None:
     if tracing():
         raise UntraceableError(
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
-            "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
+            "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
         )
     if request.sum is not None:
         raise ValueError(

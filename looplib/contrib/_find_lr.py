@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check, check_argument, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.random import restored
+from looplib._core.records import check_kind
 from looplib.log._plots import smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import modules as _modules
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 
 R = TypeVar("R")
 

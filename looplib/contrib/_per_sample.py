@@ -19,16 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import cuts_marked, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
-from looplib._wrapping import PER_SAMPLE_SCALED
 from looplib.gradients import of_this_model
+from looplib.grads._wrapper import PER_SAMPLE_SCALED
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
@@ -181,9 +180,10 @@ def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
 
 def _check_model(host: _modules.FunctionalModule) -> None:
     """Raise for a model in which a sample's gradient depends on other samples."""
+    engine = host.engine
     check(
-        not host.engine.name,
-        f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
+        engine is None,
+        f"{engine and engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
         "that it wraps",
     )
     mixing = ", ".join(_batch_norms(host))

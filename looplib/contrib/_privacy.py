@@ -18,9 +18,8 @@ from looplib._core.random import mix
 from looplib._core.records import Made, mark, with_repr
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
-from looplib._wrapping import check_grad_fn, check_parts, of_whole_step
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.grads._wrapper import max_norm_of, seen
+from looplib.grads._wrapper import check_grad_fn, check_parts, max_norm_of, of_whole_step, seen
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Metric, TrainState
 
@@ -161,9 +160,7 @@ def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
             f"add_noise got gradients that are not clipped sample by sample, as far as it can see ({names}), so it "
             "does not know how much noise hides a sample. Give it "
             "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...), or accumulate around "
-            "the clipping. A wrapper of your own in between that makes no sample's gradient larger says so: "
-            "@ll.grads.wrapper(grad_fn, keeps_max_norm=True); one that clips says @ll.grads.wrapper(grad_fn, "
-            "max_norm=max_norm)"
+            "the clipping, and put wrappers of your own around add_noise"
         )
     check(
         norm == max_norm, f"clip_per_sample has max_norm={norm} and add_noise max_norm={max_norm}: give both the same"

@@ -11,9 +11,8 @@ from torch import Tensor
 from looplib._core.checks import check_argument
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
-from looplib._wrapping import check_whole, of_whole_step
-from looplib.gradients import forward_writes
 from looplib.grads._clipping import global_norm
+from looplib.grads._wrapper import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Params, TrainState
 
 
@@ -46,11 +45,9 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
 
     def sharp(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         first = grad_fn(state, batch, request)
-        forward_params, buffers = forward_writes(first.buffers, state.params)
-        start = {**state.params, **forward_params}
-        params = mapped(Tensor.detach, pick(start, first.grads))
+        params = mapped(Tensor.detach, pick(state.params, first.grads))
         away = _worst_nearby(params, first.grads, rho, adaptive)
-        moved = state.replace(params={**start, **away}, buffers=buffers)
+        moved = state.replace(params={**state.params, **away}, buffers=first.buffers)
         second = grad_fn(moved, batch, dataclasses.replace(request, donate=False))
         return first._replace(grads=second.grads)
 

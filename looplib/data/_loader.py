@@ -21,10 +21,8 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
-from looplib._core.interrupts import interruptible
-from looplib._core.kinds import instances_are
-from looplib._core.provenance import note_loader, note_reading, warn_of_two_steps
-from looplib._core.records import Call, Code, with_repr
+from looplib._core.provenance import Reading, note_loader, note_reading, warn_of_two_steps
+from looplib._core.records import Call, Code, instances_are, with_repr
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
@@ -77,7 +75,7 @@ class Loader:
         self._say_if_epochs_have_no_end(state)
         warn_of_two_steps(state)
         note_loader(state, self.description)
-        return interruptible(self._batches(state, pairs=False), note_reading(state).note)
+        return self._batches(state, note_reading(state), pairs=False)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -90,7 +88,7 @@ class Loader:
         If a batch has no sample for this rank, the batch's first sample is used in its place and does not count. All
         ranks therefore make the same number of forward passes, and each sample counts once.
         """
-        return interruptible(self._batches(state, pairs=True))
+        return self._batches(state, Reading(), pairs=True)
 
     def indices(self, state: TrainState) -> Tensor | None:
         """Dataset indices of the samples in the next batch, without reading them.
@@ -181,16 +179,17 @@ class Loader:
         drawn = repr(source.plan(0).listed).encode() if order.numbers is None else order.numbers.numpy().tobytes()
         return f"{order!r}, checksum {crc32(drawn):08x}"
 
-    def _batches(self, state: TrainState, *, pairs: bool) -> Iterator[Any]:
+    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool) -> Iterator[Any]:
         rank, ranks = rank_and_ranks(self.divide)
 
         def delivered(read: tuple[Any, int]) -> Any:
+            reading.drawn += 1
             part, counts = self._move(read[0]), rank < read[1] or ranks == 1
             if pairs:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks)
 
-        return map(delivered, self.source.read(state, rank, ranks))
+        return _closable(map(delivered, self.source.read(state, rank, ranks)))
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
@@ -386,6 +385,11 @@ def _epoch_length(epochs: Epochs) -> int:
         "function (epoch, generator), and keep no count",
     )
     return len(plan)
+
+
+def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches from a generator, whose `close` ends their workers."""
+    yield from batches
 
 
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:

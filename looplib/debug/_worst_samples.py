@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
+from looplib._core.records import check_kind
 from looplib._core.trees import batch_size, split
 from looplib.grads._clipping import global_norm
 from looplib.metrics._mean import compute

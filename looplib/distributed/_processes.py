@@ -24,7 +24,6 @@ from torch import distributed
 
 from looplib._core import collective as _agreement
 from looplib._core import ranks as _ranks
-from looplib._core import waiting
 from looplib._core.checks import check_argument
 
 P = ParamSpec("P")
@@ -252,7 +251,7 @@ def watch(seconds: float) -> None:
         ValueError: `seconds` is not above 0.
     """
     check_argument(seconds > 0, "seconds", seconds, "give a number of seconds above 0, or math.inf for no reports")
-    waiting.watch.seconds = seconds
+    _ranks.watch.seconds = seconds
 
 
 def barrier() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
 from looplib._core.random import restored
 from looplib._core.ranks import gather
+from looplib._core.records import check_kind
 from looplib._core.trees import batch_size
 from looplib.distributed._reduce import merged
 from looplib.evaluation._batches import Reading, ranks_of, read

@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 
 from looplib._core.checks import check_optional_count
 from looplib._core.errors import half, out_of_memory
-from looplib._core.kinds import check_kind, kind_of
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib.evaluation._outputs import end_to_end

@@ -12,8 +12,8 @@ from torch import Tensor
 from looplib._core import random as draws
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.kinds import check_kind
 from looplib._core.ranks import gather, is_distributed
+from looplib._core.records import check_kind
 from looplib._core.trees import batch_size
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order

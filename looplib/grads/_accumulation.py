@@ -11,21 +11,18 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_optional_count
 from looplib._core.engines import RunningSum
 from looplib._core.mappings import pick, subset, without
-from looplib._core.ranks import is_distributed
 from looplib._core.records import made, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
-from looplib._wrapping import check_parts
-from looplib.gradients import forward_writes, indices
-from looplib.grads._wrapper import kept, name_of
+from looplib.gradients import indices
+from looplib.grads._wrapper import check_parts, kept, name_of
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -35,7 +32,6 @@ def accumulate(
     microbatches: int | None = None,
     *,
     size: int | None = None,
-    dtype: torch.dtype | None = None,
     batch_size: Callable[[Any], int] = count_examples,
 ) -> GradFn:
     """Gradient accumulation: split each batch into microbatches and add up their gradients.
@@ -58,14 +54,16 @@ def accumulate(
     index, so with dropout the result depends on how the batch is split. BatchNorm normalizes each microbatch
     separately and updates its running statistics once per microbatch, as in a raw loop.
 
+    Gradients are added in the dtype in which `grad_fn` returns them, that of the parameters. In bfloat16, many small ones
+    are rounded away: keep the weights in float32 and use `autocast`, or wrap `grad_fn` in a function of your own that
+    returns float32 gradients (`ll.grads.wrapper`).
+
     Args:
         grad_fn: gradient function, called once per microbatch.
         microbatches: number of microbatches, split along the first dimension as by `torch.tensor_split` (the first
             ones may have one sample more). Batches with fewer samples are split into single samples.
         size: number of samples per microbatch, instead of `microbatches`. The last one may be smaller. If neither is
             given, each batch must be a list of microbatches.
-        dtype: dtype to accumulate in and to return. Defaults to the dtype of the parameters; pass `torch.float32` for
-            bfloat16 models, where many small gradients would otherwise be rounded away.
         batch_size: function that counts the samples in a batch, as for `make_grad_fn`.
 
     Raises:
@@ -78,7 +76,7 @@ def accumulate(
     check_optional_count("microbatches", microbatches)
     check_optional_count("size", size)
     grad_fn = check_parts(grad_fn, "accumulate")
-    add_up = added_up(grad_fn, dtype)
+    add_up = added_up(grad_fn)
 
     def accumulated(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if microbatches is None and size is None:
@@ -91,14 +89,10 @@ def accumulate(
         return add_up(state, pieces, count, request)
 
     made = kept(accumulated, "accumulate", grad_fn)
-    return with_repr(
-        made, accumulate, grad_fn, microbatches=microbatches, size=size, dtype=dtype, batch_size=batch_size
-    )
+    return with_repr(made, accumulate, grad_fn, microbatches=microbatches, size=size, batch_size=batch_size)
 
 
-def added_up(
-    grad_fn: GradFn, dtype: torch.dtype | None = None
-) -> Callable[[TrainState, Sequence[Any], int, GradRequest], Gradients]:
+def added_up(grad_fn: GradFn) -> Callable[[TrainState, Sequence[Any], int, GradRequest], Gradients]:
     """The function that adds up the gradients of microbatches, which hold `count` samples together.
 
     A function of looplib's adds to the gradients so far itself, in place. So does an engine, which must find them in
@@ -106,28 +100,19 @@ def added_up(
     gradients that it receives, which would be wrong for those of earlier microbatches.
     """
     record = made(grad_fn)
-    adds = record is not None and record.adds and dtype is None
-    all_at_once = record.microbatches if record is not None and dtype is None else None
+    adds = record is not None and record.adds
+    all_at_once = None if record is None else record.microbatches
 
     def add_up(state: TrainState, pieces: Sequence[Any], count: int, request: GradRequest) -> Gradients:
-        total = request.sum
-        in_place = dtype is None and (total is None or total.grads is None or adds or total.ranks > 1)
-        # Other ranks may have more microbatches, and collective calls must come in the same order on all.
-        if len(pieces) == 1 and in_place and (total is not None or not is_distributed()):
-            return grad_fn(state, pieces[0], request)
-        if total is None:
-            total = RunningSum(count if type(count) is int else None)
-            request = dataclasses.replace(request, sum=total)
-            return mean_of_sums(_joined(each(state, pieces, request, total)), total)
-        if total.samples is None and type(count) is int:
-            total.samples = count
-        return _joined(each(state, pieces, request, total))
-
-    def each(state: TrainState, pieces: Sequence[Any], request: GradRequest, total: RunningSum) -> list[Gradients]:
+        total, samples = request.sum or RunningSum(), count if type(count) is int else None
+        if total.samples is None:
+            total.samples = samples
+        inner = dataclasses.replace(request, sum=total)
         if all_at_once is not None:
-            outs: list[Gradients] = all_at_once(state, pieces, request)
-            return outs
-        return _one_by_one(grad_fn, adds, dtype, state, pieces, request, total)
+            out = _joined(all_at_once(state, pieces, inner))
+        else:
+            out = _joined(_one_by_one(grad_fn, adds, state, pieces, inner, total))
+        return out if total is request.sum else mean_of_sums(out, total)
 
     return add_up
 
@@ -145,7 +130,6 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
 def _one_by_one(
     grad_fn: GradFn,
     adds: bool,
-    dtype: torch.dtype | None,
     state: TrainState,
     pieces: Sequence[Any],
     request: GradRequest,
@@ -154,18 +138,18 @@ def _one_by_one(
     """Call the gradient function once per microbatch and add up the gradients."""
     earlier, last = total.grads, total.last
     grads: dict[str, Tensor] = {}
-    _add(grads, earlier or {}, dtype)
+    _add(grads, earlier or {})
     outs: list[Gradients] = []
     try:
         for index, piece in zip(indices(request, len(pieces)), pieces, strict=True):
             total.grads = grads if adds or total.ranks > 1 else None
             total.last = last and len(outs) == len(pieces) - 1
             out = grad_fn(state, piece, dataclasses.replace(request, index=index))
-            _check_summed(grad_fn, out, total, dtype)
+            _check_summed(grad_fn, out, total)
             if adds or total.ranks > 1:
                 grads = out.grads
             else:
-                _add(grads, out.grads, dtype)
+                _add(grads, out.grads)
             outs.append(out._replace(grads={}))
             state = _moved_on(state, out)
     finally:
@@ -174,7 +158,7 @@ def _one_by_one(
     return outs
 
 
-def _check_summed(grad_fn: GradFn, out: Gradients, total: RunningSum, dtype: torch.dtype | None) -> None:
+def _check_summed(grad_fn: GradFn, out: Gradients, total: RunningSum) -> None:
     """Raise if a microbatch's gradients cannot be added to those of others."""
     if total.ranks == 1:
         if out.weight is None:
@@ -183,12 +167,6 @@ def _check_summed(grad_fn: GradFn, out: Gradients, total: RunningSum, dtype: tor
                 "accumulated hands its `request` on to the one that it wraps (see ll.types.GradRequest)"
             )
         return
-    if dtype is not None:
-        raise RuntimeError(
-            f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
-            "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
-            "model unwrapped and use ll.grads.reduce_gradients"
-        )
     if not _untouched(out.grads, total.written):
         raise RuntimeError(
             f"{name_of(grad_fn)} changes gradients within accumulate, and DDP and FSDP2 add up those of all "
@@ -206,11 +184,10 @@ def _untouched(grads: Mapping[str, Tensor], added: Mapping[str, tuple[Tensor, in
 
 
 def _moved_on(state: TrainState, out: Gradients) -> TrainState:
-    """The state for the next microbatch: with what the forward pass of this one wrote."""
+    """The state for the next microbatch: with the buffers after the forward pass of this one."""
     if all(tensor is state.buffers.get(name) for name, tensor in out.buffers.items()):
         return state
-    params, buffers = forward_writes(out.buffers, state.params)
-    return state.replace(params={**state.params, **params}, buffers=buffers)
+    return state.replace(buffers=out.buffers)
 
 
 def _given(batch: Any) -> Sequence[Any]:
@@ -229,8 +206,7 @@ def _even(count: int, pieces: int) -> list[int]:
     return [count // pieces + (index < count % pieces) for index in range(pieces)]
 
 
-def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    if old := subset(wide, grads):
+def _add(total: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    if old := subset(total, grads):
         torch_private.foreach_add_([*old.values()], [*pick(grads, old).values()])
-    new = without(grads, wide)
-    wide |= new if dtype is None else {name: grad.to(dtype) for name, grad in new.items()}
+    total |= without(grads, total)

@@ -19,7 +19,7 @@ from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 from looplib._core.records import with_repr
 from looplib._objective import multiply
-from looplib._wrapping import check_whole, of_whole_step
+from looplib.grads._wrapper import check_whole, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 

@@ -9,7 +9,7 @@ import torch
 
 from looplib._core.records import with_repr
 from looplib._objective import multiply
-from looplib._wrapping import check_scalable, of_whole_step
+from looplib.grads._wrapper import check_scalable, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.optim._skipping import _finite, _scale_of
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState

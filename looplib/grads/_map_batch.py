@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.records import Made, made, mark, with_repr
-from looplib._wrapping import check_grad_fn
+from looplib._core.records import with_repr
+from looplib.grads._wrapper import check_grad_fn, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
@@ -47,8 +47,4 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
     def mapped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         return grad_fn(state, batch_fn(state, batch), request)
 
-    inner = made(grad_fn) or Made("grad_fn", "map_batch")
-    record = Made(
-        "grad_fn", "map_batch", grad_fn, adds=inner.adds, per_sample=inner.per_sample, max_norm=inner.max_norm
-    )
-    return with_repr(mark(mapped, record), map_batch, grad_fn, batch_fn)
+    return with_repr(kept(mapped, "map_batch", grad_fn), map_batch, grad_fn, batch_fn)

@@ -8,18 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from looplib._core.buffers import put_back, with_copies
 from looplib._core.checks import check_optional_count
 from looplib._core.engines import engine_of
 from looplib._core.errors import half, out_of_memory
+from looplib._core.lease import put_back, with_copies
 from looplib._core.ranks import is_sharded
 from looplib._core.records import chain, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
-from looplib._wrapping import check_parts
 from looplib.grads._accumulation import added_up
-from looplib.grads._wrapper import kept
+from looplib.grads._wrapper import check_parts, kept
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -109,7 +108,8 @@ def _waits_for_ranks(model: nn.Module) -> str | None:
         return "a model with DTensors"
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm"
-    return engine_of(model).name
+    engine = engine_of(model)
+    return None if engine is None else engine.name
 
 
 def _refuse_what_cannot_be_retried(request: GradRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,7 @@ from looplib._core import ranks as _ranks
 from looplib._core.records import with_repr
 from looplib._core.trees import batch_size, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
-from looplib._wrapping import check_parts
-from looplib.grads._wrapper import kept
+from looplib.grads._wrapper import check_parts, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
@@ -45,13 +43,8 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     """
     grad_fn, compared = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom"), False
 
-    def compare(state: TrainState, batches: Sequence[Any], program: Any = None) -> None:
-        nonlocal compared
-        if _ranks.is_distributed() and not compared:
-            engines.compare(state, batches, program)
-            compared = True
-
     def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        nonlocal compared
         if not _ranks.is_distributed():
             return grad_fn(state, batch, request)
         if request.sum is not None:
@@ -59,7 +52,9 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
                 "reduce_gradients within accumulate would send each microbatch: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
-        compare(state, (batch,))
+        if not compared:
+            engines.compare(state)
+            compared = True
         total = engines.RunningSum(local=True)
         own = replace(request, sum=total)
         out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
@@ -71,7 +66,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             )
         return mean_over_ranks(out, total, state.params)
 
-    made = kept(reduced, "reduce_gradients", grad_fn, compare=compare)
+    made = kept(reduced, "reduce_gradients", grad_fn)
     return with_repr(made, reduce_gradients, grad_fn)
 
 

@@ -1,21 +1,19 @@
-"""Custom gradient wrappers."""
+"""Gradient wrappers: which may go around which, and wrappers of your own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from looplib._core.records import Made, chain, made, mark
-from looplib._wrapping import check_grad_fn, of_whole_step
-from looplib.types import GradFn
+from looplib._core.checks import check
+from looplib._core.records import Made, chain, check_kind, kind_of, made, mark
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 def wrapper(
     grad_fn: GradFn,
     *,
     whole_step: bool = False,
-    keeps_max_norm: bool = False,
-    max_norm: float | None = None,
 ) -> Callable[[Any], Any]:
     """Decorator for custom gradient wrappers, which lets looplib check their order.
 
@@ -42,9 +40,6 @@ def wrapper(
         grad_fn: the gradient function that you wrap.
         whole_step: True if the wrapper makes sense only for the gradient of a whole step, as clipping does. It is
             then refused inside `accumulate` and `scale_loss`.
-        keeps_max_norm: True if the wrapper never makes a sample's gradient larger, so that the bound set by
-            `clip_per_sample` still holds outside it.
-        max_norm: set this if the wrapper itself clips each sample's gradient to this norm and adds them up.
 
     Raises:
         TypeError: `grad_fn` is something different, such as a train step.
@@ -55,16 +50,18 @@ def wrapper(
         name = name_of(function)
         if whole_step:
             return of_whole_step(name, function, grad_fn)
-        known = max_norm if max_norm is not None or not keeps_max_norm else max_norm_of(grad_fn)
-        return mark(function, Made("grad_fn", name, grad_fn, max_norm=known))
+        return mark(function, Made("grad_fn", name, grad_fn))
 
     return decorate
 
 
-def kept(function: Any, name: str, inner: GradFn, **facts: Any) -> GradFn:
-    """Mark a wrapper that never makes a sample's gradient larger."""
-    adds = (record := made(inner)) is not None and record.adds
-    return mark(function, Made("grad_fn", name, inner, max_norm=max_norm_of(inner), adds=adds, **facts))  # type: ignore[no-any-return]
+def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
+    """Mark a wrapper that leaves the gradients as they are, but for their sum."""
+    known = made(inner) or Made("grad_fn", name)
+    record = Made(
+        "grad_fn", name, inner, whole_step, adds=known.adds, per_sample=known.per_sample, max_norm=known.max_norm
+    )
+    return mark(function, record)  # type: ignore[no-any-return]
 
 
 def name_of(function: Any) -> str:
@@ -83,3 +80,72 @@ def max_norm_of(grad_fn: GradFn) -> float | None:
 def seen(grad_fn: GradFn) -> list[str]:
     """Marked wrappers of a function, from the outside in."""
     return [record.name for record in chain(grad_fn)]
+
+
+def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
+    """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
+    inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
+    steps = ("train_step", "eval_step", "predict_step")
+    return check_kind(grad_fn, who, "grad_fn", advice=inside if kind_of(grad_fn) in steps else "")
+
+
+def check_whole(grad_fn: GradFn, who: str) -> GradFn:
+    """Like `check_grad_fn`; also raise unless it returns gradients of the parameters, and not one per sample."""
+    checked = check_grad_fn(grad_fn, who)
+    if (record := made(grad_fn)) is not None and record.per_sample:
+        raise ValueError(
+            f"gradients of each sample do not add up within {who}: bring them together inside, "
+            f"{who}(clip_per_sample({record.name}(...), max_norm), ...)"
+        )
+    return checked
+
+
+def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
+    """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
+    checked = check_whole(grad_fn, who)
+    for record in chain(grad_fn):
+        check(not record.whole_step or record.name == but, _order(record, who))
+    return checked
+
+
+def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
+    """Like `check_grad_fn`; also raise if it has no meaning for a scaled loss."""
+    checked = check_whole(grad_fn, who)
+    for record in chain(grad_fn):
+        check(record.name != who, f"{who} within {who}: once is enough")
+        check(record.scaled or not record.whole_step, _order(record, who))
+        check(not record.per_sample, PER_SAMPLE_SCALED)
+    return checked
+
+
+PER_SAMPLE_SCALED = (
+    "per-sample gradients within scale_loss are not supported: leave it out; autocast to torch.bfloat16, which needs "
+    "no loss scale"
+)
+
+
+def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = False) -> GradFn:
+    """Build a wrapper for the gradients of a whole step, which refuses those of a single microbatch.
+
+    It also refuses the gradients of a scaled loss unless `scaled` is True.
+    """
+    check_whole(inner, name)
+
+    own = Made("grad_fn", name, inner, whole_step=True, scaled=scaled)
+
+    def whole(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+        if request.sum is not None:
+            raise ValueError(_order(own, "accumulate"))
+        if request.scale is not None and not scaled:
+            raise ValueError(_order(own, "scale_loss"))
+        return function(state, batch, request)
+
+    return mark(whole, own)
+
+
+def _order(record: Made, wrapper: str) -> str:
+    """Why this function cannot be inside a wrapper, and what to write instead."""
+    parts = {"scale_loss": "scaled gradients", "reduce_gradients": "each rank's part alone"}
+    name, part = record.name, parts.get(wrapper, "each microbatch alone")
+    outside = "leave {1} out" if record.inner is None else "put it around, {0}({1}(grad_fn, ...), ...)"
+    return f"{name} within {wrapper} would act on {part}: {outside.format(name, wrapper)}"

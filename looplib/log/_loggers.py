@@ -17,9 +17,9 @@ from typing import Any, TextIO
 import orjson
 from tqdm import tqdm
 
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
+from looplib._core.records import check_kind
 from looplib.types import Logger, Metric, TrainState, check_state
 
 COUNTS = ("step", "epoch", "batch", "samples")

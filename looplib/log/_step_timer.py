@@ -22,9 +22,8 @@ import torch
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_batches
 from looplib._core.collective import together_with_data
-from looplib._core.kinds import check_kind
-from looplib._core.records import Made, made, mark
-from looplib._wrapping import check_grad_fn
+from looplib._core.records import Made, check_kind, made, mark
+from looplib.grads._wrapper import check_grad_fn
 from looplib.types import GradFn, LossFn, Optimizer, TrainState
 
 T = TypeVar("T")

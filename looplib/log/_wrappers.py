@@ -17,8 +17,8 @@ from torch import Tensor
 
 from looplib._core import lease
 from looplib._core.checks import check, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
+from looplib._core.records import check_kind
 from looplib.distributed import reduce
 from looplib.log._loggers import COUNTS, CodedLogger
 from looplib.metrics import Window, compute

@@ -22,8 +22,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check, is_plain
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 
 R = TypeVar("R")
 
@@ -224,7 +223,7 @@ def offload(
     Parameters, buffers and tensors that are on the host already stay where they are, and so do tensor subclasses, such
     as the DTensors of a tensor parallel plan. It has no effect without gradients, as in evaluation, in the graphs of
     `compile_step`, and in `vmap_step` and differentiable steps. `torch.func` refuses to differentiate through it. Under
-    `torch.compile`, as in `compile_blocks`, a chosen module breaks the graph.
+    `torch.compile`, as in `block.compile()`, a chosen module breaks the graph.
 
     Other modules may be recomputed at the same time. If a module is in both, it is recomputed, and nothing is offloaded.
 

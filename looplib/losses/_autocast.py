@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from looplib._core.kinds import check_kind
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 
 R = TypeVar("R")
 

@@ -2,10 +2,10 @@
 
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
-from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
-from looplib.optim._optimizer import optimizer
-from looplib.optim._parameters import freeze, own_steps, partition
+from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
+from looplib.optim._recipe import injected
 from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale
+from looplib.optim._wrap import own_steps, partition
 
 __all__ = [
     "NonFiniteGradientsError",
@@ -14,7 +14,6 @@ __all__ = [
     "ema",
     "ema_warmup",
     "eval_state",
-    "freeze",
     "hyperparameters",
     "injected",
     "optimizer",

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_argument, is_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
-from looplib._core.records import with_repr
+from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
 from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
 from looplib.types import Grads, Optimizer, Params, TrainState
@@ -83,13 +82,13 @@ def ema(
         return torch.tensor(updates), float(1 - kept)
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
+        params, opt_state = update_within(optimizer, grads, opt_state, params, step, **info)
         opt_state["updates"], weight = on_host(moment, opt_state["updates"])
         if weight is not None:
             now = {"params": params, "buffers": info.get("buffers") or {}}
             for kind, average in opt_state["average"].items():
                 _move(average, now[kind], weight)
-        return params, opt_state, more
+        return params, opt_state
 
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
 

@@ -22,12 +22,7 @@ from looplib.types import Params
 
 PLAIN = {Tensor, torch.nn.Parameter}
 
-# Classes whose fused kernel is also used for sharded tensors, on the shards of each rank.
-_OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
-
-# Fused kernels of torch that are wrong by far more than rounding: on a CPU, SGD's handles half precision in vectors,
-# and from the first full vector on moves parameters by as much as their size.
-_WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 Values = Mapping[str, Any]
@@ -59,34 +54,31 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         alike: dict[Any, list[str]] = {}
         for name in names:
             alike.setdefault((params[name].device, params[name].dtype), []).append(name)
+            if values.get("fused") and recipe.is_torch_optim:
+                _check_dense(name, params[name])
         special = recipe.makes_state_late or values.get("differentiable") or values.get("capturable")
         asked = bool(values.get("fused")) and not special
-        chosen = recipe.has_fused and KERNEL_OPTIONS.isdisjoint(values)  # otherwise the user has chosen the kernel
-        for kind, some in alike.items():
-            fused = asked or (
-                chosen and _supports(recipe, *kind) and _permit(recipe, [params[name] for name in some])
-            )
+        chosen = may_choose(recipe) and KERNEL_OPTIONS.isdisjoint(values)
+        for some in alike.values():
+            fused = asked or (chosen and _permit(recipe, [params[name] for name in some]))
             parts.append(Part(number, some, FUSED.get(recipe.cls) if fused else None, asked))
     return parts
 
 
+def may_choose(recipe: Recipe) -> bool:
+    """True if looplib may take a fused kernel for this class by itself: those know nothing of a first update."""
+    return recipe.cls in FUSED and not recipe.makes_state_late
+
+
 def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
-    """True if a fused kernel may update these tensors: of torch's, Adam's alone also update DTensors."""
-    sharded = any(map(is_sharded, tensors))
-    return (not sharded or recipe.cls in _OF_SHARDS) and all(map(is_dense, shards(tensors)))
-
-
-def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if torch has a correct fused kernel for such tensors, determined by a step on a single number."""
-    if (recipe.cls, device.type, dtype) in _WRONG:
-        return False
-    try:
-        tensor = torch.zeros(1, device=device, dtype=dtype)
-        tensor.grad = torch.zeros_like(tensor)
-        recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]], {len(recipe.groups)}).step()
-    except (RuntimeError, TypeError):
-        return False
-    return True
+    """True if torch has a correct fused kernel for these tensors of one device and dtype."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    # SGD's on a CPU handles half precision in vectors, and from the first full vector on moves parameters by as much as
+    # their size. Of torch's, Adam's alone also update DTensors.
+    wrong = recipe.cls is torch.optim.SGD and device.type == "cpu" and dtype.itemsize == 2
+    sharded = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad) and any(map(is_sharded, tensors))
+    known = device.type in torch_private.fused_devices() and dtype in _DTYPES
+    return known and not wrong and not sharded and all(map(is_dense, shards(tensors)))
 
 
 _strides_of = Tensor.stride
@@ -121,16 +113,13 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> None:
-    """Raise for `fused=True` with parameters on which a fused kernel would be wrong."""
-    for names, fused in zip(members, recipe.group_values("fused"), strict=True):
-        for name in names if fused and recipe.is_torch_optim else ():
-            if not is_sharded(params[name]) and not is_dense(params[name]):
-                raise ValueError(
-                    f"fused=True for {name}, whose strides {params[name].stride()} leave gaps or overlap (shape "
-                    f"{tuple(params[name].shape)}): fused kernels read dense memory. Leave fused= out, or make the "
-                    "parameter contiguous"
-                )
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Raise for `fused=True` with a parameter on which a fused kernel would be wrong."""
+    if not is_sharded(tensor) and not is_dense(tensor):
+        raise ValueError(
+            f"fused=True for {name}, whose strides {tensor.stride()} leave gaps or overlap (shape {tuple(tensor.shape)}): "
+            "fused kernels read dense memory. Leave fused= out, or make the parameter contiguous"
+        )
 
 
 def laid_out_like(param: Tensor, grad: Tensor) -> Tensor:
@@ -145,7 +134,7 @@ def kernel_name(recipe: Recipe, plans: Sequence[Any]) -> str:
     chosen = [f"{key}={recipe.defaults[key]}" for key in sorted(KERNEL_OPTIONS & recipe.defaults.keys())]
     if chosen:
         return ", ".join(chosen)
-    if not recipe.has_fused:
+    if not may_choose(recipe):
         return "torch's default" if recipe.is_torch_optim else "the class's own"
     if not plans:
         return "fused where torch has one for the parameters and strides permit, else torch's default"
@@ -190,18 +179,15 @@ def columns_of(
     return own, [*map(laid_out_like, own, given)], entries
 
 
-def count_update(counts: Tensors) -> None:
-    """Add 1 to the counts of a group's parameters."""
-    if counts[0].is_cpu:  # adding a tensor takes half the time of adding a number; other backends may read it
-        torch_private.foreach_add_(counts, _ONE, alpha=1)
-    else:
-        torch_private.foreach_add_(counts, 1)
-
-
 _ONE = torch.ones(())
 
 
 def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
+    counts = entries["step"]
+    if counts[0].is_cpu:  # adding a tensor takes half the time of adding a number; other backends may read it
+        torch_private.foreach_add_(counts, _ONE, alpha=1)
+    else:
+        torch_private.foreach_add_(counts, 1)
     kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
     kernel(
         params,
@@ -209,7 +195,7 @@ def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> 
         entries["exp_avg"],
         entries["exp_avg_sq"],
         entries["max_exp_avg_sq"] if values["amsgrad"] else [],
-        entries["step"],
+        counts,
         beta1=values["betas"][0],
         beta2=values["betas"][1],
         **{key: values[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
@@ -217,6 +203,7 @@ def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> 
 
 
 def _adagrad(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
+    torch_private.foreach_add_(entries["step"], 1)
     torch_private.fused_adagrad_(
         params,
         grads,

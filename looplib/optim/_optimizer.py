@@ -6,23 +6,23 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from looplib._core.advice import explain_arguments
 from looplib._core.checks import check
-from looplib._core.descriptions import described
-from looplib._core.records import with_repr
-from looplib._core.tracing import entered, tracing
-from looplib.optim._hyperparameters import numbers_of
+from looplib._core.errors import explain_arguments
+from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
-from looplib.optim._lbfgs import lbfgs_update
-from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr
-from looplib.optim._third_party import check_against_raw_loop, evaluated
-from looplib.optim._update import Plan, check_update, eager_update, first_state, plan_for
-from looplib.types import Grads, Metrics, Optimizer, Params
+from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
+from looplib.optim._third_party import check_against_raw_loop
+from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
+from looplib.optim._wrap import of_another
+from looplib.types import Optimizer, Params, TrainState
 
 
 @explain_arguments(check_class)
@@ -54,8 +54,9 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             accept, such as GaLore's `rank`; those are passed to it in the group.
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
-            or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
-            and that are dense and share their strides, and torch's default otherwise, as for SGD with dampening.
+            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW, Adagrad and SGD for tensors
+            that torch supports and that are dense and share their strides, and torch's default otherwise, as for
+            SGD with dampening.
             `repr(optimizer)` says which.
 
     Raises:
@@ -102,32 +103,6 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             check_against_raw_loop(recipe, params, begin, made.update)
         return opt_state
 
-    def decide(
-        grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
-    ) -> tuple[bool, Any]:
-        check_update(plans, recipe, grads, opt_state, params, step)
-        return True, opt_state
-
-    def update_(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        seed: int = 0,
-        metrics: Metrics | None = None,
-        evaluate: Any = None,
-        **info: Any,
-    ) -> tuple[Params, Any]:
-        if entered and tracing():
-            # Imported here because it defines an operation, which takes 1.4 ms.
-            from looplib.optim._traced_update import traced_update
-
-            return traced_update(recipe, grads, opt_state, params, step)
-        if cls is torch.optim.LBFGS:
-            return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
-        return eager_update(plans, recipe, grads, opt_state, params, step, seed)
-
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
         if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
             return params, buffers
@@ -138,11 +113,142 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         description[f"group {number}"] = {"members": described(predicate), **described(values)}
     made = Optimizer(
         init,
-        update_,
-        decide,
+        partial(update_, plans, recipe),
+        partial(decide, plans, recipe),
         evaluation,
         partial(numbers_of, recipe),
         description,
         partial(kernel_name, recipe, plans),
     )
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
+
+
+# Hyperparameters of a state
+
+
+def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -> dict[str, float]:
+    """Current learning rate, and every other hyperparameter that changes, as numbers to log.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> groups = [(lambda name, tensor: tensor.ndim < 2, {"lr": 0.5})]
+    >>> lr = ll.schedules.warmup_linear(0.1, warmup=10, total=100)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.optim.injected(0.01), groups=groups))
+    >>> state = ll.init_state(model, optimizer).replace(step=5)
+    >>> ll.optim.hyperparameters(optimizer, state)
+    {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
+
+    The values are those of the next update, the one at `state.step`. After a step, `log(state, ll.compute(metrics) |
+    ll.optim.hyperparameters(optimizer, state))` therefore logs what the next step will use, as torch's
+    `scheduler.get_last_lr()` gives it after `scheduler.step()`. For what the step itself has used, as transformers' Trainer
+    logs it, call this before the step: `rates = ll.optim.hyperparameters(optimizer, state)`.
+
+    A plain name is the default group's value. `lr/0` is the value of the first entry of `groups` if it has its own,
+    `lr/matrices` that of the optimizer with this label in a `partition`. Constants other than `lr`, and tuples such as
+    `betas`, are left out. Schedules are evaluated on the host when you call this, so steps are not
+    slowed down.
+
+    Args:
+        optimizer: the optimizer that created `state.opt_state`, with its wrappers. For a custom `Optimizer`, the
+            values are those of its `hyperparameters` field.
+        state: a training state.
+        prefix: string put before each name.
+
+    Raises:
+        ValueError: the state was created by a different optimizer, or is a stack, whose members have their own
+            values.
+
+    Source: Lightning's `LearningRateMonitor`.
+    """
+    check_kind(optimizer, "hyperparameters", "optimizer")
+    if isinstance(state.seed, tuple):
+        raise ValueError(
+            f"this is a stack of {len(state.seed)} members, which may differ in their hyperparameters: ask for one "
+            "of ll.transforms.unstack_states(stack); what ll.transforms.per_member was given is known without asking"
+        )
+    try:
+        numbers = optimizer.hyperparameters(state.opt_state, state.step)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise of_another(optimizer, state, error) from error
+    return {prefix + name: value for name, value in numbers.items()}
+
+
+def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
+    """Learning rate and changing hyperparameters at a step, by name and group."""
+    numbers: dict[str, float] = {}
+    values = recipe.values_at(recipe.values, opt_state, step)
+    for number in (-1, *range(len(recipe.groups))):  # defaults come first
+        moving, given = recipe.moving[number], recipe.values[number]
+        suffix, own = (f"/{number}", recipe.overrides[number]) if number >= 0 else ("", given)
+        for key in dict.fromkeys(["lr", *moving]):
+            if key in own or isinstance(moving.get(key), injected):
+                value = values[number][key]
+                numbers |= {key + suffix: float(value)} if isinstance(value, (Real, Tensor)) else {}
+    return numbers
+
+
+Value = float | Tensor | Callable[[Tensor], float | Tensor]
+
+
+def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
+    """Return a state with new values for its injected hyperparameters.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1)))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state = ll.optim.set_hyperparameters(state, lr=0.02)
+    >>> state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)
+    >>> ll.optim.hyperparameters(optimizer, state)
+    {'lr': 0.01}
+
+    A name sets the hyperparameter everywhere: in all groups, and in all optimizers of a `partition`; a function keeps
+    their ratios. The given state is unchanged, and the two states share all other tensors.
+
+    Args:
+        state: a state with `ll.optim.injected` hyperparameters, with any wrappers around the optimizer, or a stack of
+            such states.
+        values: name -> a number, a tensor, or a function from the current value (a tensor) to the new one. In a
+            stack, a number applies to all members and a tensor of shape (members,) gives each its own. Values are
+            converted to the dtype and device of the current ones. A tensor keeps its graph, so that gradients can
+            reach a learned rate (`ll.transforms.differentiable`); otherwise, pass `tensor.detach()`.
+
+    Raises:
+        ValueError: the hyperparameter is not injected, or the value is no number and no tensor of its shape.
+    """
+    unknown = set(values)
+
+    def changed(record: Any) -> Any:
+        match record:
+            case {"inner_state": inner}:
+                return {**record, "inner_state": changed(inner)}
+            case {"inner_states": members}:
+                return {"inner_states": {key: changed(member) for key, member in members.items()}}
+            case {"hyperparameters": groups}:
+                unknown.difference_update(*groups)
+                new = [
+                    {**group, **{key: _alike(key, values[key], group[key]) for key in group.keys() & values.keys()}}
+                    for group in groups
+                ]
+                return {**record, "hyperparameters": new}
+        return record
+
+    opt_state = changed(state.opt_state)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ValueError(
+            f"this state has no injected {names}: make it with an optimizer that has {min(unknown)}=ll.optim.injected(...)"
+        )
+    return state.replace(opt_state=opt_state)
+
+
+def _alike(name: str, value: Any, old: Tensor) -> Tensor:
+    """Convert a value to a tensor like the one it replaces."""
+    given = value(old) if callable(value) else value
+    try:
+        tensor: Tensor = torch.as_tensor(given, dtype=old.dtype, device=old.device).expand(old.shape).clone()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is {given!r}; give a number, or a tensor of shape {tuple(old.shape)} or ()"
+        ) from error
+    return tensor

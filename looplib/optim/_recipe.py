@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +22,43 @@ Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
 
 # If the user passes one of these, the kernel is chosen and looplib does not change it.
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+
+
+class injected:
+    """Injected hyperparameter: stored in the state as `opt_state["hyperparameters"]`, where training can change it.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state.opt_state["hyperparameters"]
+    [{'lr': tensor(0.1000, dtype=torch.float64)}]
+
+    Each state can then have its own value: members of a stack, trials of a population, or an inner loop whose
+    learning rate is learned (`ll.transforms.differentiable`). `ll.optim.set_hyperparameters` returns a state with new
+    values. There is one dict for each entry of `groups`, and one for the defaults, which comes last.
+
+    Within a tuple such as `betas`, it is a number like any other and not kept in the state.
+
+    Args:
+        value: initial value, a number.
+
+    Raises:
+        TypeError: `value` is not a number.
+
+    Source: `optax.inject_hyperparams`.
+    """
+
+    def __init__(self, value: float) -> None:
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        check(real, f"injected got a {type(value).__name__}; give a number", TypeError)
+        self.value = float(value)
+
+    def __repr__(self) -> str:
+        return f"injected({self.value})"
+
+    def __call__(self, step: int) -> float:
+        return self.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +103,6 @@ class Recipe:
         total = getattr(lr, "total", None)
         return total if isinstance(total, int) and lr(total) == 0 else None
 
-    def group_values(self, key: str, default: Any = None) -> list[Any]:
-        """A hyperparameter's value in each group, as passed by the user."""
-        return [values.get(key, default) for values in self.values]
-
     def members(self, params: Params) -> list[list[str]]:
         """Parameter names in each group. The first predicate that matches wins."""
         names: list[list[str]] = [[] for _ in self.overrides]
@@ -89,15 +123,9 @@ class Recipe:
         those whose state begins with the learning rate, if that moves.
         """
         if self.cls is torch.optim.SGD:
-            return any(self.group_values("dampening"))
+            return any(values.get("dampening") for values in self.values)
         holds_rate = self.cls in (torch.optim.ASGD, torch.optim.Rprop) and any("lr" in group for group in self.moving)
         return holds_rate or not self.is_torch_optim
-
-    @cached_property
-    def has_fused(self) -> bool:
-        """True if looplib may choose a fused kernel of torch's: those know nothing of a first update."""
-        takes = self.is_torch_optim and "fused" in inspect.signature(self.cls).parameters
-        return takes and not self.makes_state_late
 
     def values_at(
         self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int
@@ -116,8 +144,7 @@ class Recipe:
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Set[int] = frozenset()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
 
-        `fused` has the groups that take a fused kernel by looplib's choice: Adagrad makes its state here, and on which device
-        depends on that.
+        `fused` has the groups that take a fused kernel by looplib's choice, on which the device of counts depends.
         """
         overrides = self.overrides
         if not self.is_torch_optim and not members[-1]:
@@ -129,12 +156,7 @@ class Recipe:
         ]
         for number in fused:
             groups[number]["fused"] = True
-        try:
-            made = self.cls(groups, **values_at(self.defaults, 0))
-        except (KeyError, ValueError) as error:
-            if members[-1] and self.groups:
-                error.add_note(f"{few(members[-1])}: no group of groups= takes them, so they have the defaults alone")
-            raise
+        made = self.cls(groups, **values_at(self.defaults, 0))
         if not self.is_torch_optim and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made

@@ -7,10 +7,8 @@ of reach, and the comparison reveals it. Each update has an instance of its own,
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,15 +20,14 @@ from torch import Tensor
 from looplib._core import random as draws
 from looplib._core import torch_private, trees
 from looplib._core.checks import check, few
-from looplib._core.mappings import detached_copies, mapped, pick, subset
+from looplib._core.mappings import mapped, subset
 from looplib._core.modules import _generators
 from looplib._core.random import mix, restored
 from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
 from looplib._core.updates import copy_tree
-from looplib.optim._first_state import with_created, without_state
-from looplib.optim._recipe import Recipe, restored_grads
-from looplib.types import Grads, Params
+from looplib.optim._recipe import Recipe
+from looplib.types import Params
 
 STREAM = 0x0F71  # separates an update's random draws from those of a forward pass
 _PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
@@ -182,67 +179,6 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
             "takes optimizers that keep tensors and numbers, in dicts and lists of a fixed length, or in an object",
             TypeError,
         )
-
-
-# Updates
-
-
-def update_of_others(plan: Any, grads: Grads, opt_state: Any, params: Params, step: int, seed: int) -> dict[str, Any]:
-    """Run the step of a third-party class on these tensors, and return a new record of what it keeps."""
-    tensors, first = pick(params, grads), without_state(opt_state) & grads.keys()
-    instance = _instance(plan, opt_state, params, tensors, step, first)
-    if plan.probe.writes_grads:
-        grads = copy_tree(grads)
-    with restored_grads(tensors.values()), streams_at(mix(seed, step, STREAM), params.values()):
-        for name, tensor in tensors.items():
-            tensor.grad = grads[name]
-        plan.step(instance)
-    return _kept_by(instance, plan, opt_state, tensors, first)
-
-
-def _instance(plan: Any, opt_state: Any, params: Params, tensors: Params, step: int, first: Set[str]) -> Any:
-    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor."""
-    if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
-        instance = plan.recipe.build(params, plan.members)
-    else:
-        instance = plan.instance(plan.values)
-    values = plan.recipe.values_at(instance.param_groups, opt_state, step)
-    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
-        group.update({key: deepcopy(v) if isinstance(v, (list, dict, set)) else v for key, v in numbers.items()})
-        group["params"] = [tensors[name] for name in names if name in tensors]
-    of_constructor, instance.state = instance.state, defaultdict(dict)
-    for name, tensor in tensors.items():
-        if name in first:
-            instance.state[tensor] = of_constructor[tensor]
-            continue
-        made, kept = plan.probe.makers[name], opt_state["state"][name]
-        instance.state[tensor] = {key: made[key](value) if key in made else value for key, value in kept.items()}
-    return instance
-
-
-def _kept_by(instance: Any, plan: Any, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
-    """Record of the state that an instance keeps after its step."""
-    makers = plan.probe.makers
-    created: dict[str, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        created[name] = instance.state[tensor]
-        if name in first or makers[name]:
-            created[name], makers[name] = packed(plan.recipe, name, created[name])
-    new = with_created(opt_state, created, first)
-    if "groups" in opt_state:
-        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
-    return new
-
-
-def evaluated(plan: Any, params: Params, opt_state: Any) -> Params:
-    """Weights to evaluate with.
-
-    Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
-    """
-    copies = detached_copies(pick(params, opt_state["state"]))
-    _instance(plan, copy_tree(opt_state), copies, copies, 0, without_state(opt_state)).eval()
-    return {**params, **copies}
 
 
 # Comparison with a raw loop, before training starts

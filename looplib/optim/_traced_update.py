@@ -13,6 +13,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,46 +23,39 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check
-from looplib._core.mappings import pick, subset, without
+from looplib._core.mappings import in_dtypes_of, pick, subset, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._first_state import with_created, without_state
-from looplib.optim._kernels import FUSED, Part, aligned, columns_of, parts_of
+from looplib.optim._kernels import FUSED, aligned, columns_of, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
-# Their plain forms need the value of a count, or of a parameter without dimensions (Rprop), which torch.compile does
-# not have; those for CUDA graphs do not.
-_BRANCHING = {torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop}
+# Classes whose plain step is operations on tensors, without a value that the host would have to read.
+_IN_GRAPHS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Muon", "NAdam", "RMSprop", "SGD")
 
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
     """Update these tensors in place, as operations of a graph."""
     _check(recipe, grads)
-    states = opt_state["state"]
-    late = _without_state(opt_state)
-    tensors = pick(params, grads)
+    states, tensors = opt_state["state"], pick(params, grads)
     instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
-    parts = [] if late else parts_for_kernels(recipe, grads, params, states, instance.param_groups)
-    if parts:
-        by_kernels(recipe, grads, states, params, parts, instance.param_groups)
+    if _tracing.takes_kernel(len(grads)) and _by_kernels(recipe, grads, states, params, instance.param_groups):
         return params, opt_state
-    working = {name: {} if name in late else _working(states[name]) for name in grads}
     for name, grad in grads.items():
         tensors[name].grad = grad
-        instance.state[tensors[name]] = working[name]
+        instance.state[tensors[name]] = _working(states[name])
     with torch.no_grad(), numbers:
-        _taking_tensors(inspect.unwrap(recipe.cls.step))(instance)
-    made = {name: _as_before(dict(instance.state[tensor]), states[name]) for name, tensor in tensors.items()}
+        inspect.unwrap(recipe.cls.step)(instance)
     drop_grads(tensors.values())
-    return params, with_created(opt_state, made, late & grads.keys())
+    made = {name: in_dtypes_of(instance.state[tensor], states[name]) for name, tensor in tensors.items()}
+    return params, {**opt_state, "state": {**states, **made}}
 
 
 def _check(recipe: Recipe, grads: Grads) -> None:
     cls = recipe.cls
     check(
-        recipe.is_torch_optim and cls is not torch.optim.LBFGS,
-        f"a graph has the arithmetic of torch.optim's classes, and of these not LBFGS, which decides by the values of losses; "
-        f"found {cls.__name__}: take the step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
+        recipe.is_torch_optim and cls.__name__ in _IN_GRAPHS and not recipe.makes_state_late,
+        f"a graph has the arithmetic of torch's {', '.join(_IN_GRAPHS)} without dampening; found {cls.__name__}: take the "
+        "step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
         UntraceableError,
     )
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
@@ -71,14 +65,6 @@ def _check(recipe: Recipe, grads: Grads) -> None:
         "Embedding(sparse=True), or take the step without ll.compile_step",
         UntraceableError,
     )
-
-
-def _without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
-    """Parameters whose state the class creates now. There is one graph for each set of them."""
-    if "started" not in opt_state:
-        return frozenset()
-    names = dict.fromkeys(opt_state["state"])
-    return on_host(lambda started: without_state({"state": names, "started": started}), opt_state["started"])
 
 
 def _lent(
@@ -95,28 +81,16 @@ def _lent(
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
-        # (capturable) divide 0 by 0 at a learning rate of 0, so they are only for classes that need more.
-        forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
-        group |= subset(forms, group)
+        # (capturable) divide 0 by 0 at a learning rate of 0.
+        group |= subset({"fused": False, "foreach": False, "capturable": False}, group)
     instance.state = defaultdict(dict)
     return instance, numbers
-
-
-def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """A state in its previous dtypes."""
-    return {
-        key: value.to(old[key].dtype) if isinstance(value, Tensor) and isinstance(old.get(key), Tensor) else value
-        for key, value in state.items()
-    }
 
 
 def _working(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state to update in a trace, with counts in double precision, from which bias corrections are computed."""
     count = state.get("step")
-    wide = (
-        isinstance(count, Tensor) and count.dtype is torch.float32 and not count.dim() and count.device.type != "mps"
-    )
-    return {**state, "step": count.double()} if wide else {**state}  # type: ignore[union-attr]
+    return {**state} if count is None or count.device.type == "mps" else {**state, "step": count.double()}
 
 
 class _Numbers(TorchFunctionMode):
@@ -166,17 +140,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 # What torch's functions do with numbers, for tensors in place of the numbers.
 
 
-def _item(func: Any, number: Tensor) -> Tensor:
-    return number
-
-
-def _power(func: Any, base: Any, exponent: Any) -> Any:
-    if _tracing.differentiated() and exponent == 0.5:
-        # RAdam takes the root of a negative number in its first steps and does not use it; its gradient would be NaN.
-        base = base.clamp(min=1e-30)
-    return func(base, exponent)
-
-
 def _addc(func: Any, into: Tensor, one: Any, two: Any, **kwargs: Any) -> Any:
     if not isinstance(kwargs.get("value"), Tensor):
         return func(into, one, two, **kwargs)
@@ -190,50 +153,16 @@ def _add(func: Any, into: Any, other: Any, **kwargs: Any) -> Any:
     return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
 
 
-def _equal(func: Any, one: Any, other: Any) -> Any:
-    if isinstance(other, Tensor) and not other.dim() and one.is_floating_point():
-        other = other.to(one.dtype)  # as a number would be; two of these are compared in the wider dtype
-    return func(one, other)
-
-
 def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
     return into.add_((end - into) * weight) if isinstance(weight, Tensor) else func(into, end, weight)
 
 
-def _full_like(func: Any, like: Tensor, number: Any, **kwargs: Any) -> Any:
-    if not isinstance(number, Tensor):
-        return func(like, number, **kwargs)
-    return torch.zeros_like(like, **kwargs) + number.to(like.device, like.dtype)
-
-
 _WITH_TENSORS: dict[str, Callable[..., Any]] = {
-    "item": _item,
-    **dict.fromkeys(("pow", "__pow__"), _power),
+    "item": lambda func, number: number,
     **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
     **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
     "lerp_": _lerp,
-    "eq": _equal,
-    "full_like": _full_like,
 }
-
-
-@functools.cache
-def _taking_tensors(step: Any) -> Any:
-    """Copy of a class's step whose `max` and `min` accept tensors, with which Adafactor limits its steps."""
-    names = {"max": _limited(max, "maximum", "min"), "min": _limited(min, "minimum", "max")}
-    return torch_private.with_names(step, names)
-
-
-def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., Any]:
-    def of(*values: Any) -> Any:
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        numbers = [value for value in values if not isinstance(value, Tensor)]
-        if not tensors:
-            return plain(*values)
-        extreme = functools.reduce(getattr(torch, by), tensors)
-        return torch.clamp(extreme, **{bound: plain(numbers)}) if numbers else extreme
-
-    return of
 
 
 # Fused kernels in graphs: the update of a group as one operation
@@ -243,62 +172,35 @@ def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., An
 # update fuses with the operations that compute the gradient. So Inductor's graphs update few parameters by the class's own
 # step, and many by the kernel. In a graph without machine code, the kernel updates any number.
 
-_CLASSES = {cls.__name__: cls for cls in FUSED}
 
-
-def parts_for_kernels(
+def _by_kernels(
     recipe: Recipe,
     grads: Grads,
-    params: Params,
     states: Mapping[str, dict[str, Any]],
-    groups: Sequence[dict[str, Any]],
-) -> list[Part]:
-    """All parameters, if fused kernels are to update them in the current trace as they would without one, or none."""
-    if recipe.cls not in FUSED or not _tracing.takes_kernel(len(grads)):
-        return []
-    given = pick(params, grads)
-    with torch_private.disable_current_modes():  # it takes a step on a number
-        parts = parts_of(recipe, given, recipe.members(given))
-    fit = all(
-        part.kernel
-        and params[part.names[0]].device.type == "cpu"
-        and columns_of(part.names, params, params, states)  # the operation copies gradients with other strides
-        and _settled(groups[part.group])
-        for part in parts
-    )
-    return parts if fit else []
-
-
-def _settled(group: Mapping[str, Any]) -> bool:
-    """True if a kernel can be called with these hyperparameters: it takes no tuple of which a member is a schedule."""
-    members = [member for value in group.values() if isinstance(value, tuple) for member in value]
-    moving = any(isinstance(member, Tensor) for member in members)
-    return not (moving or group.get("capturable") or group.get("differentiable"))
-
-
-def by_kernels(
-    recipe: Recipe,
-    grads: Grads,
-    states: Mapping[str, Any],
     params: Params,
-    parts: Sequence[Part],
     groups: Sequence[dict[str, Any]],
-) -> None:
-    """Update these parameters and their states in place, by one operation for each part."""
-    for number, names, _, _ in parts:
+) -> bool:
+    """Update all parameters in place, by one operation for each call of a kernel in the eager step.
+
+    Returns False, and does nothing, if they cannot all be updated so.
+    """
+    given = pick(params, grads)
+    calls = []
+    for number, names, kernel, _ in parts_of(recipe, given, recipe.members(given)):
         values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        keys = [*states[names[0]]]
-        FUSED_UPDATE(
-            recipe.cls.__name__,
-            json.dumps(without(values, moving), default=float),
-            [*moving],
-            [*moving.values()],
-            [grads[name] for name in names],
-            [params[name] for name in names],
-            keys,
-            [states[name][key] for key in keys for name in names],
-        )
+        one_moves = any(isinstance(beta, Tensor) for beta in values.get("betas", ()))
+        # The operation copies gradients with other strides.
+        columns = columns_of(names, params, params, states) if kernel and not one_moves else None
+        if columns is None or params[names[0]].device.type != "cpu":
+            return False
+        constant, (own, _, entries) = json.dumps(without(values, moving), default=float), columns
+        ordered = [grads[name] for name in names]
+        of_state = [*chain.from_iterable(entries.values())]
+        calls.append((constant, [*moving], [*moving.values()], ordered, own, [*entries], of_state))
+    for call in calls:
+        FUSED_UPDATE(recipe.cls.__name__, *call)
+    return True
 
 
 def fused_update(
@@ -317,9 +219,7 @@ def fused_update(
     columns = {key: entries[place * count : (place + 1) * count] for place, key in enumerate(keys)}
     if not aligned([params, grads]):  # the kernel pairs elements by their position in memory
         grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
-    if "step" in columns:
-        torch_private.foreach_add_(columns["step"], 1)
-    FUSED[_CLASSES[cls]](values, params, grads, columns)
+    FUSED[getattr(torch.optim, cls)](values, params, grads, columns)
 
 
 _values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)

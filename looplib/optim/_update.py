@@ -1,4 +1,4 @@
-"""Eager update: a class's own step, or the fused kernel that it would call, on tensors that belong to the caller.
+"""First states and eager updates: a class's own step, or the fused kernel that it would call, on tensors of the caller's.
 
 Everything is written in place. Nothing of a run stays behind: a `Plan` holds only what follows from the names, shapes,
 dtypes and devices of the parameters.
@@ -6,11 +6,12 @@ dtypes and devices of the parameters.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,21 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import warn
-from looplib._core.mappings import mapped, pick, subset, without
+from looplib._core.mappings import detached_copies, mapped, pick, subset, without
+from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
-from looplib.optim._first_state import States, states_of_torch, with_created, without_state
-from looplib.optim._hyperparameters import values_to_inject
-from looplib.optim._kernels import PLAIN, check_fused, columns_of, count_update, laid_out_like, parts_of
-from looplib.optim._recipe import Recipe, chosen_by_kind, restored_grads
-from looplib.optim._third_party import Probe, probe, update_of_others
+from looplib._core.updates import copy_tree
+from looplib.optim._kernels import PLAIN, columns_of, laid_out_like, parts_of
+from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
+from looplib.optim._recipe import Recipe, chosen_by_kind, injected, restored_grads
+from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
 from looplib.optim._wrap import wrong_state
-from looplib.types import Grads, Params
+from looplib.types import Grads, Metrics, Params
+
+States = dict[str, dict[str, Any]]
+Members = Sequence[Sequence[str]]  # names of the parameters of each group
+Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
 _dtype = operator.attrgetter("dtype")
 _is_sparse = operator.attrgetter("is_sparse")
@@ -52,7 +58,6 @@ class Plan:
     def __init__(self, recipe: Recipe, params: Params, key: Any = None) -> None:
         self.recipe, self.key = recipe, key
         self.members = recipe.members(params)
-        check_fused(recipe, params, self.members)
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
@@ -65,20 +70,15 @@ class Plan:
             states = self.probe.state
         self.keys = {name: states[name].keys() for (name,) in filter(None, first)}
         attributes = without(vars(made), {"state", "param_groups"})
-        settled = all(isinstance(value, _SETTLED) for value in without(attributes, _given_by_torch()).values())
-        self.attributes = attributes if settled else None
+        own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
+        self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
 
-    def instance(self, values: Sequence[dict[str, Any]]) -> Any:
+    def instance(self) -> Any:
         """An instance for one update, so that updates in several threads share none. Calling the class takes longer."""
         instance = object.__new__(self.recipe.cls)
-        vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=[*map(dict, values)])
+        groups: list[dict[str, Any]] = [{} for _ in self.members]
+        vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=groups)
         return instance
-
-
-@functools.cache
-def _given_by_torch() -> frozenset[str]:
-    """Attributes that torch.optim.Optimizer gives. Computed late, since creating the first one imports much of torch."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)))
 
 
 def _tiny(tensor: Tensor) -> Tensor:
@@ -123,12 +123,61 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
         kept |= {"groups": found.groups} if any(found.groups) else {}
     if recipe.makes_state_late:
         kept["started"] = torch.zeros(len(params), dtype=torch.bool)
-    numbers = [*map(values_to_inject, recipe.moving)]
+    numbers = [
+        {
+            key: torch.tensor(value.value, dtype=torch.float64)
+            for key, value in moving.items()
+            if isinstance(value, injected)
+        }
+        for moving in recipe.moving
+    ]
     return {**kept, "hyperparameters": numbers} if any(numbers) else kept
 
 
-def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> None:
-    """Raise for a state of another optimizer, and for gradients that the class cannot take, before anything is written.
+def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int] = frozenset()) -> States:
+    """State that one of torch's classes keeps for each parameter. `fused` has the groups that take a fused kernel."""
+    if recipe.cls is torch.optim.LBFGS:
+        return first_state_of_lbfgs(recipe, params, members)
+    if recipe.cls is torch.optim.SGD:
+        return _of_sgd(recipe, params, members)
+    if recipe.cls is torch.optim.SparseAdam:
+        zeros = torch.zeros_like
+        return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
+    # The others create state at a parameter's first gradient, of which only the presence matters.
+    made = recipe.build(params, members, fused)
+    for tensor in params.values():
+        tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
+    init_group = torch_private.init_group(made)
+    lists = len(inspect.signature(init_group).parameters) - 1
+    for group in made.param_groups:
+        init_group(group, *([] for _ in range(lists)))
+    return {name: dict(made.state[tensor]) for name, tensor in params.items()}
+
+
+def _of_sgd(recipe: Recipe, params: Params, members: Members) -> States:
+    """Momentum buffers for SGD, if there is momentum or a schedule may introduce it.
+
+    A buffer starts as -0.0: applying momentum and adding the first gradient then gives the gradient's own bits, for
+    0.0 and -0.0 as well. So the first update is not a special case, at whatever step a parameter has it.
+    """
+    states: States = {name: {} for name in params}
+    for values, names in zip(recipe.values, members, strict=True):
+        for name in names if values.get("momentum") else ():
+            states[name] = {"momentum_buffer": torch.full_like(params[name], -0.0)}
+    return states
+
+
+def decide(
+    plans: list[Plan],
+    recipe: Recipe,
+    grads: Grads,
+    opt_state: Any,
+    metrics: Metrics,
+    params: Params,
+    step: int,
+    **info: Any,
+) -> tuple[bool, Any]:
+    """Decide for the update, and raise for a state of another optimizer and for gradients that the class cannot take.
 
     Warn at the end of a learning rate that is 0 from there on.
     """
@@ -142,7 +191,7 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
             "with the same model, and the same trainable=, as the gradient function"
         )
     if entered and tracing():
-        return
+        return True, opt_state
     if step == recipe.end:
         warn(
             f"the learning rate, {recipe.defaults['lr']!r}, is 0 from step {step} on, so this update and later ones change "
@@ -162,6 +211,7 @@ def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any
             "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
             "SGD and Adagrad take both kinds, the others dense ones only"
         )
+    return True, opt_state
 
 
 def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
@@ -181,24 +231,34 @@ def _check_dtypes(grads: Grads, params: Params) -> None:
             )
 
 
-def eager_update(
+def update_(
     plans: list[Plan],
     recipe: Recipe,
     grads: Grads,
     opt_state: Any,
     params: Params,
     step: int,
+    *,
     seed: int = 0,
+    metrics: Metrics | None = None,
+    evaluate: Any = None,
+    **info: Any,
 ) -> tuple[Params, Any]:
     """Update these parameters and this state by the class's own arithmetic, in place."""
+    if entered and tracing():
+        # Imported here because it defines an operation, which takes 1.4 ms.
+        from looplib.optim._traced_update import traced_update
+
+        return traced_update(recipe, grads, opt_state, params, step)
+    if recipe.cls is torch.optim.LBFGS:
+        return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
     states: States = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
     grad_mode = torch.is_grad_enabled()
     torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
     try:
-        if not recipe.is_torch_optim:
-            return params, update_of_others(plan, grads, opt_state, params, step, seed)
-        values = recipe.values_at(plan.values, opt_state, step) if any(recipe.moving) else plan.values
+        constant = "groups" not in opt_state and not any(recipe.moving)
+        values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
         ready: list[Any] = []
         left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
         for number, names, kernel, asked in plan.parts:
@@ -209,40 +269,95 @@ def eager_update(
                 left[number] += names
             else:
                 ready.append((kernel, values[number], columns))
-        for kernel, numbers, (own, given, entries) in ready:  # after all parts were looked at
-            if "step" in entries:
-                count_update(entries["step"])
-            kernel(numbers, own, given, entries)
-        return params, _by_class(plan, values, left, grads, opt_state, params) if any(left) else opt_state
+        for kernel, numbers, columns in ready:  # after all parts were looked at
+            kernel(numbers, *columns)
+        if any(left):
+            opt_state = _by_class(plan, values, left, grads, opt_state, params, mix(seed, step, STREAM))
+        return params, opt_state
     finally:
         torch_private.set_grad_enabled(grad_mode)
 
 
 def _by_class(
-    plan: Plan,
-    values: Sequence[dict[str, Any]],
-    members: Sequence[Sequence[str]],
-    grads: Grads,
-    opt_state: Any,
-    params: Params,
+    plan: Plan, values: Values, members: Members, grads: Grads, opt_state: Any, params: Params, seed: int
 ) -> Any:
-    """Update these parameters of each group by the step of one of torch's classes, and return the state."""
-    states: States = opt_state["state"]
-    late = without_state(opt_state)
-    used = {name: params[name] for names in members for name in names}
-    instance = plan.instance(values)
-    for group, names in zip(instance.param_groups, members, strict=True):
-        group["params"] = [used[name] for name in names]
-    instance.state.update({tensor: {} if name in late else states[name] for name, tensor in used.items()})
-    with restored_grads(used.values()):
+    """Update these parameters of each group by the class's step, and return a state with what it keeps."""
+    of_torch = plan.recipe.is_torch_optim
+    first = without_state(opt_state) & grads.keys()
+    instance = _instance(plan, values, members, opt_state, params, first)
+    tensors = {name: params[name] for names in members for name in names}
+    if plan.probe.writes_grads:
+        grads = copy_tree(grads)
+    with restored_grads(tensors.values()), nullcontext() if of_torch else streams_at(seed, params.values()):
         for numbers, names in zip(values, members, strict=True):
             for name in names:
-                used[name].grad = laid_out_like(used[name], grads[name]) if numbers.get("fused") else grads[name]
+                tensor, grad = params[name], grads[name]
+                tensor.grad = laid_out_like(tensor, grad) if numbers.get("fused") else grad
         plan.step(instance)
-    first = late & used.keys()
-    return (
-        with_created(opt_state, {name: instance.state[used[name]] for name in first}, first) if first else opt_state
-    )
+    return opt_state if of_torch and not first else _kept_by(instance, plan, opt_state, tensors, first)
+
+
+def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, params: Params, first: Set[str]) -> Any:
+    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor."""
+    if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
+        instance = plan.recipe.build(params, plan.members)
+    else:
+        instance = plan.instance()
+    of_constructor, instance.state = instance.state, defaultdict(dict)
+    of_torch = plan.recipe.is_torch_optim
+    for group, names, numbers in zip(instance.param_groups, members, values, strict=True):
+        for key, value in numbers.items():  # containers of its own, which a third party's class may change
+            group[key] = deepcopy(value) if isinstance(value, (list, dict, set)) else value
+        group["params"] = [params[name] for name in names]
+        for name in names:
+            kept = of_constructor[params[name]] if name in first else opt_state["state"][name]
+            if not of_torch and name not in first:
+                made = plan.probe.makers[name]
+                kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
+            instance.state[params[name]] = kept
+    return instance
+
+
+def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
+    """A new record with what an instance keeps after its step. Where it has created no state yet, the old values stay."""
+    old, makers = opt_state["state"], plan.probe.makers
+    states: States = dict(old)
+    for name, tensor in tensors.items():
+        kept = instance.state[tensor]
+        if not plan.recipe.is_torch_optim and (name in first or makers[name]):
+            kept, makers[name] = packed(plan.recipe, name, kept)
+        if kept or not old[name]:
+            states[name] = kept
+    for index, name in enumerate(old if first else ()):
+        if name in first and states[name] is not old[name]:
+            opt_state["started"][index] = True
+    new = {**opt_state, "state": states}
+    if "groups" in opt_state:
+        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
+        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
+    return new
+
+
+def evaluated(plan: Plan, params: Params, opt_state: Any) -> Params:
+    """Weights to evaluate with.
+
+    Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
+    """
+    copies, opt_state = detached_copies(pick(params, opt_state["state"])), copy_tree(opt_state)
+    values = plan.recipe.values_at(plan.values, opt_state, 0)
+    _instance(plan, values, plan.members, opt_state, copies, without_state(opt_state)).eval()
+    return {**params, **copies}
+
+
+# Parameters whose state the class creates in their own first update
+
+
+def without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
+    """Parameters that have had no update, for classes that create state in the first one."""
+    started: Tensor | None = opt_state.get("started")
+    if started is None or started.all():
+        return frozenset()
+    return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
 
 
 # Conversion to and from plain torch

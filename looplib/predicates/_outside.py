@@ -114,8 +114,8 @@ class after_signal(Predicate):
 
     The signal does nothing else, so the current batch is finished. A second signal of the same kind, 5 seconds or
     more after the first, goes to the handler that was installed before (by default, the process ends), so a run that
-    hangs can still be stopped. The previous handlers are restored by `close()`, at the end of a `with` block, or when
-    the predicate is deleted. If there are several such predicates, all of them see the signal.
+    hangs can still be stopped. Signals go to the previous handlers again after `close()`, at the end of a `with` block, or
+    when the predicate is deleted. If there are several such predicates, all of them see the signal.
 
     In a forked process the signals do what they did before, unless it creates its own predicate. All ranks give the
     same answer, whichever of them got the signal. Each answer costs one small message to all ranks; to ask less
@@ -152,7 +152,7 @@ class after_signal(Predicate):
         return together().barrier(bool(self._listener.came))
 
     def close(self) -> None:
-        """Stop listening and restore the previous handlers. The answer stays the same."""
+        """Stop listening: signals go to the previous handlers again. The answer stays the same."""
         self._close()
 
     def __enter__(self) -> after_signal:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from looplib._core.kinds import instances_are
+from looplib._core.records import instances_are
 from looplib.types import TrainState, check_state
 
 Number = float | Fraction

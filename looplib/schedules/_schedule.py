@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from looplib._core.checks import is_count, is_number
-from looplib._core.kinds import instances_are
+from looplib._core.records import instances_are
 from looplib.types import Schedule
 
 Shape = Literal["linear", "cosine", "1-sqrt"]

@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 
 from looplib._core.checks import check, check_count
-from looplib._core.kinds import check_kind
 from looplib._core.mappings import fields_of
+from looplib._core.records import check_kind
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
@@ -105,7 +105,7 @@ def _compiled_or_refused(compiled: Any, state: TrainState, batch: Any) -> tuple[
     try:
         result: tuple[TrainState, Any] = compiled(state, copied(batch))
     except UntraceableError as error:
-        advice = "Where that is no fault, compile the blocks of the model alone: ll.transforms.compile_blocks(model, Block)."
+        advice = "Where that is no fault, compile the blocks of the model alone: for block in model.blocks: block.compile()"
         raise AssertionError(f"the step cannot be compiled whole:\n  {error}\n{advice}") from error
     return result
 

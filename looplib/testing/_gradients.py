@@ -11,8 +11,8 @@ from torch import Tensor
 from looplib._core.checks import check, few
 from looplib._core.records import chain
 from looplib._core.trees import batch_size
-from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate
+from looplib.grads._wrapper import check_grad_fn
 from looplib.state import copy_state
 from looplib.testing._compare import copied, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept

@@ -1,13 +1,12 @@
 """Transforms: a step goes in and a step comes out (compiled, vectorized, differentiable)."""
 
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.transforms._compile_step import compile_blocks, compile_step
+from looplib.transforms._compile_step import compile_step
 from looplib.transforms._differentiable import differentiable
 from looplib.transforms._stacks import (
     compute_members,
     members_of,
     per_member,
-    select_members,
     stack_states,
     unstack_states,
 )
@@ -15,14 +14,12 @@ from looplib.transforms._vmap import vmap_step
 
 __all__ = [
     "UntraceableError",
-    "compile_blocks",
     "compile_step",
     "compute_members",
     "differentiable",
     "members_of",
     "on_host",
     "per_member",
-    "select_members",
     "stack_states",
     "unstack_states",
     "vmap_step",

@@ -83,17 +83,9 @@ def mappable() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     return {
         **_simple(),
-        aten.index_put.default: _put,
         aten.native_dropout.default: _dropout,
         aten.bernoulli.default: lambda rates: (torch.rand_like(rates) < rates).to(rates.dtype),
     }
-
-
-def _put(into: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.dim() or accumulate:
-        return NotImplemented
-    return torch.where(mask.reshape(mask.shape + (1,) * (into.dim() - mask.dim())), values, into)
 
 
 def _dropout(values: Tensor, rate: float, train: bool | None) -> Any:

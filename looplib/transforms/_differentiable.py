@@ -33,10 +33,25 @@ from looplib._core.tracing import STOPS, UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
 from looplib.transforms import _decompositions
-from looplib.transforms._compile_step import spec_without_graphs, step_of_graphs
-from looplib.transforms._compiler import CompiledProgram, Compiler, Ready, seed_streams
-from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._program import Core, HostInput, Inputs, examples_of, memory_like, program_of
+from looplib.transforms._compile_step import (
+    CompiledProgram,
+    Compiler,
+    Ready,
+    seed_streams,
+    spec_without_graphs,
+    step_of_graphs,
+)
+from looplib.transforms._program import (
+    Core,
+    Expression,
+    HostInput,
+    Inputs,
+    as_answer,
+    examples_of,
+    expression,
+    memory_like,
+    program_of,
+)
 from looplib.transforms._trace import trace
 from looplib.types import TrainState, TrainStep
 

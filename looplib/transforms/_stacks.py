@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -95,7 +95,8 @@ def unstack_states(stack: TrainState) -> list[TrainState]:
     >>> [member.seed for member in ll.transforms.unstack_states(stack)]
     [5, 6]
 
-    They are copies, so a donated step of the stack or of one member does not affect the others.
+    They are copies, so a donated step of the stack or of one member does not affect the others. To continue with some of
+    them, `stack_states([members[3], members[1]])`.
 
     Args:
         stack: from `stack_states`.
@@ -127,52 +128,24 @@ def members_of(stack: TrainState) -> int:
     return len(seeds)
 
 
-def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
-    """Select members of a stack: returns a smaller stack, for example to continue with the best.
-
-    >>> import looplib as ll, torch
-    >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)])
-    >>> ll.transforms.select_members(stack, [3, 1]).seed
-    (3, 1)
-
-    Args:
-        stack: from `stack_states`.
-        numbers: indices of the members, from 0. An index may be repeated.
-
-    Raises:
-        ValueError: there is no such member, or `numbers` is empty.
-    """
-    count = members_of(stack)
-    check(
-        len(numbers) and all(0 <= number < count for number in numbers),
-        f"numbers are {list(numbers)}; a stack of {count} has the members 0 to {count - 1}",
-    )
-    indices = torch.tensor(list(numbers))
-    seeds: Any = stack.seed
-    chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
-    return chosen.replace(seed=tuple(seeds[number] for number in numbers))
-
-
 def _member(stack: TrainState, number: int) -> TrainState:
     seeds: Any = stack.seed
-    return _changed(stack, len(seeds), lambda leaf: leaf[number].clone()).replace(seed=seeds[number])
+    trees = {
+        name: tree_map_with_path(partial(_leaf_of, number, len(seeds), name), tree)
+        for name, tree in fields_of(stack, TREES).items()
+    }
+    return stack.replace(**trees, seed=seeds[number])
 
 
-def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) -> TrainState:
-    trees = fields_of(stack, TREES).items()
-    changed = {name: tree_map_with_path(partial(_changed_leaf, count, change, name), tree) for name, tree in trees}
-    return stack.replace(**changed)
-
-
-def _changed_leaf(count: int, change: Callable[[Tensor], Tensor], name: str, path: Any, tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
+def _leaf_of(number: int, count: int, name: str, path: Any, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
     check(
-        tensor.shape[:1] == (count,),
-        f"{name}{keystr(path)} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} members; "
+        leaf.shape[:1] == (count,),
+        f"{name}{keystr(path)} has shape {tuple(leaf.shape)}, and no first dimension of the stack's {count} members; "
         "what is put into the state of a stack needs one",
     )
-    return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+    return leaf.detach()[number].clone().requires_grad_(leaf.requires_grad)
 
 
 class _Records(NamedTuple):
@@ -225,9 +198,6 @@ class per_member:
 
     Use it anywhere `ll.optimizer` takes a number or a schedule. If the value is 0 for some members (weight decay,
     momentum), the update includes the term, multiplied by 0 for those.
-
-    Such an optimizer creates one initial state for all members. Rprop and ASGD store the learning rate in it: for
-    these, create each member's initial state with an optimizer that has its own rate, and the step with `per_member`.
 
     Args:
         values: one number or schedule for each member, in order.

@@ -28,15 +28,16 @@ from looplib._core.closures import Variable, is_library
 from looplib._core.tracing import Count, UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._decompositions import RecurrentInParts
-from looplib.transforms._expression import Expression, expression
 from looplib.transforms._program import (
     COUNTS,
     Core,
+    Expression,
     HostInput,
     Inputs,
     Traced,
     changed,
     draws,
+    expression,
 )
 from looplib.types import TrainState
 

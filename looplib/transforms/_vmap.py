@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,17 +26,18 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
 from looplib.steps import Outcome
-from looplib.transforms._compile_step import spec_without_graphs, step_of_graphs
-from looplib.transforms._compiler import CompiledProgram, Compiler, Ready
+from looplib.transforms._compile_step import CompiledProgram, Compiler, Ready, spec_without_graphs, step_of_graphs
 from looplib.transforms._decompositions import mappable
-from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import (
     Core,
+    Expression,
     HostInput,
     Inputs,
     Traced,
+    as_answer,
     draws,
     examples_of,
+    expression,
     fakes,
     is_tensor,
     memory_like,
@@ -194,7 +195,7 @@ def _answers(
                 f"members 0 and {number} of the stack part in what their step does (on_host said "
                 f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
                 "of an average when some updates were skipped. Step them in stacks of their own, by "
-                "ll.transforms.select_members"
+                "ll.transforms.unstack_states and stack_states"
             )
     return answers, asked.own or bool(indices)
 
@@ -278,6 +279,8 @@ def _of_members(metric: Any, count: int) -> Any:
 
 # Random numbers
 
+Drawing = Callable[[], Tensor]  # draws the random numbers of one operation, for one member
+
 
 def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
     """Turn the random numbers of a graph into its first inputs, and return the operations that draw them.
@@ -298,18 +301,6 @@ def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
     return drawn
 
 
-class Drawing(NamedTuple):
-    """Operation that draws random numbers: `fill(into)` draws those of one member, in memory order."""
-
-    like: Tensor
-    fill: Callable[[Tensor], Any]
-
-    def empty(self, count: int) -> Tensor:
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.like.size(), self.like.stride(), strict=True))
-        size, stride = (count, *self.like.size()), (span, *self.like.stride())
-        return torch.empty_strided(size, stride, dtype=self.like.dtype, device=self.like.device)
-
-
 def _drawing(node: Node) -> Drawing:
     """The drawing of an operation, independent of its graph. Its distribution may depend only on shapes, not on tensors."""
     target = cast(Any, node.target)
@@ -323,8 +314,8 @@ def _drawing(node: Node) -> Drawing:
     kwargs = node.kwargs
     if name in _IN_PLACE:  # draws like a single step; the functional forms in a graph do not keep memory order
         method = getattr(Tensor, f"{name.removesuffix('_functional')}_")
-        return Drawing(args[0], lambda into: method(into, *args[1:], **kwargs))
-    return Drawing(_like(node), lambda into: into.copy_(target(*args, **kwargs)))
+        return lambda: method(memory_like(args[0]), *args[1:], **kwargs)
+    return lambda: target(*args, **kwargs)
 
 
 def _like(value: Any) -> Any:
@@ -343,14 +334,14 @@ def draw_members(
         generators: generators of the device that is used.
     """
     seeds: Any = state.seed
-    drawn = [drawing.empty(len(seeds)) for drawing, _ in drawings]
-    rows = list(zip(*(tensor.unbind() for tensor in drawn), strict=True))
-    for seed, row in zip(seeds, rows, strict=True):
-        before = None
-        for (drawing, stream), into in zip(drawings, row, strict=True):
+    members: list[list[Tensor]] = []
+    for seed in seeds:
+        before, drawn = None, []
+        for drawing, stream in drawings:
             if stream != before:  # each microbatch has its own stream, and draws everything at once
                 begin, before = mix(seed, state.step, rank(), stream), stream
                 for generator in generators:
                     generator.manual_seed(begin)
-            drawing.fill(into)
-    return [tensor.contiguous() for tensor in drawn]
+            drawn.append(drawing())
+        members.append(drawn)
+    return [*map(torch.stack, zip(*members, strict=True))]

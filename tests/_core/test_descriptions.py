@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import looplib as ll
-from looplib._core.descriptions import described
-from looplib._core.records import shown
+from looplib._core.records import described, shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +22,7 @@ def test_descriptions_are_the_same_in_each_process(tmp_path):
     code = """
         import json
         import numpy as np, torch, looplib as ll
-        from looplib._core.descriptions import described
+        from looplib._core.records import described
         class Plain:
             pass
         settings = [Plain(), ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.1 / (step + 1)), torch.bfloat16, ll.every_n_steps(3),

@@ -43,6 +43,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Adafactor": {},
     "Muon": {},
 }
+NOT_TRACED = {"RAdam", "ASGD", "Rprop", "Adafactor"}  # classes that graphs leave out
 KERNELS: dict[str, dict[str, Any]] = {
     "fused=True": {"fused": True},
     "foreach=True": {"foreach": True},
@@ -80,7 +81,7 @@ def contenders(name: str, tensors: int) -> dict[Contender, Step]:
         steps[DONATED, argument] = looplib(options | chosen, True)
     if not steps:
         steps[RAW, ""] = raw_step(*model_of(tensors, biases), cls=cls, options=options)
-    for kind in (DONATED, PURE, TRACED):
+    for kind in (DONATED, PURE) if name in NOT_TRACED else (DONATED, PURE, TRACED):
         steps[kind, ""] = looplib(options, kind != PURE, {"backend": "eager"} if kind == TRACED else None)
     return steps
 
@@ -91,7 +92,7 @@ def cells_of(times: dict[Contender, list[float]]) -> dict[str, Any]:
     best = min(medians, key=medians.__getitem__)
     return {
         "fastest raw loop": ", ".join(filter(None, [best, str(Seconds(medians[best]))])),
-        **{kind: ratio(times[kind, ""], times[RAW, best]) for kind in (DONATED, PURE, TRACED)},
+        **{kind: ratio(times[kind, ""], times[RAW, best]) for kind in (DONATED, PURE, TRACED) if (kind, "") in times},
         **{
             f"{argument}, donated": ratio(times[DONATED, argument], times[RAW, argument])
             for argument in KERNELS

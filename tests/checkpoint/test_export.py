@@ -260,7 +260,9 @@ def test_a_saved_folder_loads_in_plain_transformers_with_the_same_outputs(wrap, 
 
 def test_a_saved_folder_tells_the_dtype_of_the_state(tmp_path):
     model = gpt2()
-    state = ll.state.cast(ll.copy_state(ll.init_state(model)), torch.bfloat16)
+    state = ll.copy_state(ll.init_state(model))
+    with torch.no_grad():
+        state = state.replace(params={name: tensor.bfloat16() for name, tensor in state.params.items()})
     save_pretrained(model, state, tmp_path / "new")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     assert plain.dtype is plain.config.dtype is torch.bfloat16

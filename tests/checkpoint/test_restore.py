@@ -297,24 +297,24 @@ def test_what_is_not_restored_keeps_its_values(tmp_path):
 
 
 class Views(nn.Module):
-    """Two parameters that are views of one memory, interleaved, overlapping or all of it; or an expanded one."""
+    """Two parameters that are views of one memory, apart, overlapping or all of it; or an expanded one."""
 
     def __init__(self, kind):
         super().__init__()
-        memory = torch.zeros(4, 6)
+        memory = torch.zeros(6, 4)
         left, right = {"apart": (3, 3), "overlap": (4, 3), "tied": (6, 0), "expanded": (3, 3)}[kind]
-        self.left, self.right = nn.Parameter(memory[:, :left]), nn.Parameter(memory[:, right:])
+        self.left, self.right = nn.Parameter(memory[:left]), nn.Parameter(memory[right:])
         if kind == "expanded":
-            self.left = nn.Parameter(torch.zeros(4, 1).expand(4, 3))
+            self.left = nn.Parameter(torch.zeros(1, 4).expand(3, 4))
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("kind", ["apart", "overlap", "tied", "expanded"])
 def test_parameters_that_are_views_of_one_memory(tmp_path, kind):
-    """Interleaved ones are two tensors, the same one twice takes one value, and all else is refused by name."""
+    """Ones apart are two tensors, the same one twice takes one value, and all else is refused by name."""
     model = Views(kind)
-    state, numbers = ll.init_state(model), torch.arange(24.0).view(4, 6)
-    saved = {name: tensor + numbers[:, : tensor.shape[1]] for name, tensor in values(state.params).items()}
+    state, numbers = ll.init_state(model), torch.arange(24.0).view(6, 4)
+    saved = {name: tensor + numbers[: tensor.shape[0]] for name, tensor in values(state.params).items()}
     saved["right"] = saved["right"] + 1
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(ll.TrainState(params=saved))

@@ -292,7 +292,6 @@ CASES = {
     "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
     "swa": (None, ll.optim.swa(adamw, start=1)),
     "ema": (None, ll.ema(adamw, 0.5)),
-    "freeze": (None, ll.optim.freeze(adamw, lambda name, tensor: name.startswith("0"))),
     "sgd": (None, ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "rmsprop": (None, ll.optimizer(torch.optim.RMSprop, lr=0.01)),
     "foreach": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, foreach=True)),

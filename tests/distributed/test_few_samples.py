@@ -65,3 +65,20 @@ def as_one_process():
 
 def test_a_last_batch_of_one_sample_trains_two_ranks_as_one_process():
     launch(2, as_one_process)
+
+
+def microbatches_of_unequal_number():
+    with ll.distributed.setup():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
+        step, state = ll.make_train_step(grad_fn, optimizer, donate=True), ll.init_state(model, optimizer)
+        own = torch.randn(8, 3).split(4)[: ll.distributed.rank() + 1]
+        state, _ = step(state, own)
+        assert state.buffers["1.num_batches_tracked"] == len(own)
+        print("as many as its own")
+
+
+def test_a_pass_that_only_another_rank_needs_leaves_the_statistics_alone():
+    assert launch(2, microbatches_of_unequal_number).count("as many as its own") == 2

@@ -31,7 +31,6 @@ def first_step(
     engine=DistributedDataParallel,
     outputs=2,
     loaders=(),
-    batch=None,
     **at,
 ):
     """The first step of a run, of which one rank has other parts."""
@@ -42,14 +41,11 @@ def first_step(
     grad_fn = wrap(grad_fn if engine else ll.grads.reduce_gradients(grad_fn))
     step = ll.make_train_step(grad_fn, optimizer, donate=engine is not None)
     state = ll.init_state(model, optimizer, epoch_length=8).replace(**at)
+    batch = torch.ones(3, 8)
     for batches in zip(*(loader(state) for loader in loaders), strict=True):
         batch = torch.cat(batches).expand(8, -1).T.contiguous()
         break
-    return step(state, torch.ones(3, 8) if batch is None else batch)
-
-
-def clipped(max_norm):
-    return lambda grad_fn: ll.clip_by_global_norm(grad_fn, max_norm)
+    return step(state, batch)
 
 
 # What rank 0 and rank 1 have, and the lines of the error.
@@ -60,20 +56,13 @@ DIFFERENT = [
         ["weight is float32 (2, 8)", "bias"],
     ),
     ({"seed": 0}, {"seed": 1}, ["state.seed is 0"]),
-    ({}, {"batch": [torch.ones(3, 8), torch.ones(3, 8).long()]}, ["the batch is float32"]),
     ({"optimizer": adamw(0.1)}, {"optimizer": adamw(0.2)}, ["the optimizer's lr is 0.1"]),
     (
         {"optimizer": adamw()},
         {"optimizer": ll.optimizer(torch.optim.RMSprop, lr=0.1)},
-        ["the optimizer's class is torch.optim.adamw.AdamW", "opt_state/state/weight/exp_avg is float32"],
+        ["the optimizer's class is torch.optim.adamw.AdamW"],
     ),
     ({"optimizer": ll.ema(SGD, 0.9)}, {"optimizer": ll.ema(SGD, 0.8)}, ["the optimizer's ema decay is 0.9"]),
-    ({}, {"wrap": clipped(0.5)}, ["grad_fn is not wrapped"]),
-    (
-        {"wrap": clipped(1.0), "engine": None},
-        {"wrap": clipped(2.0), "engine": None},
-        ["grad_fn is clip_by_global_norm(..., 1.0, "],
-    ),
     ({"loaders": [loader(0)]}, {"loaders": [loader(1)]}, ["loader 1's seed is 0"]),
     ({"loaders": [loader(5), loader(0)]}, {"loaders": [loader(5), loader(1)]}, ["loader 2's seed is 0"]),
     ({"loaders": [loader()]}, {"loaders": [loader(order=ll.data.sequential())]}, ["loader 1's order is shuffled()"]),

@@ -100,7 +100,6 @@ TABLES = {
         Row("ll.ema(optimizer)", 0),
         Row("ll.optim.swa(optimizer, start=100)", 0),
         Row("ll.optim.own_steps(optimizer)", 0),
-        Row('ll.optim.freeze(optimizer, lambda name, step: name.startswith("0."))', 0),
         Row('ll.optim.partition({"1": optimizer, "2": optimizer}, lambda name, tensor: str(tensor.ndim))', 0),
     ],
     "Conditional updates": [

@@ -265,7 +265,13 @@ def test_adding_up_in_float32_what_bfloat16_would_lose():
     state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, lambda model, x: model(x).sum() / len(x))
     x = torch.randn(512, 4).bfloat16() + 1
     exact = x.double().mean(0)
-    wide = ll.accumulate(grad_fn, size=1, dtype=torch.float32)(state, x).grads["weight"]
+
+    @ll.grads.wrapper(grad_fn)
+    def widened(state, batch, request):
+        out = grad_fn(state, batch, request)
+        return out._replace(grads={name: grad.float() for name, grad in out.grads.items()})
+
+    wide = ll.accumulate(widened, size=1)(state, x).grads["weight"]
     narrow = ll.accumulate(grad_fn, size=1)(state, x).grads["weight"]
     assert wide.dtype == torch.float32
     assert (wide - exact).abs().max() < 1e-5 < (narrow - exact).abs().max()

@@ -141,7 +141,7 @@ def wrapped(name):
         ),
         "partition": lambda: ll.optim.partition(
             {
-                "first": ll.optim.freeze(ll.ema(adamw()), lambda name, step: step < 4),
+                "first": ll.ema(adamw(), start=4),
                 "last": ll.optim.swa(adamw(), start=2),
             },
             lambda name, tensor: "first" if name[0] in "01" else "last",
@@ -245,7 +245,7 @@ def test_without_averages_the_state_itself_is_evaluated():
     for optimizer in (
         adamw(),
         ll.optim.apply_if_finite(adamw(), 2),
-        ll.optim.freeze(adamw(), lambda name, step: False),
+        ll.optim.partition({"all": adamw()}, lambda name, tensor: "all"),
     ):
         state = ll.init_state(net(), optimizer)
         assert ll.eval_state(optimizer, state) is state

@@ -55,8 +55,8 @@ def count(optimizer):
         return flag, {**opt_state, "inner": inner, "seen": opt_state["seen"] + 1}
 
     def update_(grads, opt_state, params, step, **info):
-        new, inner, *reported = optimizer.update_(grads, opt_state["inner"], params, step, **info)
-        return new, {**opt_state, "inner": inner, "made": opt_state["made"] + 1}, *reported
+        new, inner = optimizer.update_(grads, opt_state["inner"], params, step, **info)
+        return new, {**opt_state, "inner": inner, "made": opt_state["made"] + 1}
 
     return ll.types.Optimizer(init, update_, decide)
 
@@ -72,18 +72,6 @@ def momentum(lr=0.1):
         return {**params, **{name: params[name] - lr * opt_state[name] for name in grads}}, opt_state
 
     return ll.types.Optimizer(init, update_)
-
-
-def report(optimizer, name="moved"):
-    """The norm of the update, as a metric beside those of the step."""
-
-    def update_(grads, opt_state, params, step, **info):
-        before = {key: params[key].detach().clone() for key in grads}
-        new, opt_state, *reported = optimizer.update_(grads, opt_state, params, step, **info)
-        moved = ll.grads.global_norm([new[key].detach() - old for key, old in before.items()])
-        return new, opt_state, {name: ll.Mean(moved, 1), **(reported[0] if reported else {})}
-
-    return dataclasses.replace(optimizer, update_=update_)
 
 
 def raw_loop(data, limit=LIMIT):
@@ -217,6 +205,9 @@ def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_sta
         assert all(torch.equal(first.params[name], p) for name, p in net().named_parameters())
 
 
+THREE = object()  # a third value beside the parameters and the state
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("change", "error", "words"),
@@ -227,51 +218,21 @@ def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_sta
         (lambda new: {**new, "0.weight": 1.0}, TypeError, "float as 0.weight"),
         (lambda new: [*new.values()], TypeError, "list"),
         (lambda new: None, TypeError, "NoneType"),
+        (THREE, TypeError, r"3 values; it returns two values, \(params, opt_state\)"),
     ],
-    ids=["dtype", "shape", "name", "number", "list", "None"],
+    ids=["dtype", "shape", "name", "number", "list", "None", "three"],
 )
 def test_what_an_update_returns_must_fit_the_parameters(change, error, words, way):
     inner = momentum()
 
     def update_(grads, opt_state, params, step):
         new, opt_state = inner.update_(grads, opt_state, params, step)
-        return change(new), opt_state
+        return (new, opt_state, {}) if change is THREE else (change(new), opt_state)
 
     model, optimizer = net(), dataclasses.replace(inner, update_=update_)
     step = made_step(model, optimizer, way)
     with pytest.raises(error, match=words):
         step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
-
-
-# Metrics of an update
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("wrap", "name"),
-    [
-        (report, "moved"),
-        (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
-        (lambda inner: ll.ema(report(inner)), "moved"),
-        (lambda inner: ll.optim.apply_if_finite(report(inner), 3), "moved"),
-        (lambda inner: ll.optim.freeze(report(inner), lambda name, step: False), "moved"),
-        (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
-    ],
-    ids=["alone", "two", "ema", "apply_if_finite", "freeze", "partition"],
-)
-def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
-    model, optimizer = net(), wrap(adamw())
-    step = made_step(model, optimizer, way)
-    state = ll.copy_state(ll.init_state(model, optimizer))
-    for x in batches(2):
-        before = ll.copy_state(state).params
-        state, metrics = step(state, x)
-        moved = ll.grads.global_norm([state.params[key].detach() - before[key].detach() for key in before])
-        torch.testing.assert_close(ll.compute(metrics)[name], moved.item())
-        assert "loss" in metrics
-
-
-# What it costs
 
 
 # Refused before anything is spent
@@ -322,7 +283,6 @@ AROUND = {
     "swa": lambda inner: ll.optim.swa(inner, start=0),
     "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 3),
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
-    "freeze": lambda inner: ll.optim.freeze(inner, lambda name, step: False),
     "partition": lambda inner: ll.optim.partition({"all": inner}, lambda name, tensor: "all"),
 }
 

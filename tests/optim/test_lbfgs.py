@@ -121,11 +121,7 @@ def test_a_parameter_without_a_gradient_stays_although_the_direction_is_one_vect
         step_of(model, optimizer, donate, loss_fn, trainable=lambda name, tensor, part=part: name.startswith(part))
         for part in "02"
     ]
-    frozen = step_of(
-        net(), ll.optim.freeze(optimizer, lambda name, at: not name.startswith("02"[at % 2])), donate, loss_fn
-    )
     state = ll.init_state(model, optimizer)
-    inside = ll.init_state(net(), ll.optim.freeze(optimizer, lambda name, at: False))
     for at, batch in enumerate(data()):
         others = {raw[2 - 2 * (at % 2)].weight, raw[2 - 2 * (at % 2)].bias}
         values = {tensor: tensor.detach().clone() for tensor in others}
@@ -150,9 +146,7 @@ def test_a_parameter_without_a_gradient_stays_although_the_direction_is_one_vect
         new, _ = steps[at % 2](state, batch)
         assert donate or bits((state.params, state.opt_state)) == bits((before.params, before.opt_state))
         state = new
-        inside, _ = frozen(inside, batch)
         assert equal(state.params, raw.named_parameters())
-        assert equal(inside.params, raw.named_parameters())
 
 
 @both
@@ -198,7 +192,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"and LBFGS is to update it"):
         lbfgs.update(params, ll.optimizer(torch.optim.AdamW, lr=0.1).init(params), params, 0)
     step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(net(), loss_fn), lbfgs), backend="eager")
-    with pytest.raises(ll.transforms.UntraceableError, match=r"not LBFGS, which decides by the values of losses"):
+    with pytest.raises(ll.transforms.UntraceableError, match="without dampening; found LBFGS"):
         step(ll.init_state(net(), lbfgs), data()[0])
 
 

@@ -1,6 +1,5 @@
 """Loss scaling, autocast and master weights against torch's GradScaler and hand-written loops."""
 
-import copy
 import itertools
 from functools import partial
 
@@ -157,47 +156,6 @@ def test_autocast_has_the_bits_of_the_raw_loop(dtype, enabled):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def normed_net():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    model.register_buffer("table", torch.tensor([[1, 300], [2, 70_000]]))
-    model[0].bias.requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize("dtype", [*HALF, torch.float64, torch.float32])
-@pytest.mark.parametrize("bound", [True, False])
-def test_a_cast_state_has_the_bits_of_a_module_that_was_cast(dtype, bound):
-    model, data = normed_net(), batches(3)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.01)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
-    state = ll.init_state(model, optimizer)
-    if not bound:
-        for batch in data:
-            state, _ = train_step(state, batch)
-    before = ll.copy_state(state)
-    cast = ll.state.cast(state, dtype)
-    raw = copy.deepcopy(model)
-    raw.load_state_dict(ll.checkpoint.state_dict(model, state))
-    raw.to(dtype)
-    for name, tensor in raw.state_dict().items():
-        ours = (cast.params | cast.buffers)[name]
-        assert ours.dtype is tensor.dtype
-        assert torch.equal(ours, tensor)
-    assert {name: t.requires_grad for name, t in cast.params.items()} == {
-        name: parameter.requires_grad for name, parameter in model.named_parameters()
-    }
-    assert all(tensor.is_leaf for tensor in cast.params.values())
-    assert cast.opt_state is state.opt_state
-    assert not ll.debug.differences(before, state)
-
-    x = data[0][0].to(dtype)
-    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
-    with torch.no_grad():
-        assert torch.equal(predict_step(cast, x), raw.eval()(x))
-    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize("clip", [ll.grads.clip_by_value, ll.clip_by_global_norm])
 def test_no_clipping_hides_an_overflow(clip):
     optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), 2.0**10)
@@ -237,9 +195,6 @@ REFUSED = [
     ),
     *((ValueError, str(dtype), lambda dtype=dtype: ll.autocast(loss_fn, dtype)) for dtype in (torch.float64, torch.int8)),
     (ValueError, "float32 enabled=False", lambda: ll.autocast(loss_fn, torch.float32)),
-    *((ValueError, str(dtype), lambda dtype=dtype: ll.state.cast(ll.init_state(net()), dtype))
-      for dtype in (torch.int8, torch.bool, torch.complex64, "bfloat16")),
-    (TypeError, "Sequential module.to(dtype)", lambda: ll.state.cast(net(), torch.bfloat16)),
 ]  # fmt: skip
 
 

@@ -122,9 +122,7 @@ def test_wrappers_against_finite_differences_and_the_plain_step(name):
     close(unroll(step, start, data)[0].params, unroll(plain, start, data)[0].params)
 
 
-@pytest.mark.parametrize(
-    ("name", "plain_steps"), [("AdamW", 3), ("NAdam", 3), ("RMSprop", 3), ("Adagrad", 3), ("RAdam", 0)]
-)
+@pytest.mark.parametrize(("name", "plain_steps"), [("AdamW", 3), ("NAdam", 3), ("RMSprop", 3), ("Adagrad", 3)])
 def test_a_dead_unit_makes_no_nan(name, plain_steps):
     # Its weights have a mean square of 0, of which the root has no slope; torch's differentiable=True has NaN there.
     cls, lr, options = OPTIMIZERS[name]

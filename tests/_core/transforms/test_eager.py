@@ -5,7 +5,7 @@ import random
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from looplib.transforms._eager import eager
+from looplib.transforms._backends import eager
 
 OPERATIONS = [
     lambda x, y, z: x + y,

@@ -8,6 +8,8 @@ from torch import nn, optim
 from torch.utils._pytree import tree_leaves
 
 import looplib as ll
+from looplib.transforms import _backends
+from looplib.transforms._backends import eager
 
 QUICK = {"backend": "eager"}
 both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
@@ -160,19 +162,15 @@ def near(model, optimizer, backend="eager"):
     return sorted(kernels_in(compiled))
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "kernels"), [("aot_eager", 63, 0), ("aot_eager", 64, 1), ("eager", 1, 1)]
-)
-def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(backend, count, kernels):
+@pytest.mark.parametrize(("backend", "count", "kernels"), [("inductor", 63, 0), ("inductor", 64, 1), ("eager", 1, 1)])
+def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(backend, count, kernels, monkeypatch):
+    # The graph for Inductor, run as it is: generating the code would take long.
+    monkeypatch.setattr(_backends, "_by_inductor", lambda mode, options, program: eager(program.graph))
     assert near(Many(count), ll.optimizer(optim.AdamW, lr=0.1), backend) == [kernels]
 
 
 def moving_betas():
     return ll.optimizer(optim.AdamW, lr=0.1, betas=lambda step: (0.9, 0.99)), Many(64)
-
-
-def dampened():
-    return ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), Many(64)
 
 
 def mixed():
@@ -187,12 +185,11 @@ def with_gaps():
     return ll.optimizer(optim.AdamW, lr=0.1), model
 
 
-@pytest.mark.parametrize("make", [moving_betas, dampened, mixed, with_gaps])
+@pytest.mark.parametrize("make", [moving_betas, mixed, with_gaps])
 def test_other_updates_are_those_of_the_class(make):
     optimizer, model = make()
-    # The first update of SGD with dampening has a graph of its own. A graph's own copy of a tensor with gaps has none.
-    # Two dtypes take two calls of the kernel.
-    assert near(model, optimizer) == {dampened: [0, 0], mixed: [2], with_gaps: [1, 1]}.get(make, [0])
+    # A graph's own copy of a tensor with gaps has none. Two dtypes take two calls of the kernel.
+    assert near(model, optimizer) == {mixed: [2], with_gaps: [1, 1]}.get(make, [0])
 
 
 def test_a_gradient_with_other_strides_is_paired_by_its_indices():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from looplib.transforms import _inductor
+from looplib.transforms import _backends
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -15,7 +15,7 @@ def test_a_scaled_sum_in_two_operations_is_rounded_as_in_one(dtype):
         return torch.add(x, y, alpha=0.1), torch.sub(y, x, alpha=0.3), torch.add(x, 2, alpha=3)
 
     graph = make_fx(plain)(x, y)
-    _inductor.without_alpha(graph)
+    _backends.without_alpha(graph)
     for found, expected in zip(graph(x, y), plain(x, y), strict=True):
         assert found.dtype is expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # one operation rounds once, two twice
@@ -27,7 +27,7 @@ def test_a_power_is_computed_once_and_not_for_each_element():
 
     inputs = torch.randn(3, 4), torch.tensor(3.0)
     graph = make_fx(scaled, tracing_mode="fake")(*inputs)
-    _inductor.powers_once(graph)
+    _backends.powers_once(graph)
     (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
     assert node.args[1].target is torch.ops.aten.as_strided.default  # which Inductor writes to memory
     assert torch.equal(graph(*inputs), scaled(*inputs))

@@ -11,8 +11,8 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.utils._pytree import tree_leaves
 
 import looplib as ll
-from looplib.transforms import _inductor
-from looplib.transforms._inductor import Kernel, load, one_file, without_isa_check
+from looplib.transforms import _backends
+from looplib.transforms._backends import Kernel, load, one_file, without_isa_check
 
 HELPED = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -81,9 +81,9 @@ def trained():
 def test_a_step_of_few_files_or_of_one_that_fails_has_the_bits_of_one_file_per_kernel(monkeypatch):
     compiled = files(monkeypatch)
     together, few = trained(), len(compiled)
-    monkeypatch.setattr(_inductor, "one_file", lambda kernels: "this is no C++")
+    monkeypatch.setattr(_backends, "one_file", lambda kernels: "this is no C++")
     failed, failures = trained(), compiled.count("this is no C++")
-    monkeypatch.setattr(_inductor, "compiled_together", contextlib.nullcontext)
+    monkeypatch.setattr(_backends, "compiled_together", contextlib.nullcontext)
     compiled.clear()
     apart = trained()
     assert len(compiled) > few >= failures >= 1

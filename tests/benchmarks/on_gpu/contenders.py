@@ -72,7 +72,9 @@ def looplib(donate: bool = True, compiled: str = "", mode: str | None = None) ->
     def make(task: Task, device: torch.device, options: Mapping[str, Any]) -> Contender:
         model = task.make()
         if compiled == "blocks":
-            ll.transforms.compile_blocks(model, task.blocks, **options)
+            for module in model.modules():
+                if isinstance(module, task.blocks):
+                    module.compile(**options)
         loss_fn = ll.autocast(task.loss_fn, task.autocast) if task.autocast else task.loss_fn
         grad_fn = ll.make_grad_fn(model, loss_fn)
         if task.max_norm:

@@ -1,14 +1,22 @@
-"""Warnings for common mistakes: dropping the returned state, using an unbound module, and a mean over ignored labels.
+"""Watches: what a gradient function or a step notices of its calls, and warnings for common mistakes.
 
-None raises an error. A loop without `state =` trains the initial state forever. The module of a pure run keeps its
-initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another network
-trains against. A mean over the labels that count is not the whole batch's under `accumulate`. Each gets one warning.
+A backward pass is told which leaves to fill, so the gradients of anything else stay as they are. Two kinds of graphs
+do not show all of their leaves, and take a plain backward pass: those of FSDP2, whose leaves are unsharded
+parameters, and those with a function that runs a backward pass of its own, such as a reentrant checkpoint. There, the
+gradients of the other networks are set aside and put back: of those that looplib trains, and of the leaves that are
+shown. A network without a gradient function of its own that only a checkpoint or FSDP2 reaches has its filled, as in a
+raw loop.
+
+None of the mistakes raises an error. A loop without `state =` trains the initial state forever. The module of a pure run
+keeps its initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another
+network trains against. A mean over the labels that count is not the whole batch's under `accumulate`. Each gets one
+warning.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,14 +25,98 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
-from looplib._core.checks import few, warn
+from looplib._core.checks import warn
 from looplib._core.checksums import has_values
 from looplib._core.lease import last_write
-from looplib._core.modules import running
-from looplib._core.reached import Reach
+from looplib._core.modules import LATE_CHECKPOINT, running
 from looplib._core.records import chain
 from looplib._core.torch_private import version
 from looplib._core.tracing import tracing
+
+_CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
+
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all gradient functions
+
+
+class Reach:
+    """Leaves that the losses of one gradient function reach, learned at its first call.
+
+    Attributes:
+        known: True after the first call.
+        plain: True if backward passes must not be told which leaves to fill.
+        others: leaves in the graph that belong to neither the model nor the batch.
+    """
+
+    __slots__ = ("_aside", "_model", "_unreached", "known", "others", "plain")
+
+    def __init__(self, model: nn.Module, plain: bool) -> None:
+        self._model, self.plain = model, plain
+        self.known = False
+        self.others: list[weakref.ref[Tensor]] = []
+        self._aside: list[tuple[Tensor, Tensor | None]] = []
+        self._unreached: Set[str] = frozenset()
+        _trained.add(model)
+
+    def learn(self, loss: Tensor, batch: Any, params: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        """Look through the graph of the first loss."""
+        leaves, functions = _graph(loss)
+        self._unreached = {name for name in names if id(params[name]) not in leaves}
+        known = {*map(id, params.values()), *map(id, self._model.buffers())}
+        for path, leaf in trees.leaves(batch):
+            if isinstance(leaf, Tensor):
+                known.add(id(leaf))
+                if leaf.grad_fn is not None:
+                    raise ValueError(
+                        f"batch{trees.pointer(path)} carries the graph of what computed it ({type(leaf.grad_fn).__name__}), "
+                        "and a step takes gradients of its own loss only: hand on its detach(), or compute it under "
+                        "torch.no_grad() or in the loss function"
+                    )
+        self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
+        if not self.plain and (any(_CHECKPOINT in name for name in functions) or (functions and self._unreached)):
+            self.plain = True
+            self.set_aside()
+        self.known = True
+
+    def check(self, loss: Tensor, missing: Set[str]) -> None:
+        """Raise if parameters without a gradient are in a reentrant checkpoint that the first call did not have."""
+        if not (self.plain or missing <= self._unreached):
+            self._unreached |= missing
+            if any(_CHECKPOINT in name for name in _graph(loss)[1]):
+                raise RuntimeError(LATE_CHECKPOINT)
+
+    def set_aside(self) -> None:
+        """Take the gradients of other networks away for plain backward passes, until `put_back`."""
+        own = {*map(id, self._model.parameters())}
+        others: list[Tensor] = [tensor for module in _trained for tensor in module.parameters()]
+        others += [tensor for other in self.others if (tensor := other()) is not None]
+        for tensor in {id(tensor): tensor for tensor in others if id(tensor) not in own}.values():
+            self._aside.append((tensor, tensor.grad))
+            tensor.grad = None
+
+    def put_back(self) -> None:
+        while self._aside:
+            tensor, grad = self._aside.pop()
+            tensor.grad = grad
+
+
+def _graph(loss: Tensor) -> tuple[dict[int, Tensor], set[str]]:
+    """Leaves of the graph behind a loss by id, and the names of its functions that are written in Python."""
+    leaves: dict[int, Tensor] = {}
+    functions: set[str] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            functions.add(type(node).__name__)
+        elif node.name() == "torch::autograd::AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+        waiting += [function for function, _ in node.next_functions]
+    return leaves, functions
+
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
 
@@ -58,9 +150,8 @@ class Watch:
         else:
             if self._model is not None and not tracing():
                 _watch_module(self._model)
-            if self._reach is not None and self._reach.known:
-                reach, self._reach = self._reach, None
-                _warn_of_others(reach)
+            if self._reach is not None and self._reach.others:
+                warn_of_reached(tensor for other in self._reach.others if (tensor := other()) is not None)
             self._state, self._batch, self._repeats = weakref.ref(state), id(batch), 0
 
     def _see_again(self, state: Any, batch: Any) -> None:
@@ -115,13 +206,6 @@ _CALLED = _STALE + (
     "and call torch.func.functional_call(model, params, x). If you mean the weights that the module has, ignore this "
     "warning"
 )
-_OTHERS = (
-    "the loss of a pure step reaches {names}, which the step does not train. Other modules keep their weights while "
-    "pure steps train them, so this loss would stay with the first ones. For two networks, make the steps of both with "
-    "donate=True, or hand the other one's state.params on in the batch and call torch.func.functional_call(module, "
-    "params, x). What nothing trains gets requires_grad_(False); what this step should train belongs in its module"
-)
-
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 # Modules whose user has been warned.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -144,10 +228,12 @@ def bound(module: nn.Module) -> None:
             hook.remove()
 
 
-def warn_of_stale(modules: Iterable[nn.Module]) -> None:
-    """Warn of modules that a graph reads without calling them, if pure steps train them by now."""
-    for module in modules:
-        _used(module, _CALLED)
+def warn_of_reached(others: Iterable[Tensor]) -> None:
+    """Warn of modules whose parameters a pure step's loss reaches, called or not, if pure steps train them by now."""
+    reached = {*map(id, others)}
+    for module in [*_stale]:
+        if not reached.isdisjoint(map(id, module.parameters())):
+            _used(module, _CALLED)
 
 
 def _used(module: nn.Module, message: str) -> None:
@@ -160,15 +246,6 @@ def _used(module: nn.Module, message: str) -> None:
     if stale.writes and _writes(module) == stale.writes:
         _told.add(module)
         warn(message.format(type=type(module).__name__))
-
-
-def _warn_of_others(reach: Reach) -> None:
-    """Warn of other networks in the loss, unless the user has been told of their modules."""
-    owners = {name: None if owner is None else owner() for name, owner in reach.others.items()}
-    names = [name for name, module in owners.items() if module is None or module not in _told]
-    _told.update(module for module in owners.values() if module is not None)
-    if names:
-        warn(_OTHERS.format(names=few(names, 6)))
 
 
 @contextmanager
