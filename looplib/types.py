@@ -317,8 +317,8 @@ class GradRequest:
         index: index of the microbatch, which its random numbers depend on.
         scale: factor by which the loss is multiplied before the backward pass.
         donate: True if the state's buffers may be overwritten.
-        sum: the running sum to which the gradient of the summed loss is added, in place of that of the mean loss.
-            Private to looplib and without promises: `accumulate` makes it, and a wrapper passes it on.
+        sum: the running sum within `accumulate`, to which the gradient of the summed loss is added; otherwise None. Pass it
+            on as it is: what it contains may change between versions.
     """
 
     index: int = 0
@@ -395,8 +395,8 @@ class Update(Protocol):
     It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because
     the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
     not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
-    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`, because the dict that it is given
-    also belongs to the old state.
+    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`: the dict that it is given may also be
+    that of other states.
 
     `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
     updates, which schedules depend on.

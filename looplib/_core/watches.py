@@ -274,11 +274,11 @@ IGNORED = -100  # default `ignore_index` of torch and of transformers' models
 _LABEL_DTYPES = (torch.int16, torch.int32, torch.int64)
 
 _LABELS_MESSAGE = (
-    "labels of -100 ({path}) and a loss that is a plain scalar, within accumulate or on several ranks: such a "
-    "mean is over the labels that count, but microbatches and ranks weigh by their samples, so the loss and the "
-    "gradient are not the whole batch's where the numbers of labels differ. Return what is added up and what is "
-    "counted: Mean(total, weight), with the sum of the losses and the number of labels that are not -100, or use "
-    "ll.next_token_loss, or ll.losses.model_loss for a transformers model's own loss"
+    "the batch has labels of -100 ({path}) and the loss is a plain scalar, within accumulate or on several ranks. Such "
+    "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
+    "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
+    "weight): the sum of the losses, and the number of labels that are not -100. ll.next_token_loss does so, and "
+    "ll.losses.model_loss for the loss of a transformers model"
 )
 
 

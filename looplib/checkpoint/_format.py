@@ -37,9 +37,13 @@ WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's lea
 class DamagedCheckpointError(ValueError):
     """A checkpoint is damaged. The message names the file and the damage."""
 
+    __module__ = "looplib.checkpoint"  # as tracebacks name it
+
 
 class CheckpointVersionError(ValueError):
     """A checkpoint has a format that this version of looplib does not read."""
+
+    __module__ = "looplib.checkpoint"
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:

@@ -40,8 +40,14 @@ def _checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
 
 def check_left_out(path: Path, left_out: Mapping[str, int], leaves: Mapping[str, Any]) -> None:
     """Raise ValueError if the parameters of a state that a checkpoint left out are not those of the saved run."""
+    missing = without(left_out, leaves)
+    check(
+        not missing,
+        f"{path} was saved without the parameters of its base model, and the state has no {few([*missing], 3)}: make the "
+        "state with the model that the checkpoint was saved with. Is it wrapped, as by peft.get_peft_model?",
+    )
     found = _checksums(subset(leaves, left_out))
-    others = [leaf_path for leaf_path, checksum in left_out.items() if found.get(leaf_path) != checksum]
+    others = [leaf_path for leaf_path, checksum in left_out.items() if found[leaf_path] != checksum]
     check(
         not others,
         f"{path} was saved without the parameters of its base model, and {len(others)} of the state's are others: "

@@ -90,9 +90,9 @@ class BestSoFar:
         state = ckpt.restore(ll.init_state(model, optimizer, extra={"best": best}))
         done = ll.after_epochs(10) | ll.early_stopping(patience=3)
 
-    It is a pytree of the last four attributes. The others are settings, so a restored run continues with the settings of
-    the record that it is restored into. Restoring into a record of a different metric or mode is refused, because their
-    leaves have different names.
+    A checkpoint stores what it has counted: `best`, `best_step`, `reference` and `waited`. The settings (`monitor`, `mode`,
+    `min_delta`, `cumulative`) are those of the record that a run is restored into, so you can change `min_delta` between two
+    runs. A record of a different metric or mode is refused.
 
     Attributes:
         monitor: name of the metric.

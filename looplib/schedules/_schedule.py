@@ -41,8 +41,13 @@ class _Schedule:
 
     def _steps(self, name: str, value: Any) -> int:
         """Check for a number of steps, or a float for a share of `total`, which is checked first."""
-        is_share = type(value) is float and 0 <= value < 1
-        return round(value * self.total) if is_share else count_or_zero(name, value)
+        if type(value) is not float:
+            return count_or_zero(name, value)
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"{name} must be an int, or a float of at least 0 and below 1 for a share of total, got {value!r}."
+            )
+        return round(value * self.total)
 
 
 def number(name: str, value: Any) -> float:

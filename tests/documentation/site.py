@@ -23,7 +23,7 @@ from pygments.formatters import HtmlFormatter
 
 import looplib
 
-from .links import ROOMS, Names, shortened, to_pages, uses, words
+from .links import ROOMS, Names, names_of_trainers, shortened, to_pages, uses, words
 from .pages import ROOT, Page, document, pages, source_file, with_python
 
 HERE = Path(__file__).parent
@@ -136,7 +136,7 @@ class _Site:
         return address
 
     def _search(self) -> str:
-        """pdoc's index of the rooms, with each page and its sections, and the words that lead to them."""
+        """pdoc's index of the rooms, with each page, its sections and its rows, and the words that lead to them."""
 
         found = pdoc.search.make_index(self._rooms, _is_public, "google")
         for entry in found:
@@ -148,10 +148,15 @@ class _Site:
             if page.group and page.name not in ("index", "recipes.WORDS"):
                 found.append(_searched(page, "", page.text.partition("\n## ")[0].partition("\n")[2]))
                 for _, heading, text in page.sections:
-                    found.append(_searched(page, heading, text))
+                    found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
+                for anchor, names, text in page.rows:
+                    found.append(_searched(page, " ".join(names.split()), text) | {"qualname": anchor, "kind": "row"})
         known = words(self.pages["recipes.WORDS"].text, self._names)
+        # transformers' names come before those of fastNLP
+        trainers = names_of_trainers(((str(page.source), page.text) for page in reversed(self.pages.values())), known)
         template = pdoc.render.env.get_template("search.js.jinja2")
-        return template.render(search_index=json.dumps(found), words=json.dumps(known))
+        constants = {"search_index": found, "words": known, "trainers": trainers}
+        return template.render({name: json.dumps(value) for name, value in constants.items()})
 
 
 def _is_public(entry: pdoc.doc.Doc) -> bool:
