@@ -28,9 +28,8 @@ from looplib._core.records import described
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
-from looplib.checkpoint._left_out import Select, trees_to_save
 from looplib.checkpoint._restore import load
-from looplib.checkpoint._settings import Settings
+from looplib.checkpoint._settings import Select, Settings, trees_to_save
 from looplib.checkpoint._write import Parts
 from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state

@@ -23,9 +23,8 @@ from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
 from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leaves_of, local, trees_of, words
-from looplib.checkpoint._left_out import check_left_out
 from looplib.checkpoint._read import Reader, read_manifest
-from looplib.checkpoint._settings import Run, Settings
+from looplib.checkpoint._settings import Run, Settings, check_left_out
 from looplib.checkpoint._shards import new_like
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState

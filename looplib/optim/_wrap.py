@@ -158,8 +158,10 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         states, reports = opt_state["inner_states"], info.pop("report", {})
         for key, (mine, subset) in parts(grads, params).items():
             flag = applied[key] if isinstance(applied, dict) else applied
-            with_own = {**info, "report": (report := {})}
-            new, states[key] = _update_part(flag, optimizers[key], mine, states[key], subset, step, with_own)
+            report: dict[str, Any] = {}
+            new, states[key] = _update_part(
+                flag, optimizers[key], mine, states[key], subset, step, {**info, "report": report}
+            )
             params.update(new)
             reports.update({_name_within(key, name): value for name, value in report.items()})
         return params, opt_state
