@@ -83,10 +83,11 @@ def make_grad_fn(
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
 
-    **Training mode.** During the call the module is in training mode, except for submodules that were in eval mode
-    when `make_grad_fn` was called. If one of those has dropout and trainable parameters, a warning names it: models
-    from `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper. If the module itself was in
-    eval mode, all of it is in training mode during the call, and a warning names its batch norm and dropout layers.
+    **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
+    then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
+    trainable parameters, a warning names it: models from `from_pretrained` come in eval mode, and stay in it inside a
+    peft wrapper. If the module itself is in eval mode, that is taken for an oversight: all of it runs in training mode,
+    submodules too, and a warning names its batch norm and dropout layers.
 
     **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
     restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A
@@ -154,6 +155,7 @@ def make_grad_fn(
         adds=True,
         microbatches=microbatches,
         model=model,
+        batch_norms=host.batch_norms(),
         reach=reach,
     )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
@@ -326,14 +328,26 @@ def _leaf(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def check_history(params: Mapping[str, Tensor]) -> None:
+_TRAINED = (
+    "compute it under torch.no_grad(), or give its detach(); to take the gradient through the step, use "
+    "ll.transforms.differentiable(train_step)"
+)
+EVALUATED = (
+    "eval and predict steps would cut its gradient off. Take the loss itself, "
+    "torch.func.functional_call(model, state.params, inputs), or if you want no gradient, call the step under "
+    "torch.no_grad()"
+)
+
+
+def check_history(params: Mapping[str, Tensor], instead: str = _TRAINED) -> None:
     """Raise if a parameter carries a graph: a step would cut off its gradient, and a donated step would keep the graph."""
     for name, tensor in params.items():
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None or (
+            torch_private.in_transform(tensor) and torch_private.is_differentiated(tensor)
+        ):
+            graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "torch.func"
             raise ValueError(
-                f"the parameter {name} of the state was computed from others, with a graph behind it "
-                f"({type(tensor.grad_fn).__name__}): compute it under torch.no_grad(), or give its detach(); to take "
-                "the gradient through the step, use ll.transforms.differentiable(train_step)"
+                f"the parameter {name} of the state was computed from others, with a graph behind it ({graph}): {instead}"
             )
 
 

@@ -18,7 +18,7 @@ from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
 from looplib._core.records import described
-from looplib._core.torch_private import pytree
+from looplib._core.torch_private import functorch_level_of, pytree
 from looplib.types import (
     TREES,
     Optimizer,
@@ -75,6 +75,12 @@ def init_state(
             f"optimizer is {named(optimizer)}; init_state needs what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)",
             TypeError,
+        )
+        check(
+            functorch_level_of(torch.empty(0)) < 1,
+            "init_state inside torch.func.grad: make the state outside, with hyperparameters that it holds "
+            "(lr=ll.optim.injected(0.1)), and put a tensor there inside: ll.optim.set_hyperparameters(state, lr=lr)",
+            RuntimeError,
         )
         names = _modules.trainable_names(model, trainable)
         trained = pick(params, names)

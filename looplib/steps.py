@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.checks import check_type, named
+from looplib._core.checks import check, check_type, named
 from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
     Kept,
@@ -48,8 +49,8 @@ from looplib._core.updates import (
     update_where,
 )
 from looplib._core.watches import Watch
-from looplib._objective import loss_over_ranks, record
-from looplib.gradients import of_this_model
+from looplib._objective import aux_records, loss_over_ranks, record, split_loss
+from looplib.gradients import EVALUATED, check_history, of_this_model
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
 from looplib.types import (
@@ -167,7 +168,7 @@ def make_train_step(
             optimizer's state), raises DonatedStateError.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
-            first.
+            first, and ask predicates with the state that it returns.
 
     Raises:
         DonatedStateError: the state was already donated to a step.
@@ -254,9 +255,11 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             else:
                 owned = copy_params(grads, params)
                 next_opt_state, lease = copy_tree(next_opt_state), None
+            report: dict[str, Any] = {}
             info = {
                 "applied": applied,
                 "metrics": metrics,
+                "report": report,
                 "buffers": new_buffers,
                 "seed": state.seed,
                 "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
@@ -271,7 +274,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, metrics
+            return new, _with_report(metrics, report, samples) if report else metrics
         except BaseException as error:
             if undo is not None:
                 # Unless it was given up, so that its memory is no longer the state's.
@@ -317,11 +320,20 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         decision, opt_state = call_decide(optimizer, out.grads, opt_state, out.metrics, params, state.step)
         flags = flags_in_graph(decision)
         buffers = out.buffers
-        info = {"metrics": out.metrics, "buffers": buffers, "seed": state.seed}
+        report: dict[str, Any] = {}
+        info = {"metrics": out.metrics, "report": report, "buffers": buffers, "seed": state.seed}
         new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
-        return Outcome({**params, **new_params}, opt_state, buffers, out.metrics, out.samples, any_of(flags))
+        metrics = _with_report(out.metrics, report, out.samples)
+        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, any_of(flags))
 
     return core
+
+
+def _with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
+    """The metrics of a step, with those that its update reports."""
+    for name in report:
+        check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
+    return {**metrics, **aux_records(report, samples)}
 
 
 def _evaluate(
@@ -360,7 +372,7 @@ def advanced(
     return new
 
 
-def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:
+def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> EvalStep:
     """Make an evaluation step: a function from a state and a batch to metrics.
 
     >>> import looplib as ll, torch
@@ -389,11 +401,13 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         metric_fn: `metric_fn(model, batch)`, which returns a dict of metrics such as `Mean(total, weight)`, or of
             scalars. A scalar is taken as the mean over the batch's samples and weighted by their number. That is
             right for averages over samples, and wrong for F1, AUC or the value of a torchmetrics metric: use the
-            records in `ll.metrics` or `torchmetric` for those.
+            records in `ll.metrics` or `torchmetric` for those. A loss function, as for `make_grad_fn`, does as well: its
+            loss is the metric `loss`, next to those of its aux.
 
     Raises:
-        TypeError: `metric_fn` returns anything else.
-        ValueError: the state belongs to a different model, or the batch is on a different device.
+        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
+        ValueError: a value is no metric, a parameter of the state carries a graph, the state belongs to a different
+            model, or the batch is on a different device.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_gradients(model, metric_fn)
@@ -401,9 +415,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
         values = forward(state, batch)
         if not isinstance(values, Mapping):
-            raise TypeError(
-                f'metric_fn returned a {type(values).__name__}; return a dict such as {{"loss": Mean(total, weight)}}'
-            )
+            loss, aux = split_loss(values)
+            values = {"loss": loss, **aux}
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
@@ -466,12 +479,17 @@ def _apart(tree: Any, of: Iterable[Tensor]) -> Any:
 
 def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
     host = _modules.FunctionalModule(model, training, backward=False)
+    known: Any = None  # a weak reference to the last state: many batches see one
 
     def forward(state: TrainState, batch: Any) -> Any:
+        nonlocal known
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()
+        if grad_mode and (known is None or known() is not state):
+            check_history(params, EVALUATED)
+            known = weakref.ref(state)
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)

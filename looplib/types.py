@@ -215,16 +215,20 @@ def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
 
 
 def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
-    at = f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated"
+    moment = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
+    at = f"the state at {moment} was donated, and its {name} can no longer be read"
     if writer.step is None:
         return (
             f"{at}: {writer.writer} was writing over its tensors when it failed, so there is no state after it. "
             "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
         )
-    pure = "" if writer.writer.startswith("ckpt.restore") else " or make the step with donate=False"
+    at += f": {writer.writer} has written over its tensors, and that run is at step {writer.step} now. "
+    if writer.writer.startswith("ll.bind"):
+        return f"{at}Copy a state before you bind another one (kept = ll.copy_state(state)), and bind it again to train it"
     return (
-        f"{at}: {writer.writer} has written over its tensors, and that run is at step {writer.step} now. Continue with "
-        f"the state that it returned; to keep an earlier one, copy it first (kept = ll.copy_state(state)){pure}"
+        f"{at}Continue with the state that it returned. If that is lost, as when a notebook cell begins with state = start, "
+        "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "
+        "state, copy it first: kept = ll.copy_state(state)"
     )
 
 
@@ -248,8 +252,8 @@ def check_state(value: Any, call: str) -> None:
     """Raise TypeError unless this is a state; `call` shows how the function is called."""
     if isinstance(value, TrainState):
         return
-    if isinstance(value, tuple) and isinstance((*value, None)[0], TrainState):
-        call += ". A train step returns two values: state, metrics = train_step(state, batch)"
+    if isinstance(value, (tuple, dict)):
+        call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
     raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 
@@ -313,8 +317,8 @@ class GradRequest:
         index: index of the microbatch, which its random numbers depend on.
         scale: factor by which the loss is multiplied before the backward pass.
         donate: True if the state's buffers may be overwritten.
-        sum: the running sum to which the gradient of the summed loss is added, in place of that of the mean loss.
-            Private to looplib and without promises: `accumulate` makes it, and a wrapper passes it on.
+        sum: the running sum within `accumulate`, to which the gradient of the summed loss is added; otherwise None. Pass it
+            on as it is: what it contains may change between versions.
     """
 
     index: int = 0
@@ -391,16 +395,18 @@ class Update(Protocol):
     It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because
     the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
     not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
-    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`, because the dict that it is given
-    also belongs to the old state.
+    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`: the dict that it is given may also be
+    that of other states.
 
     `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
     updates, which schedules depend on.
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
-            `applied` (pass it on), and `evaluate`, a function from params to `(loss, grads)` on the same batch. A
-            function that does not take one of them is not passed it.
+            `applied` (pass it on), `evaluate`, a function from params to `(loss, grads)` on the same batch, and `report`,
+            a dict: scalars and metrics that an update puts into it are returned with those of the step. (If a compiled
+            step skips the update, these are the values computed for the skipped one.) A function that does not take
+            one of them is not passed it.
     """
 
     def __call__(self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Any: ...

@@ -49,6 +49,7 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
         (ll, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW"),
         (ll, "load", r"ll\.checkpoint_io\(folder\)\.restore"),
         (ll, "Callback", r"if ll\.every_n_steps"),
+        (ll, "StepLR", r"'StepLR': recipes/WORDS\.md"),
     ):
         with pytest.raises(AttributeError, match=answer):
             getattr(owner, name)

@@ -3,10 +3,11 @@
 import os
 import random
 import re
+import signal
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -37,6 +38,8 @@ CONTINUES = {  # the run that a block continues
 TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
 SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batch size (gradient noise scale) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
+INTERRUPT = "Interrupt and continue (Ctrl-C, the stop button)"
+GRADIENTS_OF = "Take gradients of hyperparameters"
 BITS, ONE_PASS = "Keep the optimizer's state in 8 bits", "Update two networks from one forward pass"
 RATES = ["lr/generator", "lr/critic"]
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
@@ -284,6 +287,24 @@ def close(found, expected):
     return True
 
 
+def without_class_2(names):
+    """Gradients of the mean loss over the samples that the mask keeps."""
+    model, kept = names["model"], names["y"] != 2
+    loss = cross_entropy(model(names["x"][kept]), names["y"][kept])
+    return dict(zip(names["state"].params, torch.autograd.grad(loss, model.parameters()), strict=True))
+
+
+def in_float64(heading):
+    """The function and the settings of a block that runs in float64, for a comparison with finite differences."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        names = {}
+        exec(SETUP + TASKS[f"{heading} 1"], names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return names["validation_loss"], names["settings"]
+
+
 def are_nanogpts(names):
     """True if the batches of an epoch are nanoGPT's `get_batch` of the windows' numbers."""
     data, loader = names["tokens"], names["loader"]
@@ -361,7 +382,16 @@ HOLDS = {
         for name, tensor in expected.items()
     ),
     NOISE: lambda n: torch.isclose(n["noise_scale"], noise_scale(n), rtol=1e-4),
-    "Save before the job is killed 2": lambda n: n["scores"].keys() == {"loss", "accuracy"},
+    f"{INTERRUPT} 1": lambda n: n["state"].epoch == 3,
+    f"{INTERRUPT} 2": lambda n: n["scores"].keys() == {"loss", "accuracy"},
+    "Work in a notebook (continue, fork, run n more steps) 1": lambda n: (
+        (n["state"].step, n["fork"].step) == (16, 26)
+    ),
+    "Freeze BatchNorm 1": lambda n: n["state"].buffers["1.num_batches_tracked"] == 0,
+    "Average a loss over tokens, or under a mask 1": lambda n: close(
+        n["accumulated"](n["state"], (n["x"], n["y"])).grads, without_class_2(n)
+    ),
+    f"{GRADIENTS_OF} 1": lambda n: torch.autograd.gradcheck(*in_float64(GRADIENTS_OF)),
     "Mix datasets 1": mixed,
     # 13 batches of 8 and 10 of 16 are an epoch with the rest of 8; the second has 9 of 16 and 2 of 64
     "Grow the batch size during a run 1": lambda n: (
@@ -415,6 +445,71 @@ def test_adaptive_clipping_is_the_formula_unit_by_unit(eps):
     torch.testing.assert_close(clipped(state, x).grads, grads, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="within accumulate would act on each microbatch alone"):
         ll.accumulate(clipped, 2)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_accumulate_has_the_bits_that_the_page_gives(weighted):
+    def loss_fn(model, batch):
+        x, y = batch
+        losses = cross_entropy(model(x), y, reduction="none")
+        return ll.Mean(losses[y != 2].sum(), (y != 2).sum()) if weighted else losses.mean()
+
+    names = {}
+    exec(SETUP, names)
+    model, batch = names["model"], (names["x"][:29], names["y"][:29])
+    found = ll.accumulate(ll.make_grad_fn(model, loss_fn), 4)(ll.init_state(model), batch).grads
+    parts = list(zip(*[tensor.tensor_split(4) for tensor in batch], strict=True))
+    losses = [loss_fn(model, part) for part in parts]
+    for loss, (x, _) in zip(losses, parts, strict=True):
+        (loss.total / losses[0].weight if weighted else loss * (len(x) / 29)).backward()
+    scale = losses[0].weight.item() / sum(loss.weight.item() for loss in losses) if weighted else 1
+    assert all(torch.equal(found[name], weight.grad * scale) for name, weight in model.named_parameters())
+
+
+# Where signals arrive: while a batch is stepped, or an epoch is evaluated. `early_stopping` has waited once by step 232.
+PLACES = {"Stop early 1": {"epoch": 235, "evaluation": 232}, f"{INTERRUPT} 1": {"epoch": 11, "evaluation": 16}}
+REQUESTS = [("Stop early 1", signal.SIGTERM, place) for place in ("epoch", "evaluation")]
+CTRL_CS = [(task, signal.SIGINT, place) for task in PLACES for place in ("epoch", "evaluation")]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("task", "number", "place"), [*REQUESTS, *CTRL_CS])
+def test_a_run_that_is_stopped_and_rerun_ends_like_an_unbroken_one(task, number, place, tmp_path, monkeypatch):
+    step = PLACES[task][place]
+    stepped = "state, metrics = train_step(state, batch)"
+    assert TASKS[task].count(stepped) == 1
+    block = compile(TASKS[task].replace(stepped, f"{stepped}; struck(state, 'epoch')"), task, "exec")
+
+    def outcome(folder, armed):
+        def struck(state, at):
+            nonlocal armed
+            if armed and (state.step, at) == (step, place):
+                armed = False
+                signal.raise_signal(number)
+
+        def eval_step(state, batch):
+            struck(state, "evaluation")
+            return names["whole_eval_step"](state, batch)
+
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        names = {"struck": struck}
+        exec(SETUP, names)
+        names |= {"whole_eval_step": names["eval_step"], "eval_step": eval_step}
+        with suppress(KeyboardInterrupt):
+            exec(block, names)
+        if "stop_now" in names:
+            names["stop_now"].close()
+        assert armed is False
+        saved = [(each.step, each.metrics) for each in names["ckpt"].steps()]
+        return names["state"], saved, names["ckpt"].best().step
+
+    whole, *kept_by_whole = outcome(tmp_path / "whole", False)
+    stopped, *_ = outcome(tmp_path / "stopped", True)
+    assert stopped.step == step
+    state, *kept = outcome(tmp_path / "stopped", False)
+    assert not ll.debug.differences(state, whole)
+    assert kept == kept_by_whole
 
 
 def a_slow_rank(directory):

@@ -60,6 +60,17 @@ def test_a_whole_model_in_eval_mode_is_trained_in_training_mode_and_its_layers_a
     assert not model.training
 
 
+def test_a_layer_that_goes_into_eval_mode_too_late_is_named_at_the_first_call():
+    model = Headed(nn.BatchNorm1d(2))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    model.backbone[1].eval()
+    with pytest.warns(UserWarning, match=r"^backbone\.1 went into eval mode after .* eval\(\) before make_grad_fn"):
+        grad_fn(ll.init_state(model), torch.randn(4, 2))
+    grad_fn(ll.init_state(model), torch.randn(4, 2))
+    model.eval()  # all of it, as for an evaluation by hand
+    ll.make_grad_fn(model.train(), lambda model, x: model(x).mean())(ll.init_state(model.eval()), torch.randn(4, 2))
+
+
 @pytest.mark.parametrize("which", ["trained", "eval", "frozen", "without dropout", "the dropout alone"])
 def test_eval_mode_that_is_meant_is_no_matter(which):
     within = [] if which == "eval" else [nn.BatchNorm1d(2), nn.Dropout(0.0 if which == "without dropout" else 0.1)]

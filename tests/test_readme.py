@@ -86,7 +86,15 @@ def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert ll.log.read_jsonl("runs/first/log.jsonl") == ll.log.read_jsonl("../whole/runs/first/log.jsonl")
 
 
-def test_ctrl_c_saves_by_the_two_lines(tmp_path, monkeypatch, capsys):
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("place", "step", "restored"),
+    [
+        ("window = window.add(metrics)", 20, "step 20 (epoch 1, batch 7)"),
+        ("scores = ", 26, "step 13 (epoch 1, batch 0)"),  # the evaluation that it cuts is made by the rerun
+    ],
+)
+def test_ctrl_c_saves_and_a_rerun_ends_like_an_unbroken_run(tmp_path, monkeypatch, capsys, place, step, restored):
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     whole = run(program(3))["state"]
@@ -95,16 +103,14 @@ def test_ctrl_c_saves_by_the_two_lines(tmp_path, monkeypatch, capsys):
     body = "".join(
         f"    {line}" for line in f"while not done(state):\n{loop}".splitlines(keepends=True) if line.strip()
     )
-    interrupted = body.replace("window = window.add(metrics)", "window = window.add(metrics); strike(state)")
-    strike = (
-        "import signal\ndef strike(state):\n    if state.step == 20:\n        signal.raise_signal(signal.SIGINT)\n"
-    )
+    interrupted = body.replace(place, f"strike(state); {place}")
+    strike = f"import signal\ndef strike(state):\n    if state.step == {step}:\n        signal.raise_signal(signal.SIGINT)\n"
     run(f"{strike}{before}try:\n{interrupted}{INTERRUPT}")
     capsys.readouterr()
     assert not ll.debug.differences(run(program(3))["state"], whole)
-    assert (
-        "Restored step 20 (epoch 1, batch 7) from runs/first/checkpoints/step-00000020\n" in capsys.readouterr().out
-    )
+    assert f"Restored {restored} from" in capsys.readouterr().out
+    logged, unbroken = (ll.log.read_columns(f"{folder}/runs/first/log.jsonl") for folder in (".", "whole"))
+    assert all(logged[name] == unbroken[name] for name in ("step", "eval/accuracy"))  # the window starts again
     run(program(3))
     assert "Restored step 130 (epoch 10, batch 0) from" in capsys.readouterr().out  # a finished run says so
 

@@ -49,6 +49,7 @@ OPTIMIZERS = [
     "ll.optim.swa(ll.optimizer(AdamW, lr=0.001), start=10)",
     "ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3)",
     "ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100)",
+    "ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1))",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
 ]
 GRAD_FN = "ll.make_grad_fn(Linear, loss_fn)"
@@ -97,6 +98,11 @@ def code_of(thing):
 def test_the_repr_is_the_code_that_made_it(codes):
     for code in codes:
         assert code_of(eval(code, NAMES)) == code
+
+
+def test_what_holds_files_or_a_bar_is_shown_with_what_it_was_made_of(tmp_path):
+    assert repr(ll.checkpoint_io(tmp_path)) == f"CheckpointIO({str(tmp_path)!r})"
+    assert repr(ll.progress(len, epochs=3)) == "ll.progress(len, epochs=3)"
 
 
 def test_schedules_and_predicates_read_as_code():

@@ -1,5 +1,7 @@
 """The documentation site: it builds, its links lead somewhere, and each room and public name has an entry."""
 
+import html
+import inspect
 import json
 import posixpath
 import re
@@ -162,6 +164,16 @@ def test_each_word_of_another_library_leads_to_places_that_can_be_found(site):
     assert [(word, places) for word, places in words if not places or not known.issuperset(places)] == []
 
 
+TWO_NETWORKS = "train-two-networks-with-two-optimizers-a-gan-an-actor-critic"
+
+
+def test_the_arguments_of_lightnings_trainer_are_words(site):
+    trainer = pytest.importorskip("lightning.pytorch").Trainer
+    others = {"self", "plugins", "benchmark", "barebones", "enable_autolog_hparams", "model_registry"}
+    words = {word for word, _ in constant(site[0], "words")}
+    assert inspect.signature(trainer.__init__).parameters.keys() - words == others
+
+
 # The search as it runs in the browser: one JSON list of the places found first, per term.
 SEARCH = """
 const window = {};
@@ -191,11 +203,49 @@ def test_a_word_of_another_library_finds_its_place_first(site):
         "Clip grad norm": "looplib.grads#clip_by_global_norm",
         "onecyc": "looplib.schedules#one_cycle",
         "multi gpu training": "recipes.COOKBOOK#use-several-gpus",
+        "num_items_in_batch": "recipes.FROM_TRANSFORMERS_OVERRIDES#trainer-get-num-items-in-batch",
         "make_loader": "looplib.data#make_loader",
         "ll.optim.ema": "looplib.optim#ema",
         "worst_samples": "looplib.debug#worst_samples",
+        "hyperparameter gradient": "looplib.transforms#differentiable",
+        "padding loss": "recipes.COOKBOOK#average-a-loss-over-tokens-or-under-a-mask",
+        "two states checkpoint": f"recipes.COOKBOOK#{TWO_NETWORKS}",
+        "interrupt evaluation": "recipes.COOKBOOK#interrupt-and-continue-ctrl-c-the-stop-button",
     }
     assert {term: places[0] for term, places in searched(folder, list(asked)).items()} == asked
+    assert found["same_batch"][:2] == ["looplib.steps#make_train_step", f"recipes.COOKBOOK#{TWO_NETWORKS}"]
+
+
+def test_the_search_shows_code_and_no_markup(site):
+    for entry in constant(site[0], "docs"):
+        shown = html.unescape(re.sub("<[^>]*>", "", entry.get("signature", "") + entry.get("doc", "")))
+        assert not re.search(r"</?(span|code|div)\b|^```", shown, re.M), entry["fullname"]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the search runs in node")
+def test_a_name_of_a_trainer_finds_its_rows_first_after_what_the_words_and_looplib_have(site):
+    folder, _ = site
+    rows = {}
+    for page in ("FROM_TRANSFORMERS_NAMES", "FROM_FASTNLP"):
+        text, owner = (ROOT / f"recipes/{page}.md").read_text(), ""
+        for line in text.splitlines():
+            if heading := re.fullmatch(r"\| (\w+)( .*)? \| answer \|", line):
+                owner = heading[1]
+            elif entry := re.fullmatch(r"\| \[`(.*)`\]\((?:(.*)\.md)?#(.*)\) \| .*", line):
+                for name in (entry[1], f"{owner}.{entry[1]}"):
+                    rows.setdefault(name.lower(), []).append(f"recipes.{entry[2] or page}#{entry[3]}")
+    assert len(rows) > 1200
+    earlier = {word.lower(): places for word, places in constant(folder, "words")}
+    for name in public_names():
+        room, _, bare = name.lower().partition(".")
+        earlier.setdefault(bare, []).append(f"looplib.{name.replace('.', '#')}")
+        earlier.setdefault(room, []).append(f"looplib.{room}#")
+    missed = {}
+    for name, found in searched(folder, list(rows)).items():
+        places = [place for place in found if place not in earlier.get(name, ())]
+        if places[0] != rows[name][0]:
+            missed[name] = found[:3]
+    assert missed == {}
 
 
 def test_names_in_texts_and_code_lead_to_their_entries(site):

@@ -286,10 +286,12 @@ def test_a_spent_state_says_what_took_it():
     for spent in (start, one):
         for field in ("params", "opt_state"):
             with pytest.raises(
-                ll.DonatedStateError, match=rf"{field} of the state at step {spent.step} .*step 2 now"
+                ll.DonatedStateError, match=rf"state at step {spent.step} .* its {field} can .*step 2 now"
             ):
                 getattr(spent, field)
-        with pytest.raises(ll.DonatedStateError, match=r"copy it first \(kept = ll.copy_state\(state\)\)"):
+        with pytest.raises(
+            ll.DonatedStateError, match=r"lost, .* checkpoint .* copy it first: kept = ll.copy_state\(state\)"
+        ):
             step(spent, vectors())
         with pytest.raises(ll.DonatedStateError):
             spent.replace(step=9)
@@ -455,7 +457,7 @@ REFUSED = [
     (lambda m: step_of(m, ll.init_state(NARROW, SGD)), ValueError, r"Sequential.*'2\.bias', '2\.weight'"),
     (lambda m: step_of(m, ll.init_state(WIDE, SGD)), ValueError, r"0\.weight.*\(64, 16\).*\(32, 16\)"),
     (lambda m: ll.bind(m, ll.init_state(WIDE)), ValueError, r"0\.weight.*\(64, 16\)"),
-    (lambda m: step_of(m, {}), TypeError, "dict.*TrainState"),
+    (lambda m: step_of(m, {}), TypeError, "dict.*TrainState.*in this order: state, metrics"),
     (
         lambda m: ll.make_train_step(ll.make_grad_fn(m, classify), torch.optim.SGD(m.parameters())),
         TypeError,
@@ -476,7 +478,8 @@ REFUSED = [
         ValueError,
         r"0\.weight.* on the meta device.*device_map",
     ),
-    (lambda m: eval_of(m, lambda logits: logits), TypeError, "Tensor.*dict"),
+    (lambda m: eval_of(m, lambda logits: logits), ValueError, r"'loss'.*\(12, 4\)"),
+    (lambda m: eval_of(m, lambda logits: (logits, logits)), TypeError, r"tuple.*\(loss, aux\)"),
     (lambda m: eval_of(m, lambda logits: {"logits": logits}), ValueError, r"'logits'.*\(12, 4\)"),
 ]
 
@@ -491,6 +494,19 @@ def test_wrong_parts_are_named():
 
 
 # Evaluation
+
+
+def test_an_eval_step_takes_a_loss_function_as_well():
+    model, _, (batch,) = make("mlp", 1)
+    state = ll.init_state(model)
+    loss = classify(model, batch).item()
+    count = ll.Mean(3, 2)
+    for function, expected in (
+        (classify, {"loss": loss}),
+        (lambda model, batch: ll.Mean(classify(model, batch) * 6, 2), {"loss": 3 * loss}),
+        (lambda model, batch: (classify(model, batch), {"count": count}), {"loss": loss, "count": 1.5}),
+    ):
+        assert ll.evaluate(ll.make_eval_step(model, function), state, [batch]) == pytest.approx(expected)
 
 
 def test_evaluation_is_in_eval_mode_with_the_states_values():
@@ -562,7 +578,7 @@ def test_a_layer_that_first_runs_in_a_step_that_is_not_made_is_put_back(how):
     state, _ = step(state, (torch.rand(5, 4), True, False))
     assert state.buffers["norm.num_batches_tracked"] == 1
     assert state.buffers["table"][0] == 1
-    with pytest.raises(ll.DonatedStateError, match="buffers of the state at step 3"):
+    with pytest.raises(ll.DonatedStateError, match=r"the state at step 3 .* its buffers"):
         _ = kept.buffers
 
 

@@ -37,6 +37,8 @@ def check(holds: Any, message: str, error: Callable[[str], Exception] = ValueErr
     Traceback (most recent call last):
     ArithmeticError: two ones are 2
     """
+    # pytest then ends the traceback at the function that checks, and IPython shows no docstring.
+    __tracebackhide__ = True
     if not holds:
         raise error(message)
 
@@ -65,6 +67,7 @@ def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
     Traceback (most recent call last):
     ValueError: rho is -1.0; give a distance above 0
     """
+    __tracebackhide__ = True
     if not holds:
         raise ValueError(f"{name} is {value!r}; {advice}")
 
@@ -76,12 +79,14 @@ def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
     Traceback (most recent call last):
     TypeError: describe is a list; give a dict of names to settings
     """
+    __tracebackhide__ = True
     if not isinstance(value, expected):
         raise TypeError(f"{subject} {named(value)}; {advice}")
 
 
 def check_batches(who: str, batches: Any, call: str) -> None:
     """Raise TypeError unless `batches` can be iterated over; a loader without its state cannot."""
+    __tracebackhide__ = True
     if not isinstance(batches, Iterable):
         kind = type(batches).__name__
         raise TypeError(f"{who} takes the batches of an epoch, and a {kind} is not iterable; write {call}")
@@ -94,11 +99,13 @@ def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None
     Traceback (most recent call last):
     ValueError: microbatches is 0; give a whole number of at least 1
     """
+    __tracebackhide__ = True
     check_argument(is_count(value, least), name, value, advice or f"give a whole number of at least {least}")
 
 
 def check_optional_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:
     """Like `check_count`, for an argument that may be None."""
+    __tracebackhide__ = True
     if value is not None:
         check_count(name, value, least, advice)
 

@@ -180,7 +180,7 @@ def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> N
             room = import_module(f"{package.__name__}.{homes[name]}")
             vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
             return getattr(package, name)
-        advice = f": {OF_LOOPLIB[name]}" if name in OF_LOOPLIB else ""
+        advice = f": {OF_LOOPLIB.get(name, 'recipes/WORDS.md and the search of the site know the words of other libraries')}"
         # Names with an underscore are asked for by imports, and this imports the late rooms.
         for room in () if name.startswith("_") else map(partial(getattr, package), package.__all__):
             if isinstance(room, ModuleType) and name in room.__all__:

@@ -105,7 +105,9 @@ def check_names(what: str, of_state: Mapping[str, Tensor], slots: dict[str, list
         raise ValueError(f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; {advice}")
     for name, tensor in of_state.items():
         shape, of_tensor = tuple(of_model[name].shape), tuple(tensor.shape)
-        check(shape == of_tensor, f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}")
+        if shape != of_tensor:
+            stack = "; for a stack of states, ll.vmap_step(step)" * (of_tensor[1:] == shape)
+            raise ValueError(f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}{stack}")
 
 
 def check_materialized(params: Mapping[str, Tensor]) -> None:
@@ -184,6 +186,15 @@ class FunctionalModule:
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             warn(_ALL_IN_EVAL.format(model=type(self.model).__name__, layers=", ".join(found[:_SHOWN] + more)))
 
+    def batch_norms(self) -> tuple[str, ...]:
+        """Layers that normalize a sample by the others of its batch."""
+        modes = dict(zip(self.modules, self.modes, strict=True))
+        return tuple(
+            f"{name or 'the model'} ({type(module).__name__})"
+            for name, module in named_modules(self.model)
+            if isinstance(module, torch_private.BatchNorm) and (modes[module] or module.running_mean is None)
+        )
+
     def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
         _interrupts.install()  # before anything that holds signals back
@@ -235,6 +246,8 @@ class FunctionalModule:
         # A loss that misses the replaced layers is noticed by their gradients, so only the first call looks.
         if not (self.looked and self.backward) and _submodules(self.children) != self.submodules:
             self._refuse_replaced()
+        if not self.looked and self.model.training:
+            self._warn_of_late_eval()
         self.looked = True
         if self.unfilled:
             self._refuse_filled()
@@ -246,6 +259,12 @@ class FunctionalModule:
                 self._refuse_hooks(params)
         # Buffers may have any shape, since a forward pass may assign a longer one.
         return swaps + _differing(self.buffers_at, buffers) if buffers else swaps
+
+    def _warn_of_late_eval(self) -> None:
+        modes = dict(zip(self.modules, self.modes, strict=True))
+        late = [name for name, module in named_modules(self.model) if modes[module] and not module.training]
+        if late:
+            warn(_LATE_EVAL.format(layers=few(late, _SHOWN)))
 
     def _refuse_replaced(self) -> None:
         """Raise if layers have been replaced since this was made, unless the tensors are still in the same slots."""
@@ -315,6 +334,8 @@ class FunctionalModule:
     ) -> Exception:
         """The error, or a better one if it is torch's and the state or the batch explains it."""
         fold(error)
+        if self.backward and torch_private.functorch_level() and not _tracing.tracing():
+            return RuntimeError(_IN_FUNC)
         if isinstance(error, RuntimeError):
             if "backward through the graph a second time" in str(error):
                 return RuntimeError(
@@ -343,6 +364,10 @@ _ALL_IN_EVAL = (
     "dropout drops: {layers}. from_pretrained gives models in eval mode: call model.train() before make_grad_fn, and "
     "then eval() of each layer that is to stay so"
 )
+_LATE_EVAL = (
+    "{layers} went into eval mode after this function was made from the model, which runs each layer in the mode that it "
+    "had then, here training mode: call eval() before make_grad_fn"
+)
 _OF_HOOKS = (
     "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "
     "for the module's parameters only, and this step runs on other tensors: train with donate=True on a state that is "
@@ -353,6 +378,10 @@ LATE_CHECKPOINT = (
     "the loss has a checkpoint with use_reentrant=True, which runs a backward pass of its own, and had none at the first "
     "call: turn on activation checkpointing before ll.make_grad_fn, or call ll.make_grad_fn again, or use "
     "use_reentrant=False"
+)
+_IN_FUNC = (
+    "a train step inside torch.func.grad or torch.vmap: it takes its gradients by a backward pass, which does not work "
+    "there. Use ll.transforms.differentiable(train_step), or ll.vmap_step(train_step) for many members"
 )
 _NO_TENSOR = torch.empty(0, device=_CPU)
 

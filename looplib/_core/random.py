@@ -22,6 +22,11 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0xD1342543DE82EF95
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
+_STACK = (
+    "the seed and counts are {values}, and not all ints. If the state is a stack, whose seed is a tuple, step all members "
+    "with ll.vmap_step(step), or one of them, ll.transforms.unstack_states(stack)[0]"
+)
+
 turn = threading.RLock()  # held while torch's streams are another's than the user's
 
 
@@ -36,8 +41,11 @@ def mix(*values: int) -> int:
     (True, False)
     """
     seed = len(values)
-    for value in values:
-        seed = (seed * _FACTOR + value + 1) & _MASK
+    try:
+        for value in values:
+            seed = (seed * _FACTOR + value + 1) & _MASK
+    except TypeError:
+        raise TypeError(_STACK.format(values=values)) from None
     seed = ((seed ^ (seed >> 30)) * _FIRST) & _MASK
     seed = ((seed ^ (seed >> 27)) * _SECOND) & _MASK
     return (seed ^ (seed >> 31)) >> 1

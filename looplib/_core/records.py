@@ -74,6 +74,7 @@ class Made(NamedTuple):
         adds: True if it accumulates into given gradients of earlier microbatches itself.
         microbatches: the same function for several microbatches at once, which is faster.
         model: the module whose gradients it computes.
+        batch_norms: layers that normalize a sample by the others of its batch.
         reach: what the graph of its loss reaches (`_core.watches.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         call: the call that made it, which is its repr.
@@ -89,6 +90,7 @@ class Made(NamedTuple):
     adds: bool = False
     microbatches: Callable[..., Any] | None = None
     model: nn.Module | None = None
+    batch_norms: tuple[str, ...] = ()
     reach: Any = None
     parts: Any = None
     call: Call | None = None

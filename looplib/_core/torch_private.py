@@ -122,6 +122,17 @@ def functorch_level_of(tensor: Tensor) -> int:
     return torch._C._functorch.maybe_get_level(tensor)
 
 
+in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """True if torch.func takes gradients with respect to a tensor, within torch.vmap too."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.grad_fn is not None or functorch.is_gradtrackingtensor(tensor)
+
+
 def mps_generator() -> torch.Generator:
     """Random number generator of an Apple GPU."""
     return torch.mps._get_default_mps_generator()

@@ -29,6 +29,8 @@ R = TypeVar("R")
 class UntraceableError(RuntimeError):
     """A step does something that a graph of tensor operations cannot represent."""
 
+    __module__ = "looplib.transforms"  # as tracebacks name it
+
 
 class Count:
     """Placeholder for a state's field that is not a tensor, whose value a trace would freeze if it were read."""

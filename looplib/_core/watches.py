@@ -207,12 +207,12 @@ _CALLED = _STALE + (
     "warning"
 )
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
-# Modules whose user has been warned.
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules whose user has been warned, of saving and of calling them.
+_told: dict[str, weakref.WeakSet[nn.Module]] = {_SAVED: weakref.WeakSet(), _CALLED: weakref.WeakSet()}
 
 
 def _watch_module(module: nn.Module) -> None:
-    if module in _stale or module in _told:
+    if module in _stale:
         return
     hooks = []
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
@@ -238,13 +238,13 @@ def warn_of_reached(others: Iterable[Tensor]) -> None:
 
 def _used(module: nn.Module, message: str) -> None:
     """Warn of a module that is called or saved with its first weights, outside of steps and looplib's exports."""
-    if torch.compiler.is_dynamo_compiling() or module in _told or (stale := _stale.get(module)) is None:
+    if torch.compiler.is_dynamo_compiling() or module in _told[message] or (stale := _stale.get(module)) is None:
         return
     if any(module is each for wrapper in running.models for each in wrapper.modules()):
         return
     # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
     if stale.writes and _writes(module) == stale.writes:
-        _told.add(module)
+        _told[message].add(module)
         warn(message.format(type=type(module).__name__))
 
 
@@ -274,11 +274,11 @@ IGNORED = -100  # default `ignore_index` of torch and of transformers' models
 _LABEL_DTYPES = (torch.int16, torch.int32, torch.int64)
 
 _LABELS_MESSAGE = (
-    "labels of -100 ({path}) and a loss that is a plain scalar, within accumulate or on several ranks: such a "
-    "mean is over the labels that count, but microbatches and ranks weigh by their samples, so the loss and the "
-    "gradient are not the whole batch's where the numbers of labels differ. Return what is added up and what is "
-    "counted: Mean(total, weight), with the sum of the losses and the number of labels that are not -100, or use "
-    "ll.next_token_loss, or ll.losses.model_loss for a transformers model's own loss"
+    "the batch has labels of -100 ({path}) and the loss is a plain scalar, within accumulate or on several ranks. Such "
+    "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
+    "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
+    "weight): the sum of the losses, and the number of labels that are not -100. ll.next_token_loss does so, and "
+    "ll.losses.model_loss for the loss of a transformers model"
 )
 
 

@@ -28,9 +28,8 @@ from looplib._core.records import described
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
-from looplib.checkpoint._left_out import Select, trees_to_save
 from looplib.checkpoint._restore import load
-from looplib.checkpoint._settings import Settings
+from looplib.checkpoint._settings import Select, Settings, trees_to_save
 from looplib.checkpoint._write import Parts
 from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
@@ -96,13 +95,15 @@ def checkpoint_io(
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
-    renamed. It is kept as long as at least one policy asks for it; the latest and the best are always kept, and damaged
-    ones until you delete them. Under torchrun, all ranks call `save` and `restore`.
+    renamed. After a save, the last `keep_last` checkpoints stay, the `keep_best` best, and those that `keep` chooses; the
+    others are deleted. The latest always stays, the best does if there is a `monitor`, and damaged ones stay until you
+    delete them. Under torchrun, all ranks call `save` and `restore`.
 
     Args:
         directory: folder for the checkpoints, created at the first save. All ranks must see the same one.
         keep_last: number of most recent checkpoints to keep; None keeps all.
-        keep_best: number of best checkpoints by `monitor` to keep.
+        keep_best: number of best checkpoints by `monitor` to keep. The best one is kept anyway, so give 2 or more to keep
+            several, for example to average them.
         monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
             those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
         keep: function of a `Checkpoint`; keep those for which it returns True, such as
@@ -187,6 +188,9 @@ class CheckpointIO:
         self._listing = Listing(folder)
         self._background = BackgroundWriter()
 
+    def __repr__(self) -> str:
+        return f"CheckpointIO({str(self._listing.folder)!r})"
+
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
@@ -210,7 +214,7 @@ class CheckpointIO:
             The path of the checkpoint. In the background, the path that it is going to have.
 
         Raises:
-            ValueError: the monitored metric is missing; the directory has checkpoints of later steps, which
+            ValueError: `metrics` are given without the monitored one; the directory has checkpoints of later steps, which
                 belong to a different run; two tensors overlap; or the ranks' states differ.
             TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
             OSError: the disk is full, or the directory cannot be written. Earlier checkpoints are left unchanged.
@@ -310,7 +314,8 @@ class CheckpointIO:
             if ranks.first and not quiet:
                 position = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
                 title = "weights" if weights_only else position
-                print(f"Restored {title} from {os.path.relpath(path)}", flush=True)
+                shown = min(os.path.relpath(path), str(path), key=len)
+                print(f"Restored {title} from {shown}", flush=True)
             return state
         return state
 

@@ -23,9 +23,8 @@ from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
 from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leaves_of, local, trees_of, words
-from looplib.checkpoint._left_out import check_left_out
 from looplib.checkpoint._read import Reader, read_manifest
-from looplib.checkpoint._settings import Run, Settings
+from looplib.checkpoint._settings import Run, Settings, check_left_out
 from looplib.checkpoint._shards import new_like
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
@@ -78,10 +77,13 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
     advice = "Restore into a state of the model and optimizer that it was saved from, or use another directory"
     if all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
-            "Restore into a state with the extra that was saved, and change it afterwards: "
+            "Restore into a state with the extra that was saved, ll.init_state(..., extra={...}), and change it afterwards: "
             "state = state.replace(extra={**state.extra, key: value}). Later checkpoints then hold it"
         )
-    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  ") + f"\n{advice}")
+    listed = (
+        few(misfits, 10, "\n  ").replace("~1", "/").replace("~0", "~")
+    )  # names as they are, not those of a JSON pointer
+    check(not misfits, f"{path} does not fit the state:\n  {listed}\n{advice}")
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:

@@ -27,7 +27,7 @@ from looplib._core.tracing import cuts_marked, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
 from looplib.gradients import of_this_model
-from looplib.grads._wrapper import PER_SAMPLE_SCALED
+from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
@@ -186,12 +186,7 @@ def _check_model(host: _modules.FunctionalModule) -> None:
         f"{engine and engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
         "that it wraps",
     )
-    mixing = ", ".join(_batch_norms(host))
-    check(
-        not mixing,
-        f"{mixing} would normalise each sample by the others, so that it has no gradient of its own: "
-        "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call",
-    )
+    check_samples_apart(host.batch_norms())
 
 
 def _check_part(request: GradRequest) -> None:
@@ -202,15 +197,6 @@ def _check_part(request: GradRequest) -> None:
         "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
     )
     check(request.scale is None, PER_SAMPLE_SCALED)
-
-
-def _batch_norms(host: _modules.FunctionalModule) -> list[str]:
-    modes = dict(zip(host.modules, host.modes, strict=True))
-    return [
-        f"{name or 'the model'} ({type(module).__name__})"
-        for name, module in _modules.named_modules(host.model)
-        if isinstance(module, torch_private.BatchNorm) and (modes[module] or module.running_mean is None)
-    ]
 
 
 def _written(names: str) -> str:
@@ -250,13 +236,13 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, requ
 
 def _together(out: Gradients, grads: Grads, request: GradRequest, metrics: dict[str, Metric]) -> Gradients:
     """Gradients summed over the samples, as from an ordinary GradFn. `grads` may be overwritten."""
-    total, samples = request.sum, out.samples
+    total, samples, metrics = request.sum, out.samples, joined(out.metrics, metrics)
     if total is None:
         multiply(grads, 1 / max(samples, 1))
-        return Gradients(grads, {**out.metrics, **metrics}, out.buffers, samples)
+        return Gradients(grads, metrics, out.buffers, samples)
     if total.normalizer is None:
         total.normalizer = max(samples if total.samples is None else total.samples, 1)
     multiply(grads, 1 / total.normalizer)
     if into := total.grads:
         grads = {name: into[name].add_(grad) for name, grad in grads.items()}
-    return Gradients(grads, {**out.metrics, **metrics}, out.buffers, samples, samples)
+    return Gradients(grads, metrics, out.buffers, samples, samples)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check, check_type, is_count
+from looplib._core.checks import check, check_type, few, is_count
 from looplib._core.random import mix
 from looplib._core.records import check_kind
 from looplib.metrics._mean import compute
@@ -116,7 +116,8 @@ def replay(
         train_step: train step of the run.
         state: a state of the run, such as one of a checkpoint, or a mapping from steps to states, as returned by `keep`.
         loader: loader of the run: a function from a state to the rest of its epoch.
-        step: the step to replay, as counted by `state.step`.
+        step: the step to replay, as counted by `state.step` before it. A logger gets the state after the step, so a row
+            with step 6 is that of step 5. A loss that jumps was often spoiled by the update before: replay that step too.
         grad_fn: gradient function of the step, to get the gradients too.
         donate: if True, a donated step may overwrite the given state. This is needed for a module wrapped in DDP or
             FSDP2, which works only on its own tensors: pass a state that is bound to it, and no `grad_fn`.
@@ -129,6 +130,7 @@ def replay(
     if grad_fn is not None:
         grad_fn = check_kind(grad_fn, "replay", "grad_fn")
     train_step = check_kind(train_step, "replay", "train_step")
+    check_kind(loader, "replay", "loader", advice=", also of a DataLoader: ll.make_loader(dataloader)")
     check(is_count(step, -math.inf), f"step is {step!r}; give a whole number, as state.step counts them", TypeError)
     states = {state.step: state} if isinstance(state, TrainState) else state
     check_type("state is", states, Mapping, "give a TrainState, or a mapping from steps to these")
@@ -151,9 +153,8 @@ def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
     before = [at for at in states if at <= step]
     check(
         before,
-        f"there is no state at or before step {step}, and a run cannot be run back: those given are at "
-        f"{', '.join(map(str, sorted(states))) or 'no step at all'}; give one that was kept earlier, such as the first "
-        "of the run",
+        f"no state at or before step {step} was given (steps given: {few(sorted(states))}), and a run cannot be run back: "
+        "give one that was kept earlier, such as the first of the run",
     )
     return states[max(before)]
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.records import check_kind
+from looplib._core.records import chain, check_kind
 from looplib._core.trees import batch_size, split
 from looplib.grads._clipping import global_norm
+from looplib.grads._wrapper import check_samples_apart
 from looplib.metrics._mean import compute
 from looplib.types import GradFn, TrainState
 
@@ -50,8 +51,8 @@ def worst_samples(
     [7, 12, 31]
 
     Infinite and NaN losses and norms come first, then the largest norms. Each sample goes through `grad_fn` as a
-    batch of one, so dropout draws a different mask from the one in training. Put BatchNorm into eval mode before
-    `make_grad_fn`, since it cannot normalize a single sample.
+    batch of one, so dropout draws a different mask from the one in training. BatchNorm that was not in eval
+    mode when the `grad_fn` was made is refused, since a sample then has no gradient of its own.
 
     After replaying the step of the spike: `worst_samples(grad_fn, found.state, found.batch, found.indices)`.
 
@@ -63,13 +64,15 @@ def worst_samples(
         batch_size: function that counts the samples in a batch.
 
     Raises:
-        ValueError: the number of indices is not the number of samples.
+        ValueError: the number of indices is not the number of samples, or BatchNorm would normalize over a batch.
     """
     grad_fn = check_kind(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)
     known = indices.tolist() if hasattr(indices, "tolist") else indices
     positions = [None] * count if known is None else list(known)
     check(len(positions) == count, f"{len(positions)} indices for a batch of {count} samples; give one for each")
+    for record in chain(grad_fn):
+        check_samples_apart(record.batch_norms)
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
         out = grad_fn(state, sample)

@@ -19,7 +19,7 @@ from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 from looplib._core.records import with_repr
 from looplib._objective import multiply
-from looplib.grads._wrapper import check_whole, of_whole_step
+from looplib.grads._wrapper import check_whole, joined, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -58,7 +58,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
         norm = global_norm(out.grads.values(), norm_type)
         if max_norm != math.inf:
             multiply(out.grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
+        return out._replace(metrics=joined(out.metrics, {"grad_norm": Mean(norm)}))
 
     made = of_whole_step("clip_by_global_norm", clipped, grad_fn)
     return with_repr(made, clip_by_global_norm, grad_fn, max_norm, norm_type=norm_type)

@@ -9,7 +9,7 @@ import torch
 
 from looplib._core.records import with_repr
 from looplib._objective import multiply
-from looplib.grads._wrapper import check_scalable, of_whole_step
+from looplib.grads._wrapper import check_scalable, joined, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.optim._skipping import _finite, _scale_of
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -63,7 +63,7 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         factor = scale.double().reciprocal().float()
         # All are NaN after an overflow, so that clipping around this cannot turn infinite gradients into finite ones.
         multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
-        return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)}, scale=None)
+        return out._replace(metrics=joined(out.metrics, {"loss_scale": Mean(scale)}), scale=None)
 
     made = of_whole_step("scale_loss", scaled, grad_fn, scaled=True)
     return with_repr(made, scale_loss, grad_fn)

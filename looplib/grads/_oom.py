@@ -18,7 +18,7 @@ from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib.grads._accumulation import added_up
-from looplib.grads._wrapper import check_parts, kept
+from looplib.grads._wrapper import check_parts, joined, kept
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -86,7 +86,7 @@ def retry_on_oom(
         count = batch_size(batch)
         while (out := attempt(state, batch, count, request)) is None:
             pass
-        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(size_in(count))})
+        return out._replace(metrics=joined(out.metrics, {"microbatch_size": Mean(size_in(count))}))
 
     made = kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
     return with_repr(made, retry_on_oom, grad_fn, size=size, batch_size=batch_size)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from looplib._core.checks import check
 from looplib._core.records import Made, chain, check_kind, kind_of, made, mark
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Metric, TrainState
 
 
 def wrapper(
@@ -116,6 +116,26 @@ def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
         check(record.scaled or not record.whole_step, _order(record, who))
         check(not record.per_sample, PER_SAMPLE_SCALED)
     return checked
+
+
+def check_samples_apart(batch_norms: Sequence[str]) -> None:
+    """Raise if these layers make each sample's gradient depend on the others."""
+    check(
+        not batch_norms,
+        f"{', '.join(batch_norms)} would normalise each sample by the others, so that it has no gradient of its own: "
+        "use GroupNorm in its place, or put it into eval mode, with running statistics, before its grad_fn is made",
+    )
+
+
+def joined(metrics: dict[str, Metric], more: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics, and those that a wrapper adds. Raise for a name that both have, of which one value would be lost."""
+    for name in more:
+        if name in metrics:
+            raise ValueError(
+                f"the metrics have a {name!r} from inside already, of loss_fn's aux or of another wrapper: choose another "
+                "name for yours, or leave out one of two wrappers that report it"
+            )
+    return {**metrics, **more}
 
 
 PER_SAMPLE_SCALED = (

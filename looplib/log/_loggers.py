@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import orjson
 from tqdm import tqdm
 
-from looplib._core.mappings import fields_of
+from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_first
 from looplib._core.records import check_kind
 from looplib.types import Logger, Metric, TrainState, check_state
@@ -38,6 +38,7 @@ class CodedLogger:
     first_rank: bool = False  # does nothing on the other ranks
 
     def __call__(self, state: TrainState, values: Mapping[str, float]) -> None:
+        check_state(state, "log(state, values)")
         if not self.first_rank or is_first():
             self.write(state, values)
 
@@ -64,7 +65,8 @@ def jsonl(path: str | os.PathLike[str]) -> Logger:
     `float()` and `pandas.read_json(path, lines=True)` convert them back.
 
     The file is opened, appended to and closed at each call, and its folders are created if missing. An existing log
-    is never truncated. If the process is killed, at most the line being written is lost, and the next line after an
+    is never truncated: after a return to a checkpoint, the repeated steps stand in it twice, and `read_columns` takes the
+    later ones. If the process is killed, at most the line being written is lost, and the next line after an
     incomplete one starts on a new line. (Calls do not wait for the disk, so a power failure can lose more.)
 
     Args:
@@ -138,7 +140,8 @@ def console(*, file: TextIO | None = None) -> Logger:
     Args:
         file: text stream to print to. Defaults to standard output at the time of the call.
 
-    The logger raises TypeError for a value that is not a number, bool or str, naming it.
+    The logger raises TypeError for a value that is not a number, bool or str, and ValueError for one with the name of a
+    count.
     """
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
@@ -146,7 +149,8 @@ def console(*, file: TextIO | None = None) -> Logger:
             epoch = f"{state.epoch + state.batch / state.epoch_length:.2f}"
         else:
             epoch = str(state.epoch)
-        pairs = (f"  {name} {_shown(value):<10}" for name, value in plain_values(values).items())
+        plain = without(row_of(state, values), COUNTS)
+        pairs = (f"  {name} {_shown(value):<10}" for name, value in plain.items())
         # print would break the progress bar of the surrounding loop
         tqdm.write(f"step {state.step:>6}  epoch {epoch:>6}{''.join(pairs)}".rstrip(), file=file)
 
@@ -195,7 +199,6 @@ def tee(*loggers: Logger) -> Logger:
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Row of a log: the counts, then the values."""
-    check_state(state, "log(state, values)")
     row: dict[str, bool | int | float | str] = fields_of(state, COUNTS)
     plain = plain_values(values)
     for name in row.keys() & plain.keys():

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from looplib._core.checks import check, check_argument
-from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
-from looplib.log._loggers import COUNTS, CodedLogger, plain_values, read_jsonl
+from looplib.log._loggers import COUNTS, CodedLogger, read_jsonl, row_of
 from looplib.types import Logger, TrainState
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ Curves = dict[str, list[tuple[float, float]]]  # name -> points
 _STYLES = ("-", "--", ":", "-.")
 
 
-_MARKED = 25  # lines with at most this many points are not smoothed and show each point
+_MARKED = 25  # lines with at most this many points show each point
 
 
 def plot(
@@ -74,8 +73,7 @@ def plot(
             (`"eval"`, `"eval/plain"`). Defaults to all numbers.
         x: horizontal axis: `"step"`, `"epoch"`, `"samples"`, or any name in the same rows.
         smooth: from 0 to below 1, weight of the previous average in an exponential moving average. The line is this
-            average, corrected for its start, and the raw values are drawn in a pale color behind it. Lines with at
-            most 25 points are not smoothed and show a dot for each.
+            average, corrected for its start, and the raw values are drawn in a pale color behind it.
         path: file to save the figure to as well, such as `"loss.png"` or `"loss.pdf"`. Missing folders are created.
 
     Returns:
@@ -184,7 +182,7 @@ def _draw_line(
     xs, raw = zip(*points, strict=True)
     values = [value if math.isfinite(value) else math.nan for value in raw]
     sparse = len(points) <= _MARKED
-    if smooth and not sparse:
+    if smooth:
         axes.plot(xs, values, color=color, alpha=0.25, linewidth=1)
         values = smoothed(values, smooth)
     # Draw lines with few points, as of evaluations, on top of noisy ones.
@@ -286,7 +284,7 @@ def live_plot(
     canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute(), earlier)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        canvas.add({**plain_values(values), **fields_of(state, COUNTS)})
+        canvas.add(row_of(state, values))
 
     logger = CodedLogger(
         write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True

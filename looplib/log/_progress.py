@@ -18,6 +18,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_optional_count, check_type
 from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
+from looplib._core.records import shown
 from looplib.types import TrainState
 
 T = TypeVar("T")
@@ -78,6 +79,9 @@ class progress(Generic[T]):
         self._bar: Any = None
         self._metrics: dict[str, Any] = {}  # not read yet
         self._shown: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"ll.progress({shown(self._loader)}, epochs={self._epochs})"
 
     def __call__(self, state: TrainState) -> Generator[T, None, None]:
         """Yield the batches of the state's epoch, shown in the bar."""

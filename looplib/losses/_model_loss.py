@@ -90,8 +90,10 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     microbatches and ranks. With `lambda model, batch: model(**batch).loss`, a microbatch with few tokens would count as
     much as one with many.
 
-    The model is called with the batch's columns as arguments, with `num_items_in_batch` if it takes that, and without a
-    cache, so that documents packed into one row do not see each other.
+    The model is called with all columns of the batch as arguments, with `num_items_in_batch` if it takes that, and without
+    a cache, so that documents packed into one row do not see each other. A column that its `forward` does not name goes into
+    the `**kwargs` of `forward`, where most models ignore it without a message, or is a TypeError if there are none.
+    `model_inputs` warns about such columns.
 
     The weight is the number of labels that are not -100. Causal models predict the next token, so the first label of
     each row is not counted. For regression and for several labels per sample, it is the number of samples.
@@ -106,7 +108,10 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
             `ll.Mean(loss * count, count)`. Or the batch is not a mapping.
         KeyError: the batch has no labels.
 
-    Source: transformers' `num_items_in_batch`, which its Trainer hands to the model in the same way.
+    Source: transformers' `num_items_in_batch`, as its Trainer counts it, but for one case. If a causal model's class sets no
+    `loss_type`, as that of GPT2LMHeadModel, the Trainer (5.23) counts the first label of each row too, which is never
+    predicted. In rows of `n` labels, its loss and its gradient are then (n - 1) / n of these. They agree if
+    `model.loss_type = "ForCausalLM"` is set before the Trainer is made.
     """
     check_columns(batch)
     base = innermost(model)

@@ -3,10 +3,9 @@
 from looplib.metrics._auc import AUC, GroupedAUC
 from looplib.metrics._collected import Cat, Corpus
 from looplib.metrics._confusion import ConfusionMatrix
-from looplib.metrics._mean import Mean, compute, merge
+from looplib.metrics._mean import Mean, Window, compute, merge
 from looplib.metrics._scores import Reading, accuracy, calibration, mae, mse, perplexity, rmse
 from looplib.metrics._torchmetrics import TorchMetric, torchmetric
-from looplib.metrics._window import Window
 
 __all__ = [
     "AUC",

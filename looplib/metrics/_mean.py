@@ -7,6 +7,7 @@ was split. Nothing leaves the device until `compute`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,8 +30,8 @@ class Mean(NamedTuple):
 
     Return it from a loss function whose average is not over samples: for tokens, the summed loss and the number of
     tokens. Merging adds totals and weights separately, so the result is the mean over everything, not a mean of
-    means. For the mean of a whole batch, use `Mean(value, 1, times=len(x))`, which keeps the bits of `value` until it
-    is merged.
+    means. If `value` is a mean over n samples already, `Mean(value, 1, times=n)` computes exactly `value`, and counts n
+    times when it is merged.
 
     Merging adds in float64 (float32 on devices without it). The value is NaN if the weight is 0, as 0 / 0.
 
@@ -193,9 +194,62 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         if tensor.numel() != 1:
             raise ValueError(
                 f"{name!r} has the shape {tuple(tensor.shape)}, and not one value: of the step of a stack "
-                "(ll.vmap_step) ll.transforms.compute_members gives the values of each member; of another record, read one "
+                "(ll.vmap_step) ll.transforms.compute_members(metrics) gives the values of each member, also of the metrics that "
+                "ll.evaluation.measure(eval_step, stack, batches) returns; of another record, read one "
                 "number by ll.metrics.Reading(record, lambda record: record.value()[0])"
             )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]
     values.update(zip(tensors, _numbers(waiting), strict=True))
     return {prefix + name: float(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Window:
+    """Logging window: collect the metrics of several steps without waiting for the device.
+
+    >>> import looplib as ll
+    >>> window = ll.Window()
+    >>> window = window.add({"loss": ll.Mean(6.0, 3)})
+    >>> window = window.add({"loss": ll.Mean(2.0, 1)})
+    >>> len(window), ll.compute(window.metrics(), prefix="train/")
+    (2, {'train/loss': 2.0})
+
+    In a loop:
+
+        window = ll.Window()
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            window = window.add(metrics)
+            if log_now(state):
+                log(state, ll.compute(window.metrics(), prefix="train/"))
+                window = ll.Window()
+
+    A window is not part of checkpoints, so log when you save, and a resumed run starts with an empty window:
+    `log_now = ll.every_n_steps(50) | save_now`.
+
+    It is an immutable record, so an interrupt leaves either the old window or the new one. Adding the same metrics
+    again counts them twice. Up to 64 records wait unmerged: merging costs a few operations every 64 steps, and a
+    window of any length takes the memory of 64 steps.
+
+    `metrics()` raises ValueError if nothing was added, or if steps have different names.
+    """
+
+    merged: tuple[Metrics, ...] = ()
+    waiting: tuple[Metrics, ...] = ()
+    steps: int = 0
+
+    def add(self, metrics: Metrics) -> Window:
+        """The window with the metrics of one more step."""
+        waiting = (*self.waiting, metrics)
+        if len(waiting) == 64:
+            return Window((merge(*self.merged, *waiting),), (), self.steps + 1)
+        return Window(self.merged, waiting, self.steps + 1)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Metrics of all steps together, for `ll.compute`."""
+        if not self.steps:
+            raise ValueError("the window is empty; add the metrics of a step first: window = window.add(metrics)")
+        return merge(*self.merged, *self.waiting)
+
+    def __len__(self) -> int:
+        return self.steps

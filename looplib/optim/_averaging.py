@@ -224,7 +224,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     try:
         params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)
     except (KeyError, TypeError) as error:
-        raise of_another(optimizer, state, error) from error
+        raise of_another(optimizer, state) from error
     if params is state.params and buffers is state.buffers:
         return state
     return state.replace(params=params, buffers=buffers)

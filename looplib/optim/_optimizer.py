@@ -138,9 +138,10 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     >>> ll.optim.hyperparameters(optimizer, state)
     {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
 
-    The values are those of the next update, the one at `state.step`. To log the values that a step has used, call
-    this with the state before the step. To log them in one row with the metrics, write `log(state,
-    ll.compute(metrics) | ll.optim.hyperparameters(optimizer, state))`.
+    The values are those of the next update, the one at `state.step`. After a step, `log(state, ll.compute(metrics) |
+    ll.optim.hyperparameters(optimizer, state))` therefore logs what the next step will use, as torch's
+    `scheduler.get_last_lr()` gives it after `scheduler.step()`. For what the step itself has used, as transformers' Trainer
+    logs it, call this before the step: `rates = ll.optim.hyperparameters(optimizer, state)`.
 
     A plain name is the default group's value. `lr/0` is the value of the first entry of `groups` if it has its own,
     `lr/matrices` that of the optimizer with this label in a `partition`. Constants other than `lr`, and tuples such as
@@ -168,7 +169,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     try:
         numbers = optimizer.hyperparameters(state.opt_state, state.step)
     except (LookupError, TypeError, AttributeError) as error:
-        raise of_another(optimizer, state, error) from error
+        raise of_another(optimizer, state) from error
     return {prefix + name: value for name, value in numbers.items()}
 
 

@@ -34,11 +34,13 @@ class NonFiniteGradientsError(ArithmeticError):
     >>> train_step(ll.init_state(model, optimizer), torch.full((4, 2), torch.inf))
     Traceback (most recent call last):
     ...
-    looplib.optim._skipping.NonFiniteGradientsError: ...
+    looplib.optim.NonFiniteGradientsError: ...
     """
 
+    __module__ = "looplib.optim"  # as tracebacks name it
 
-def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
+
+def apply_if_finite(optimizer: Optimizer, max_consecutive: int = 5) -> Optimizer:
     """Non-finite gradients: skip updates with infinite or NaN gradients, and raise after too many in a row.
 
     >>> import looplib as ll, torch
@@ -84,9 +86,10 @@ def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> 
     bad = [name for name, grad in grads.items() if not _finite([grad])]
     names = f"in {len(bad)} of {len(grads)} parameters: {few(bad, 5)}"
     where = (names if bad else "on another rank") if grads else "(a compiled step does not look where)"
+    skips = int(count)
+    found = "gradients are not finite" if skips == 1 else f"gradients were not finite {skips} times in a row"
     raise NonFiniteGradientsError(
-        f"gradients were not finite {int(count)} times in a row (max_consecutive={max_consecutive}), "
-        f"now at step {step} {where}. Lower the learning rate, clip the "
+        f"{found} (max_consecutive={max_consecutive}), at step {step} {where}. Lower the learning rate, clip the "
         "gradients, or look at the batch; the state is as it was before it"
     )
 

@@ -155,11 +155,15 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         return all(flag is True for flag in flags.values()) or Decision(flags, checks), {"inner_states": states}
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
-        states = opt_state["inner_states"]
+        states, reports = opt_state["inner_states"], info.pop("report", {})
         for key, (mine, subset) in parts(grads, params).items():
             flag = applied[key] if isinstance(applied, dict) else applied
-            new, states[key] = _update_part(flag, optimizers[key], mine, states[key], subset, step, info)
+            report: dict[str, Any] = {}
+            new, states[key] = _update_part(
+                flag, optimizers[key], mine, states[key], subset, step, {**info, "report": report}
+            )
             params.update(new)
+            reports.update({_name_within(key, name): value for name, value in report.items()})
         return params, opt_state
 
     description = mapped(operator.attrgetter("description"), optimizers)
@@ -214,13 +218,18 @@ def _evaluated_parts(
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:
-    """Those of each part, with its label: `lr/0` of `rest` is `lr/rest/0`."""
-    numbers = {}
-    for key, member in optimizers.items():
-        for name, value in member.hyperparameters(opt_state["inner_states"][key], step).items():
-            first, slash, rest = name.partition("/")
-            numbers[f"{first}/{key}{slash}{rest}"] = value
-    return numbers
+    states = opt_state["inner_states"]
+    return {
+        _name_within(key, name): value
+        for key, member in optimizers.items()
+        for name, value in member.hyperparameters(states[key], step).items()
+    }
+
+
+def _name_within(key: str, name: str) -> str:
+    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    first, slash, rest = name.partition("/")
+    return f"{first}/{key}{slash}{rest}"
 
 
 def own_steps(optimizer: Optimizer) -> Optimizer:
@@ -283,14 +292,14 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
         "the state was made without an optimizer" if opt_state is None else f"opt_state holds {contents(opt_state)}"
     )
     return ValueError(
-        f"{found}, and {who} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
+        f"{found}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
         "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
     )
 
 
-def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
+def of_another(optimizer: Optimizer, state: TrainState) -> ValueError:
     """Error for a state that an optimizer cannot read."""
     return ValueError(
-        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer!r} "
-        f"({error!r}): give the optimizer that made it, with its wrappers"
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer.call or optimizer}: give the "
+        "optimizer that made it, with its wrappers"
     )

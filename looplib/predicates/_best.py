@@ -90,9 +90,9 @@ class BestSoFar:
         state = ckpt.restore(ll.init_state(model, optimizer, extra={"best": best}))
         done = ll.after_epochs(10) | ll.early_stopping(patience=3)
 
-    It is a pytree of the last four attributes. The others are settings, so a restored run continues with the settings of
-    the record that it is restored into. Restoring into a record of a different metric or mode is refused, because their
-    leaves have different names.
+    A checkpoint stores what it has counted: `best`, `best_step`, `reference` and `waited`. The settings (`monitor`, `mode`,
+    `min_delta`, `cumulative`) are those of the record that a run is restored into, so you can change `min_delta` between two
+    runs. A record of a different metric or mode is refused.
 
     Attributes:
         monitor: name of the metric.
@@ -244,8 +244,10 @@ class early_stopping(Predicate):
     metric it is, and call `state = ll.update_best(state, scores)` after each evaluation.
 
     Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a larger
-    patience lets a stopped run continue. To leave the epoch immediately, ask it after `update_best` and break. To
-    return to the best checkpoint, call `ckpt.restore(state, which="best")` after the loop.
+    patience lets a stopped run continue. Evaluate within the `for` (`if eval_now(state):`), not after it, where a `break` in
+    the middle of an epoch would count as an evaluation more. If you evaluate more than once in an epoch, ask
+    `if done(state): break` after `update_best`. To return to the best checkpoint, call
+    `ckpt.restore(state, which="best")` after the loop.
 
     Args:
         patience: number of evaluations, at least 1. The very first evaluation is an improvement.

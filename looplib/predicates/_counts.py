@@ -260,6 +260,14 @@ class after_steps(_After):
     >>> done(ll.TrainState(step=999)), done(ll.TrainState(step=1000)), done(ll.TrainState(step=1001))
     (False, True, True)
 
+    The step may lie within an epoch, so ask in the `for` too. With `while` alone, the loop runs to the end of the epoch:
+
+        while not done(state):
+            for batch in loader(state):
+                state, metrics = train_step(state, batch)
+                if done(state):
+                    break
+
     `after_steps(0)` is always true.
 
     Args:

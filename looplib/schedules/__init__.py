@@ -1,6 +1,5 @@
 """Schedules: a step number goes in and a hyperparameter's value comes out."""
 
-from looplib.schedules._combine import join, scaled
 from looplib.schedules._cycles import cosine_restarts, cyclic, one_cycle
 from looplib.schedules._decay import (
     constant,
@@ -12,6 +11,7 @@ from looplib.schedules._decay import (
     polynomial,
     step_decay,
 )
+from looplib.schedules._schedule import join, scaled
 from looplib.schedules._warmup import warmup, warmup_cosine, warmup_linear, warmup_stable_decay
 
 __all__ = [

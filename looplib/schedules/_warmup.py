@@ -23,7 +23,7 @@ class warmup(_Schedule):
 
     Args:
         schedule: the schedule after the warmup.
-        steps: number of warmup steps; 0 for none.
+        steps: number of warmup steps, an int; 0 for none.
         start: value at step 0.
 
     Raises:
@@ -36,6 +36,11 @@ class warmup(_Schedule):
     start: float = 0.0
 
     def __post_init__(self) -> None:
+        if type(self.steps) is float:
+            raise ValueError(
+                f"warmup: steps is {self.steps!r}, but the length of the whole run is not known here to take a share of: give "
+                "an int, such as round(0.1 * total)"
+            )
         self._check(schedule=function, steps=count_or_zero, start=number)
 
     def __call__(self, step: int) -> float:

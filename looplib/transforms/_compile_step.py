@@ -33,7 +33,7 @@ from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib._core.watches import Watch, warn_of_reached
-from looplib.gradients import check_history
+from looplib.gradients import EVALUATED, check_history
 from looplib.steps import Outcome, StepSpec, advanced, spec_of, with_spec
 from looplib.transforms._backends import Compiled, backend
 from looplib.transforms._program import (
@@ -184,6 +184,8 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
 def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], Any]:
     def compiled(state: TrainState, batch: Any) -> Any:
         _interrupts.install()
+        if torch.is_grad_enabled() and (compiler.known is None or compiler.known[0]() is not state):
+            check_history(state.params, EVALUATED)
         ready = compiler.prepare(state, batch)
         out, _ = compiler.run(ready, state)
         compiler.remember(ready, state)

@@ -79,17 +79,18 @@ def differentiable(train_step: TrainStep) -> TrainStep:
 
     The gradient is that of the full update, including momenta, bias corrections, clipping, accumulation and averages.
     It reaches the state's tensors before the step (an initialization), the batch (weights of its samples, parameters
-    of a loss), and hyperparameters in the state (`ll.optim.injected`) or computed from a tensor by a schedule.
+    of a loss), and hyperparameters: in the state (`ll.optim.injected`), or the tensors that a schedule computes. A schedule
+    is called at each step, so it may close over the tensor that is learned. The other functions are traced once.
 
     Args:
         train_step: a step from `make_train_step`.
 
     Raises:
         TypeError: `train_step` is a different function, or is compiled already.
-        UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
-            surrounding `torch.func` transform; for an update that may be skipped, such as with `apply_if_finite`,
-            under torch.vmap or in a compiled outer step; or if torch.vmap maps over a number in `opt_state` that
-            decides what the update does, such as the counter of `ema`.
+        UntraceableError: from the step, as for compiled steps; also if another function than a schedule closes over a
+            tensor of a surrounding `torch.func` transform (put it into the batch); for an update that may be skipped,
+            such as with `apply_if_finite`, under torch.vmap or in a compiled outer step; or if torch.vmap maps over a
+            number in `opt_state` that decides what the update does, such as the counter of `ema`.
         RuntimeError: from torch, for an operation without a second derivative.
 
     **An outer loop** is an ordinary training loop whose loss function trains on each task, starting from the outer

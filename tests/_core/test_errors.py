@@ -112,3 +112,13 @@ def test_functions_that_take_the_model_and_the_batch_are_not_refused():
         torch.no_grad()(takes_a_tuple),
     ):
         ll.make_grad_fn(MODEL, function)
+
+
+def test_a_traceback_of_pytest_ends_at_the_function_that_refuses():
+    for call in (
+        lambda: ll.init_state(MODEL, MODEL),
+        lambda: ll.accumulate(ll.make_grad_fn(MODEL, takes_a_tuple), 0),
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        assert raised.traceback.filter(raised)[-1].name in ("init_state", "accumulate")

@@ -102,6 +102,13 @@ def test_another_base_model_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=names):
             ckpt.restore(state)
+    # Parameters of the base that the state does not have at all
+    *_, other = make()
+    bare = other.replace(params={name.removeprefix("base."): tensor for name, tensor in other.params.items()})
+    with pytest.raises(
+        ValueError, match=r"the state has no /params/base.weight, /params/base.bias: .*get_peft_model"
+    ):
+        ckpt.restore(bare)
     # A base that has been written since the last save has another digest.
     *_, state = make()
     state = ckpt.restore(state)

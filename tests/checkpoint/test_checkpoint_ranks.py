@@ -554,5 +554,5 @@ def restored_on_ranks(folder):
 def test_the_first_rank_says_what_was_restored(tmp_path):
     path = ll.checkpoint_io(tmp_path).save(ll.TrainState(step=7, params={"w": torch.ones(2)}))
     printed = launch(2, restored_on_ranks, str(tmp_path))
-    words = f"Restored step 7 (epoch 0, batch 0) from {os.path.relpath(path)}\n"
+    words = f"Restored step 7 (epoch 0, batch 0) from {min(os.path.relpath(path), str(path), key=len)}\n"
     assert printed.count(words) == printed.count("Restored") == 1

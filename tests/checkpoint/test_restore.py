@@ -101,12 +101,14 @@ def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     ckpt = ll.checkpoint_io("runs/first")
     ckpt.save(unbound().replace(step=13, epoch=2, batch=1))
-    (tmp_path / "other").mkdir()
+    far = tmp_path.joinpath("other", *"far" * 99)
+    far.mkdir(parents=True)
     for folder, options, words in (
         (tmp_path, {}, "Restored step 13 (epoch 2, batch 1) from runs/first/step-00000013\n"),
         (tmp_path, {"weights_only": True}, "Restored weights from runs/first/step-00000013\n"),
         (tmp_path, {"quiet": True}, ""),
         (tmp_path / "other", {}, "Restored step 13 (epoch 2, batch 1) from ../runs/first/step-00000013\n"),
+        (far, {}, f"Restored step 13 (epoch 2, batch 1) from {tmp_path}/runs/first/step-00000013\n"),
     ):
         monkeypatch.chdir(folder)
         ckpt.restore(unbound(), 13, **options)
@@ -190,7 +192,7 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
         ckpt.restore(state)
     found = "".join(str(error.value).splitlines()[1:-1])
     assert re.fullmatch(
-        r"  /params/new~1er is in the state.*  /params/gone is in the checkpoint.*  /params/wide .*\(2, 3\).*\(3, 2\).*"
+        r"  /params/new/er is in the state.*  /params/gone is in the checkpoint.*  /params/wide .*\(2, 3\).*\(3, 2\).*"
         r"  /params/half .*float16.*float32.*  /extra/best .*float.*a float32 tensor of shape \(1,\).*"
         "  /extra/note .*str.*int.*  /extra/tensor .*float32 tensor.*float.*",
         found,
@@ -204,6 +206,10 @@ def test_what_is_added_to_extra_later_is_told_the_way(tmp_path):
     ckpt.save(state)
     with pytest.raises(ValueError, match=r"/extra/more is in the state.*\n.*replace\(extra={\*\*state\.extra, key"):
         ckpt.restore(state.replace(extra={"note": 0, "more": 2}))
+    with pytest.raises(
+        ValueError, match=r"/extra/note is in the checkpoint, and not.*\n.*init_state\(\.\.\., extra="
+    ):
+        ckpt.restore(ll.TrainState())
 
 
 @pytest.mark.filterwarnings("ignore:.*other settings. seed was")

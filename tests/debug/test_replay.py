@@ -182,8 +182,13 @@ def test_what_cannot_be_is_refused():
     c = Case()
     later = c.state.replace(step=6)
     for call, error, named in (
-        (lambda: replay(c.step, {8: later, 6: later}, c.loader, 5), ValueError, "5.*6, 8"),
-        (lambda: replay(c.step, {}, c.loader, 5), ValueError, "5"),
+        (lambda: replay(c.step, {8: later, 6: later}, c.loader, 5), ValueError, "step 5.*6, 8"),
+        (lambda: replay(c.step, {}, c.loader, 5), ValueError, "steps given: none"),
+        (
+            lambda: replay(c.step, c.state, torch.utils.data.DataLoader(range(8)), 5),
+            TypeError,
+            r"a DataLoader;.*ll\.make_loader\(data",
+        ),
         (lambda: replay(c.step, c.state, c.loader, True), TypeError, "True"),
         (lambda: replay(c.step, [c.state], c.loader, 5), TypeError, "list"),
         (lambda: replay(c.step, c.state, lambda state: [], 5), ValueError, r"TrainState\(step=0"),
@@ -430,6 +435,15 @@ def test_rows_are_ranked_by_their_own_gradients(count, seed):
         torch.testing.assert_close(row.loss, error[row.row].square().mean().item(), rtol=1e-12, atol=1e-12)
     per_sample = worst_samples(ll.contrib.make_per_sample_grad_fn(model, loss), state, (x, y))
     assert [(row.row, row.index) for row in per_sample] == [(row.row, None) for row in found]
+
+
+def test_rows_have_no_gradients_of_their_own_with_batch_norm_in_training_mode():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    loss, x = lambda model, x: model(x).square().mean(), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\) would normalise each sample by the others"):
+        worst_samples(ll.clip_by_global_norm(ll.make_grad_fn(model, loss), math.inf), ll.init_state(model), x)
+    model[1].eval()
+    assert len(worst_samples(ll.make_grad_fn(model, loss), ll.init_state(model), x)) == 4
 
 
 def test_rows_that_are_not_finite_come_first_and_indices_must_fit():

@@ -92,17 +92,49 @@ class Names:
         return None
 
 
-def words(text: str, names: Names) -> list[tuple[str, list[str]]]:
+Words = list[tuple[str, list[str]]]  # each word, and the places that it leads to
+
+
+def words(text: str, names: Names) -> Words:
     """The rows of recipes/WORDS.md: each word, and the places that its row gives, "module#anchor", the first one first."""
-    found = list[tuple[str, list[str]]]()
+    found = Words()
     for row in re.findall(r"^\| (?!you look for|---)(.+) \| (.+) \|$", text, re.MULTILINE):
-        places = []
-        for name, target in re.findall(r"`ll\.([\w.]+)`|\]\(([^)]+)\)", row[1]):
-            file, _, anchor = (names.address(name) if name else f"recipes/{target}").partition("#")
-            module = posixpath.splitext(posixpath.normpath(file))[0].replace("/", ".")
-            places.append(f"{module}#{anchor}")
+        targets = re.findall(r"`ll\.([\w.]+)`|\]\(([^)]+)\)", row[1])
+        places = [_place(names.address(name) if name else f"recipes/{target}") for name, target in targets]
         found += [(word.strip("`"), places) for word in row[0].split(", ")]
     return found
+
+
+def names_of_trainers(pages: Iterable[tuple[str, str]], words: Words) -> Words:
+    """The indexes of the migration pages: each name, alone and with its class, and the places of its rows.
+
+    What WORDS.md gives for the very same name stands first, then looplib's own entry of that name.
+
+    Args:
+        pages: path and text of each.
+        words: see `words`.
+    """
+    first = {name.rpartition(".")[2]: [_place(address)] for name, address in entries().items()}
+    for word, places in words:
+        first[word.lower()] = [*places, *first.get(word.lower(), ())]
+    found: dict[str, list[str]] = {}
+    for path, text in pages:
+        owner = ""
+        heading_or_name = r"^\| (.+) \| answer \|$|^\| \[`(.+)`\]\(([\w.]*)(#.+)\) \| .+ \|$"
+        for heading, name, file, anchor in re.findall(heading_or_name, text, re.MULTILINE):
+            if heading:
+                owner = heading.partition(" ")[0]
+                continue
+            for word in (name.lower(), f"{owner}.{name}".lower()):
+                places = found.setdefault(word, [*first.get(word, ())])
+                places.append(_place((f"recipes/{file}" if file else path) + anchor))
+    return [(name, [*dict.fromkeys(places)]) for name, places in found.items()]
+
+
+def _place(address: str) -> str:
+    """An address as the search knows it: "looplib.optim#ema"."""
+    file, _, anchor = address.partition("#")
+    return f"{posixpath.splitext(posixpath.normpath(file))[0].replace('/', '.')}#{anchor}"
 
 
 def to_pages(html: str, folder: str, up: str, address_of: Callable[[str], str]) -> str:

@@ -48,6 +48,12 @@ class Page:
         for marks, heading, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             yield len(marks), heading, body
 
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Each row of a migration page: its anchor, the names that it answers, and the Markdown of the answer."""
+        row = r'^<a id="([^"]+)"></a>\n\*\*(`[^*]+`)\*\*:\s(.*?)(?=^<a id=|^## |\Z)'
+        return re.findall(row, self.text, re.M | re.S)
+
 
 def pages() -> list[Page]:
     """All pages, in the order of the navigation."""

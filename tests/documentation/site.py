@@ -23,7 +23,7 @@ from pygments.formatters import HtmlFormatter
 
 import looplib
 
-from .links import ROOMS, Names, shortened, to_pages, uses, words
+from .links import ROOMS, Names, names_of_trainers, shortened, to_pages, uses, words
 from .pages import ROOT, Page, document, pages, source_file, with_python
 
 HERE = Path(__file__).parent
@@ -136,21 +136,27 @@ class _Site:
         return address
 
     def _search(self) -> str:
-        """pdoc's index of the rooms, with each page and its sections, and the words that lead to them."""
+        """pdoc's index of the rooms, with each page, its sections and its rows, and the words that lead to them."""
 
         found = pdoc.search.make_index(self._rooms, _is_public, "google")
         for entry in found:
             if entry["kind"] == "function":
                 signature = self._rooms[entry["modulename"]].get(entry["qualname"]).signature
-                entry["signature"] = shortened(format_signature(_readable(signature), colon=False))
+                # A Markup escapes what is put into it.
+                entry["signature"] = shortened(str(format_signature(_readable(signature), colon=False)))
         for page in self.pages.values():
             if page.group and page.name not in ("index", "recipes.WORDS"):
                 found.append(_searched(page, "", page.text.partition("\n## ")[0].partition("\n")[2]))
                 for _, heading, text in page.sections:
-                    found.append(_searched(page, heading, text))
+                    found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
+                for anchor, names, text in page.rows:
+                    found.append(_searched(page, " ".join(names.split()), text) | {"qualname": anchor, "kind": "row"})
         known = words(self.pages["recipes.WORDS"].text, self._names)
+        # transformers' names come before those of fastNLP
+        trainers = names_of_trainers(((str(page.source), page.text) for page in reversed(self.pages.values())), known)
         template = pdoc.render.env.get_template("search.js.jinja2")
-        return template.render(search_index=json.dumps(found), words=json.dumps(known))
+        constants = {"search_index": found, "words": known, "trainers": trainers}
+        return template.render({name: json.dumps(value) for name, value in constants.items()})
 
 
 def _is_public(entry: pdoc.doc.Doc) -> bool:
@@ -196,7 +202,15 @@ def _searched(page: Page, heading: str, text: str) -> dict[str, str]:
     """A section of a page, as pdoc's search knows it."""
     title = html.escape(f"{page.title}: {heading}".replace("`", "") if heading else page.title)
     names = {"fullname": title, "modulename": page.name, "qualname": _anchor(heading) if heading else ""}
-    return {**names, "kind": "page", "doc": to_html(text[:2000])}
+    return {**names, "kind": "page", "doc": to_html(_beginning(text))}
+
+
+def _beginning(text: str) -> str:
+    """The first lines of a section, with an end for the block of code or the table that they are cut off in."""
+    if len(text) > 2000:
+        text = text[:2000].rpartition("\n")[0]
+    fences = re.findall(r"^`{3,}", text, re.M)
+    return f"{text}\n{fences[-1]}" if len(fences) % 2 else text
 
 
 def _index() -> Page:

@@ -154,6 +154,19 @@ def test_arguments_out_of_range_are_named():
             ll.grads.clip_by_norm(grad_fn, wrong)
 
 
+def test_a_metric_whose_name_a_wrapper_takes_is_refused():
+    state, x = ll.init_state(net()), batches(1)[0]
+    with_norm = ll.make_grad_fn(net(), lambda model, x: (loss_fn(model, x), {"grad_norm": 1.0, "microbatch_size": 1}))
+    clipped = ll.clip_by_global_norm(ll.make_grad_fn(net(), loss_fn), 1.0)
+    for grad_fn, name in (
+        (ll.clip_by_global_norm(with_norm, 1.0), "grad_norm"),
+        (ll.clip_by_global_norm(clipped, 0.1), "grad_norm"),
+        (ll.grads.retry_on_oom(with_norm), "microbatch_size"),
+    ):
+        with pytest.raises(ValueError, match=f"the metrics have a '{name}' .* another name"):
+            grad_fn(state, x)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     generator = torch.Generator().manual_seed(seed)

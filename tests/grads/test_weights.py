@@ -71,7 +71,7 @@ def test_a_plain_scalar_with_ignored_labels_is_warned_of_once_under_accumulate(k
     )
     state = ll.init_state(model)
     with pytest.warns(
-        UserWarning, match=r"labels of -100 \(batch.*\) .* Mean\(total, weight\).*next_token_loss"
+        UserWarning, match=r"labels of -100 \(batch.*\) .*ll\.Mean\(total, weight\).*next_token_loss"
     ) as caught:
         grad_fn(state, batch)
     assert [one.filename for one in caught] == [__file__]

@@ -203,8 +203,10 @@ def test_tee_calls_all_and_raises_the_first_error_with_the_loggers_named():
 
 
 def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_logger(tmp_path):
-    for make in (jsonl, lambda path: record([]), lambda path: console()):
-        log = make(tmp_path / "log")
+    live_plot = ll.log.live_plot(path=tmp_path / "plot.png")
+    for log in (jsonl(tmp_path / "log"), record([]), console(), live_plot, rename(console(), {"one": "two"})):
+        with pytest.raises(TypeError, match=r"state is a dict; give a TrainState.*log\(state, values\)"):
+            log({"loss": 1.0}, STATE)
         for value, parts in (
             (torch.zeros(2, 3), ["Tensor", "(2, 3)", ".mean()"]),
             (np.zeros(4), ["ndarray", "(4,)"]),
@@ -216,10 +218,9 @@ def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_l
             with pytest.raises(TypeError) as error:
                 log(STATE, {"fine": 1.0, "train/loss": value})
             assert all(part in str(error.value) for part in ["'train/loss'", *parts])
-        if not repr(log).startswith("console"):
-            for name in COUNTS:
-                with pytest.raises(ValueError, match=f"'{name}' .* 'train/{name}'"):
-                    log(STATE, {name: 1.0})
+        for name in COUNTS:
+            with pytest.raises(ValueError, match=f"'{name}' .* 'train/{name}'"):
+                log(STATE, {name: 1.0})
     for value in (2**64, -(2**63) - 1):  # which readers of JSON would round
         with pytest.raises(TypeError, match="64-bit"):
             jsonl(tmp_path / "log")(STATE, {"seed": value})

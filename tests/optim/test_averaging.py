@@ -206,6 +206,11 @@ REFUSED = [
 def test_refusals_name_what_was_found_and_what_to_give():
     for case in REFUSED:
         assert_refused(*case)
+    other, state = ll.ema(adamw(lr=0.1)), ll.init_state(net(), adamw())
+    for call in (lambda: ll.eval_state(other, state), lambda: other.update({}, state.opt_state, {}, 0)):
+        with pytest.raises(ValueError, match=r"ll\.ema\(ll\.optimizer\(AdamW, lr=0\.1\)\)(:| is)") as error:
+            call()
+        assert "KeyError" not in str(error.value)
 
 
 # Schedule-free

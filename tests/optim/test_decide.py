@@ -74,6 +74,18 @@ def momentum(lr=0.1):
     return ll.types.Optimizer(init, update_)
 
 
+def report(optimizer, name="moved"):
+    """The norm of the update, as a metric beside those of the step."""
+
+    def update_(grads, opt_state, params, step, report, **info):
+        before = {key: params[key].detach().clone() for key in grads}
+        new, opt_state = optimizer.update_(grads, opt_state, params, step, report=report, **info)
+        report[name] = ll.Mean(ll.grads.global_norm([new[key].detach() - old for key, old in before.items()]), 1)
+        return new, opt_state
+
+    return dataclasses.replace(optimizer, update_=update_)
+
+
 def raw_loop(data, limit=LIMIT):
     model = net()
     optimizer = raw_adamw(model)
@@ -232,6 +244,40 @@ def test_what_an_update_returns_must_fit_the_parameters(change, error, words, wa
     model, optimizer = net(), dataclasses.replace(inner, update_=update_)
     step = made_step(model, optimizer, way)
     with pytest.raises(error, match=words):
+        step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
+
+
+# Metrics of an update
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
+        (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
+        (lambda inner: ll.ema(report(inner)), "moved"),
+        (lambda inner: ll.optim.apply_if_finite(report(inner), 3), "moved"),
+    ],
+    ids=["partition", "two", "ema", "apply_if_finite"],
+)
+def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
+    model, optimizer = net(), wrap(adamw())
+    step = made_step(model, optimizer, way)
+    state = ll.copy_state(ll.init_state(model, optimizer))
+    for x in batches(2):
+        before = ll.copy_state(state).params
+        state, metrics = step(state, x)
+        moved = ll.grads.global_norm([state.params[key].detach() - before[key].detach() for key in before])
+        torch.testing.assert_close(ll.compute(metrics)[name], moved.item())
+        assert "loss" in metrics
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_may_not_report_under_a_name_that_is_taken(way):
+    model, optimizer = net(), report(adamw(), "loss")
+    step = made_step(model, optimizer, way)
+    with pytest.raises(ValueError, match="the update reports 'loss'"):
         step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
 
 

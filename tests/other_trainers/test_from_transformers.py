@@ -10,6 +10,7 @@ import math
 import sys
 from types import SimpleNamespace
 
+import at_hand
 import pytest
 import torch
 import torchao.optim
@@ -77,7 +78,7 @@ CHECKS = {
     "OptimizerNames.rmsprop": updates(RMSprop, close, lr=0.01, alpha=0.95, centered=True),
     "OptimizerNames.adafactor": updates(transformers.Adafactor, lr=1e-3, scale_parameter=False, relative_step=False),
     "OptimizerNames.lion_32bit": updates(Lion, lr=1e-4, betas=(0.95, 0.98), weight_decay=0.1),
-    "TrainingArguments before 5.adafactor": updates(Adafactor, close, lr=1e-3),
+    "TrainingArguments (transformers 4).adafactor": updates(Adafactor, close, lr=1e-3),
     "TrainingArguments.gradient_accumulation_steps": same_gradient,
     "TrainingArguments.activation_checkpointing": same_gradient_of_gpt2,
     "TrainingArguments.torch_empty_cache_steps": fires(last=200, clear_now=[100, 200]),
@@ -95,11 +96,11 @@ CHECKS = {
     "TrainingArguments.parallelism_config": lambda one_process, after: ll.distributed.set_data_parallel_group(None),
     "TrainingArguments.hub_revision": with_the_hub,
     "AcceleratorConfig.non_blocking": sizes(8, 8, 8, 8, 8),
-    "TrainingArguments before 5.evaluation_strategy": fires(5, 10, 15, 20, 25, 30),
-    "TrainingArguments before 5.group_by_length": sizes(4, 4, 4, 4, 4, 4, 4, 4, 4, 4),
-    "TrainingArguments before 5.per_gpu_train_batch_size": sizes(16, 16, 8, of_two=[[8, 8, 4]] * 2),
-    "TrainingArguments before 5.fsdp_min_num_params": in_one_process,
-    "TrainingArguments before 5.push_to_hub_model_id": with_the_hub,
+    "TrainingArguments (transformers 4).evaluation_strategy": fires(5, 10, 15, 20, 25, 30),
+    "TrainingArguments (transformers 4).group_by_length": sizes(4, 4, 4, 4, 4, 4, 4, 4, 4, 4),
+    "TrainingArguments (transformers 4).per_gpu_train_batch_size": sizes(16, 16, 8, of_two=[[8, 8, 4]] * 2),
+    "TrainingArguments (transformers 4).fsdp_min_num_params": in_one_process,
+    "TrainingArguments (transformers 4).push_to_hub_model_id": with_the_hub,
     "Trainer.get_train_dataloader": sizes(8, 8, 8, 8, 8),
     "Trainer.get_tp_size": in_one_process,
     "Trainer.train": logged(5, 10),
@@ -154,18 +155,21 @@ def arguments(**options):
     return transformers.TrainingArguments("unused", use_cpu=True, **quiet | options)
 
 
-@shows("TrainingArguments before 5.warmup_ratio")
+@shows("TrainingArguments (transformers 4).warmup_ratio")
 def _(lr):
     rates("linear", 5e-5, arguments(warmup_steps=0.06).get_warmup_steps(2000), 2000)(lr)
 
 
 @shows("SchedulerType.reduce_lr_on_plateau")
-def _(optimizer, state):
-    theirs = SGD([torch.zeros(1)], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, patience=0, threshold=0.0)
-    for loss in (0.5, 0.4, 0.6):
+def _(optimizer, state, rows):
+    theirs, expected = SGD([torch.zeros(1)], lr=0.1), []
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, patience=1, threshold=0.0, min_lr=0.001)
+    for step, loss in enumerate((0.9, 0.9, 0.8, 0.9, 0.9, 0.9, 0.7, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8)):
+        expected.append(theirs.param_groups[0]["lr"] * min(1, step / 4))
         scheduler.step(loss)
-    assert ll.optim.hyperparameters(optimizer, state) == {"lr": pytest.approx(theirs.param_groups[0]["lr"])}
+    assert [row["lr"] for row in rows] == pytest.approx(expected)
+    assert expected[3:] == pytest.approx([0.075, 0.1, *[0.01] * 4, *[0.001] * 4])
+    assert ll.optim.hyperparameters(optimizer, state) == {"lr": pytest.approx(0.001)}
 
 
 @shows("TrainingArguments.weight_decay")
@@ -343,6 +347,18 @@ def _(grad_fn, gpt2, tokens):
     gpt2.loss_type = "ForCausalLM"
     assert_gradient(gradient, gpt2, gpt2(input_ids=tokens, labels=labels).loss)
 
+    ours, batch = (
+        ll.losses.model_loss(gpt2, {"input_ids": tokens, "labels": tokens}),
+        {"input_ids": tokens, "labels": tokens},
+    )
+    for loss_type, share in (("ForCausalLM", 1), (None, 9 / 10)):  # None, as in the class, counts first tokens too
+        gpt2.loss_type = loss_type
+        trainer = transformers.Trainer(gpt2, arguments())
+        count = trainer._get_num_items_in_batch([batch], "cpu")
+        torch.testing.assert_close(
+            trainer.compute_loss(gpt2, batch, num_items_in_batch=count), ours.compute() * share
+        )
+
 
 @shows("Trainer._get_learning_rate")
 def _(rows):
@@ -443,7 +459,7 @@ def callbacks():
 
 EXPECTED = {
     "TrainingArguments": fields(transformers.TrainingArguments),
-    "TrainingArguments before 5": BEFORE_5,
+    "TrainingArguments (transformers 4)": BEFORE_5,
     "SchedulerType": [kind.value for kind in trainer_utils.SchedulerType],
     "OptimizerNames": [kind.value for kind in OptimizerNames],
     "Seq2SeqTrainingArguments": set(fields(transformers.Seq2SeqTrainingArguments))
@@ -464,3 +480,14 @@ def test_every_name_has_a_row_and_every_row_a_name():
     assert_complete(PAGE, EXPECTED, CHECKS)
     assert_readable(PAGE)
     assert not set(BEFORE_5) & set(EXPECTED["TrainingArguments"])
+
+
+def test_the_two_functions_of_the_first_page_are_those_that_the_rows_run_with(
+    gpt2, tokens, lm_loss, train, train_step, loader, state
+):
+    [block] = Page(ROOT / "recipes/FROM_TRANSFORMERS.md").blocks()[:1]
+    page = {**vars(at_hand), "train_step": train_step, "loader": loader}
+    exec(block, page)
+    torch.testing.assert_close(page["lm_loss"](gpt2, tokens).compute(), lm_loss(gpt2, tokens).compute())
+    assert equal(page["train"](state, 7)[-1], train(state, 7)[-1])
+    at(7, 1, 2)(page["train"](state, 7)[-1])

@@ -91,7 +91,7 @@ NOT_NEEDED = (
 SAID = {
     "state = ll.update_best(": r"watches it, has seen no value: .* Write state = ll\.update_best\(state, scores\)",
     "ckpt.save(state, scores)": r"has no checkpoint 'best'",
-    "return {": r"metric_fn returned a NoneType; return a dict",
+    "return {": r"'loss' has type NoneType; give a scalar",
 }
 OTHER_WEIGHTS = "torch.manual_seed(42)"  # the run begins with other weights, as it does with another seed
 LINES = [line for line in OURS.splitlines() if line.strip()]

@@ -275,8 +275,12 @@ def test_a_bad_value_is_named():
         (lambda: S.join([ONE] * 2, [2.0]), "join: boundaries"),
         (lambda: S.join([ONE], [2]), "join"),
         (lambda: S.warmup(ONE, -1), "warmup: steps .*-1"),
+        (lambda: S.warmup(ONE, 0.1), r"warmup: steps is 0\.1, .*share"),
         (lambda: ll.warmup_cosine(1.0, warmup=6, total=5), "warmup=6"),
-        (lambda: ll.warmup_cosine(1.0, warmup=1.0, total=5), "warmup must be an int"),
+        (
+            lambda: ll.warmup_cosine(1.0, warmup=1.0, total=5),
+            "warmup must be an int, or a float of at least 0 and below 1",
+        ),
         (lambda: S.warmup_stable_decay(1.0, warmup=3, decay=3, total=5), "total=5"),
         (lambda: S.warmup_stable_decay(1.0, warmup=1, decay=1, total=5, decay_shape="x"), "decay_shape"),
         (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=1.0), "rise"),

@@ -492,7 +492,7 @@ def test_giving_up_leaves_the_state_as_it_was(donate):
         with pytest.raises(ll.DonatedStateError):
             _ = first.params
     kept = ll.copy_state(state)
-    with pytest.raises(ll.optim.NonFiniteGradientsError, match=r"2 times in a row .*now at step 0"):
+    with pytest.raises(ll.optim.NonFiniteGradientsError, match=r"2 times in a row .*at step 0"):
         step(state, bad)
     assert all(torch.equal(state.params[name], tensor) for name, tensor in kept.params.items())
     state, _ = step(state, batches(1)[0])

@@ -403,6 +403,11 @@ def evaluated():
     return ll.evaluate(ll.vmap_step(ll.make_eval_step(seeded(plain, 0), scores)), stack, batches(2))
 
 
+def plain_step_of_a_stack(transform=lambda step: step):
+    _, stack = stacked(adamw, plain)
+    transform(ll.make_eval_step(seeded(plain, 0), scores))(stack, batches(1)[0])
+
+
 def bound():
     return ll.bind(plain(), stacked(adamw, plain)[1])
 
@@ -434,7 +439,17 @@ REFUSED = {  # name -> (call, type, what the message names)
         ValueError,
         ["(loss)", "ll.compute"],
     ),
-    "metrics of members": (evaluated, ValueError, ["'loss'", "(3,)", "ll.transforms.compute_members"]),
+    "metrics of members": (
+        evaluated,
+        ValueError,
+        ["'loss'", "(3,)", "compute_members(metrics)", "ll.evaluation.measure"],
+    ),
+    "a plain step": (plain_step_of_a_stack, TypeError, ["stack", "ll.vmap_step(step)", "unstack_states(stack)[0]"]),
+    "a compiled plain step": (
+        lambda: plain_step_of_a_stack(partial(ll.compile_step, backend="eager")),
+        ValueError,
+        ["has shape (3, ", "ll.vmap_step(step)"],
+    ),
     "a module for one": (bound, ValueError, ["stack", "unstack_states(state)[0]"]),
 }
 

@@ -587,6 +587,28 @@ def skipping_in_a_graph():
 
 
 LR = torch.tensor(0.1).double()
+CUT_OFF = ["eval and predict steps would cut its gradient off", "functional_call", "torch.no_grad()"]
+
+
+def evaluated(params, transform=lambda step: step):
+    metrics = transform(ll.make_eval_step(MODEL, lambda model, batch: {"loss": loss_fn(model, batch)}))(
+        START.replace(params=params), DATA[0]
+    )
+    return metrics["loss"].compute()
+
+
+def with_graph():
+    return {name: param.exp() for name, param in ll.init_state(MODEL).params.items()}
+
+
+def after_one_step(step):
+    return grad(lambda params: step(START.replace(params=params), DATA[0])[1]["loss"].compute())(START.params)
+
+
+def init_within(lr):
+    return ll.init_state(MODEL, sgd(lr)).params["0.weight"].sum()
+
+
 REFUSED = {  # name -> (call, type, what the message names)
     "a value": (step_that_reads, UNTRACEABLE, ["in read_in_the_loss: `return value * 2 if"]),
     "a class": (lambda: ll.transforms.differentiable(torch.optim.SGD), TypeError, ["ll.make_train_step"]),
@@ -594,6 +616,18 @@ REFUSED = {  # name -> (call, type, what the message names)
     "closed over, in vmap": (lambda: vmap(scaled_by)(LR[None]), UNTRACEABLE, ["torch.func", "the batch"]),
     "skipping under vmap": (skipping_under_vmap, UNTRACEABLE, ["apply_if_finite", "torch.vmap"]),
     "skipping in a graph": (skipping_in_a_graph, UNTRACEABLE, ["apply_if_finite", "ll.compile_step"]),
+    "an eval step": (lambda: grad(evaluated)(START.params), ValueError, CUT_OFF),
+    "an eval step of a graph": (
+        lambda: evaluated(with_graph(), partial(ll.compile_step, backend="eager")),
+        ValueError,
+        ["ExpBackward0", *CUT_OFF],
+    ),
+    "a plain step": (
+        lambda: after_one_step(ll.make_train_step(ll.make_grad_fn(MODEL, loss_fn), sgd())),
+        RuntimeError,
+        ["ll.transforms.differentiable(train_step)"],
+    ),
+    "a state made inside": (lambda: grad(init_within)(LR), RuntimeError, ["outside", "set_hyperparameters"]),
 }
 
 
@@ -602,3 +636,6 @@ def test_what_is_refused():
         with pytest.raises(kind) as error:
             call()
         assert all(word in str(error.value) for word in words), name
+    with torch.no_grad():
+        assert evaluated(with_graph()).isfinite()
+    assert vmap(evaluated)({name: param.detach()[None] for name, param in START.params.items()}).isfinite()
