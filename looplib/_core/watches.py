@@ -71,7 +71,8 @@ class Reach:
                         "and a step takes gradients of its own loss only: hand on its detach(), or compute it under "
                         "torch.no_grad() or in the loss function"
                     )
-        self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
+        if not self.plain:  # the leaves of FSDP2 are its own unsharded parameters
+            self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
         if not self.plain and (any(_CHECKPOINT in name for name in functions) or (functions and self._unreached)):
             self.plain = True
             self.set_aside()

@@ -1,4 +1,4 @@
-"""What a restore compares: settings of the run, and checksums of the parameters that a checkpoint leaves out."""
+"""Settings of the run, and checksums of the parameters that a checkpoint leaves out: a restore compares both."""
 
 from __future__ import annotations
 
