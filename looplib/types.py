@@ -17,6 +17,7 @@ from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
 from looplib._core.records import Call, instances_are
 from looplib._core.torch_private import pytree
+from looplib._core.trees import Attribute, Node, register
 
 __all__ = [
     "Decide",
@@ -182,6 +183,11 @@ pytree.register_pytree_node(
     _unflatten,
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
+)
+_ATTRIBUTES = [*map(Attribute, FIELDS)]
+register(
+    TrainState,
+    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
 )
 
 

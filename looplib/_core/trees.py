@@ -4,15 +4,16 @@ The same rules apply in training, evaluation, prediction, replay, microbatching,
 
 A **tree** is a leaf, or a container of trees. Containers are, in this order:
 
-1. a mapping: dict, OrderedDict, UserDict, a tokenizer's BatchEncoding. A mutable one is copied and its values
+1. a type passed to `register` (a `TrainState`);
+
+2. a mapping: dict, OrderedDict, UserDict, a tokenizer's BatchEncoding. A mutable one is copied and its values
 replaced, so that it keeps its type and attributes; an immutable one becomes a dict;
 
-2. a namedtuple, by its fields; a list or a tuple, by its items;
+3. a namedtuple, by its fields; a list or a tuple, by its items;
 
-3. a dataclass, such as a `TrainState`, by its fields. It is copied and its fields replaced: `__post_init__` does not run
-a second time;
+4. a dataclass, by its fields. It is copied and its fields replaced: `__post_init__` does not run a second time;
 
-4. a type registered with torch's pytrees, by its registration.
+5. a type registered with torch's pytrees, by its registration.
 
 Everything else is a **leaf**: a tensor, an array, None, a number, a string, or an unknown object.
 
@@ -68,11 +69,20 @@ class Node(NamedTuple):
 
 _LEAVES = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
 
+_own: dict[type, Callable[[Any], Node]] = {}
+
+
+def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
+    """Register one of looplib's containers with the function that splits it."""
+    _own[kind] = take_apart
+
 
 def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | None:
     """Split a container by one level, or return None for a leaf."""
     if isinstance(tree, _LEAVES) or (is_leaf is not None and is_leaf(tree)):
         return None
+    if type(tree) in _own:
+        return _own[type(tree)](tree)
     if type(tree) in (list, tuple):
         return Node(range(len(tree)), tree, type(tree))
     if isinstance(tree, Mapping):
@@ -80,16 +90,16 @@ def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | 
         changeable = isinstance(tree, MutableMapping)
         rebuild = partial(_refilled, operator.setitem, tree, names) if changeable else partial(_dict_of, names)
         return Node(names, [tree[name] for name in names], rebuild)
-    if dataclasses.is_dataclass(tree):
-        fields = [Attribute(field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        rebuild = partial(_refilled, object.__setattr__, tree, fields)  # also if frozen
-        return Node(fields, [getattr(tree, name) for name in fields], rebuild)
     registered: Any = namedtuple if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)
     if (kind := pytree.SUPPORTED_NODES.get(registered)) is not None:
         children, structure = kind.flatten_fn(tree)
         with_keys = kind.flatten_with_keys_fn
         keys = range(len(children)) if with_keys is None else [_name_of(key) for key, _ in with_keys(tree)[0]]
         return Node(keys, children, lambda children: kind.unflatten_fn(children, structure))
+    if dataclasses.is_dataclass(tree):
+        fields = [Attribute(field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        rebuild = partial(_refilled, object.__setattr__, tree, fields)  # also if frozen
+        return Node(fields, [getattr(tree, name) for name in fields], rebuild)
     return None
 
 
