@@ -191,6 +191,7 @@ WRAPPED = {
         lambda g: ll.clip_by_global_norm(g, 0.1),
         lambda g: ll.clip_by_global_norm(g, 0.1, 1),
     ],
+    "grads.clip_by_norm": [lambda g: ll.grads.clip_by_norm(g, 0.01)],
     "grads.clip_by_value": [lambda g: ll.grads.clip_by_value(g, 0.01)],
     "grads.reduce_gradients": [lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2))],
     "contrib.sam": [ll.contrib.sam, lambda g: ll.contrib.sam(g, adaptive=True)],
