@@ -122,7 +122,9 @@ def assert_microbatches_equal_batch(
         f"microbatches is {microbatches}, and the batch has {count} samples: give 2 or more, up to that",
     )
     with streams_kept(state), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the batch has labels of -100")  # reported by the comparison if it matters
+        warnings.filterwarnings(
+            "ignore", message="the batch has labels of -100"
+        )  # reported by the comparison if it matters
         wide, rows, whole = in_float64(grad_fn, state, batch)
         reseeded = grad_fn(wide.replace(seed=wide.seed + 1), copied(rows))
         drawn = differing({"grads": whole.grads}, {"grads": reseeded.grads}, tolerance)
