@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import warn
+from looplib._core.checks import few, warn
 from looplib._core.mappings import detached_copies, mapped, pick, subset, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
@@ -50,6 +51,7 @@ class Plan:
         parts: parameters that are updated together, each with its kernel.
         probe: what a third party's class keeps.
         keys: keys under which the class keeps the state of the first parameter of each group.
+        dense: parameters whose gradients have to be dense, for classes that else take both kinds.
         step: the class's step, for torch's classes without its hooks.
         attributes: those that the class's constructor gives an instance beside its state and its groups; None if some of
             them may change.
@@ -61,6 +63,7 @@ class Plan:
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
+        self.dense = _dense(recipe, self.members) if recipe.cls in _TAKE_BOTH else frozenset()
         first = [[*names[:1]] for names in self.members]
         if recipe.is_torch_optim:
             states = states_of_torch(recipe, {name: _tiny(params[name]) for (name,) in filter(None, first)}, first)
@@ -79,6 +82,16 @@ class Plan:
         groups: list[dict[str, Any]] = [{} for _ in self.members]
         vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=groups)
         return instance
+
+
+def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
+    """Parameters that a fused kernel updates, or Nesterov's momentum, which is dense here and which torch adds to them."""
+    groups = [
+        names
+        for values, names in zip(recipe.values, members, strict=True)
+        if values.get("fused") or (values.get("nesterov") and values.get("momentum"))
+    ]
+    return frozenset(chain.from_iterable(groups))
 
 
 def _tiny(tensor: Tensor) -> Tensor:
@@ -210,6 +223,11 @@ def decide(
             f"{cls} cannot take these gradients: {kinds}. Sparse ones come from "
             "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
             "SGD and Adagrad take both kinds, the others dense ones only"
+        )
+    if plan.dense and (sparse := [name for name in plan.dense & grads.keys() if grads[name].is_sparse]):
+        raise ValueError(
+            f"{cls} cannot take the sparse gradient of {few(sorted(sparse))} with nesterov=True or fused=True: leave these out, "
+            "in a group of its own if others are to have them, or leave out Embedding(sparse=True)"
         )
     return True, opt_state
 

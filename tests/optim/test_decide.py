@@ -376,7 +376,16 @@ def test_gradients_that_a_class_cannot_take_are_refused(donate):
     swapped = ll.optim.partition(
         {"sparse": sparse, "dense": adamw()}, lambda name, p: "dense" if "words" in name else "sparse"
     )
-    for optimizer, words in ((adamw(), "AdamW"), (sparse, "SparseAdam 'dense'"), (rms, "RMSprop"), (swapped, "take")):
+    nesterov = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    fused = ll.optimizer(torch.optim.Adagrad, lr=0.1, fused=True)
+    for optimizer, words in (
+        (adamw(), "AdamW"),
+        (sparse, "SparseAdam 'dense'"),
+        (rms, "RMSprop"),
+        (swapped, "take"),
+        (nesterov, "SGD words.weight nesterov=True"),
+        (fused, "Adagrad words.weight fused=True"),
+    ):
         words += " Embedding(sparse=True)"
         refused(optimizer, ValueError, words, Words(), data=torch.tensor([1]), donate=donate)
 
