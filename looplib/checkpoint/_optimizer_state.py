@@ -51,7 +51,7 @@ def optimizer_state_dict(
             over the module's own parameters in any groups and any order. It is not changed.
 
     Raises:
-        ValueError: `torch_optimizer` has different parameters or state entries, or its class keeps values in its groups.
+        ValueError: `torch_optimizer` has different parameters or state entries, its class keeps values in its groups, or is LBFGS.
         TypeError: `torch_optimizer` is not a torch optimizer, or the state has no state of an `ll.optimizer`.
         DonatedStateError: the state was donated to a step.
     """
@@ -105,7 +105,7 @@ def load_optimizer_state_dict(
 
     Raises:
         ValueError: `torch_optimizer` has different parameters or state entries, its class keeps values in its groups,
-            or it has made no step; or `state.step` is 0.
+            or is LBFGS, or it has made no step; or `state.step` is 0.
         TypeError: `torch_optimizer` is not a torch optimizer, or the state has no state of an `ll.optimizer`.
         DonatedStateError: the state was donated to a step.
     """
@@ -146,6 +146,11 @@ def _matched(
     check_state(model, state)
     opt_state = _innermost(state.opt_state)
     title, params = f"this {type(torch_optimizer).__name__}", _params_of(torch_optimizer)
+    check(
+        not isinstance(torch_optimizer, torch.optim.LBFGS),
+        "LBFGS keeps its history in lists that grow, and the state in tensors of fixed shapes, which are not converted: "
+        "continue with the library that began the run, or load the weights alone",
+    )
     check(
         "groups" not in opt_state,
         f"{title} keeps values in its groups or for all parameters together, which are not converted: continue with the "

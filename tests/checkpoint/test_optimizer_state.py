@@ -188,6 +188,7 @@ def test_optimizers_that_do_not_match_are_refused():
     params = list(model.parameters())
     part = ll.init_state(model, adamw, trainable=is_vector)
     schedule_free = ll.init_state(model, ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.05))
+    lbfgs = ll.init_state(model, ll.optimizer(torch.optim.LBFGS, lr=0.05))
     for raw, given_state, error, words in (
         (torch.optim.AdamW(params[:-1]), state, ValueError, "missing 3.bias, unexpected none"),
         (torch.optim.AdamW(mlp().parameters()), state, ValueError, r"shape \(4,\) that is not this Sequential's own"),
@@ -195,6 +196,7 @@ def test_optimizers_that_do_not_match_are_refused():
         (adamw, state, TypeError, "torch_optimizer is an Optimizer"),
         (torch.optim.AdamW(params), ll.init_state(model), TypeError, "opt_state is a NoneType"),
         (schedulefree.AdamWScheduleFree(params), schedule_free, ValueError, "groups"),
+        (torch.optim.LBFGS(params), lbfgs, ValueError, "LBFGS keeps its history in lists"),
     ):
         for function in (optimizer_state_dict, load_optimizer_state_dict):
             with pytest.raises(error, match=words):
