@@ -270,11 +270,13 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
                 else:
                     owned |= _as_parameters(replaced, owned)
+            if report:  # which may be refused: before the run is said to be at the next step
+                metrics = _with_report(metrics, report, samples)
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
                 _interrupts.returns_to(sys._getframe(1))
-            return new, _with_report(metrics, report, samples) if report else metrics
+            return new, metrics
         except BaseException as error:
             if undo is not None:
                 # Unless it was given up, so that its memory is no longer the state's.

@@ -281,6 +281,15 @@ def test_an_update_may_not_report_under_a_name_that_is_taken(way):
         step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
 
 
+def test_a_donated_state_whose_updates_report_was_refused_has_none_after_it():
+    model, optimizer = net(), report(adamw(), "loss")
+    state = ll.init_state(model, optimizer)
+    with pytest.raises(ValueError, match="the update reports 'loss'"):
+        made_step(model, optimizer, "donated")(state, batches(1)[0])
+    with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
+        _ = state.params
+
+
 # Refused before anything is spent
 
 
