@@ -67,7 +67,9 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
         "that keep it for each parameter, or as numbers in their groups",
         TypeError,
     )
-    known = {*inspect.signature(recipe.cls).parameters, *chain.from_iterable(recipe.overrides)}
+    # Those that a class hands on to the one that it inherits from, by **kwargs, are the user's as well.
+    constructors = [inspect.signature(kind.__init__).parameters for kind in recipe.cls.__mro__]
+    known = {*chain.from_iterable([*constructors, recipe.defaults, *recipe.overrides])}
     found = Probe()
     for old, group, moving in zip(groups, made.param_groups, recipe.moving, strict=True):
         numbers = [

@@ -105,6 +105,21 @@ def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
     assert not equal(growing, number)
 
 
+class HandsOn(torch.optim.AdamW):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+
+def test_numbers_that_a_constructor_hands_on_are_the_optimizers_and_not_the_states():
+    params, grads = {"w": torch.ones(3)}, {"w": torch.ones(3)}
+    opt_state = ll.optimizer(HandsOn, lr=0.1).init(params)  # as from a checkpoint of a run with another rate
+    new, _, _ = ll.optimizer(HandsOn, lr=0.5, weight_decay=0.2).update(grads, opt_state, params, 0)
+    raw = nn.Parameter(torch.ones(3))
+    raw.grad = grads["w"]
+    torch.optim.AdamW([raw], lr=0.5, weight_decay=0.2).step()
+    assert torch.equal(new["w"], raw)
+
+
 class Noisy(PerParameter):
     """As SGLD: noise in each update."""
 
