@@ -334,8 +334,8 @@ _TRAINED = (
 )
 EVALUATED = (
     "eval and predict steps would cut its gradient off. Take the loss itself, "
-    "torch.func.functional_call(model, state.params, inputs), or if you want no gradient, call the step under "
-    "torch.no_grad()"
+    "torch.func.functional_call(model, state.params, inputs), or if you want no gradient, give its detach(), or "
+    "call the step under torch.no_grad()"
 )
 
 
