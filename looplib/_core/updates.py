@@ -171,6 +171,7 @@ def update_by_hand(
     optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
 ) -> tuple[Any, Any, bool | Tensor]:
     """A pure update: decide, copy, update."""
+    info = {"report": {}, **info}
     decision, opt_state = call_decide(optimizer, grads, opt_state, info.get("metrics") or {}, params, step)
     if tracing():
         flags = flags_in_graph(decision)
