@@ -26,7 +26,7 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.lease import Unwritten
-from looplib._core.mappings import pairs
+from looplib._core.mappings import mapped, pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
@@ -306,6 +306,18 @@ class FunctionalModule:
     def buffers(self) -> dict[str, Tensor]:
         """The module's current buffers: some modules assign new ones instead of writing to them."""
         return tensors(self.slots.buffers)
+
+    def aside(self, body: Callable[[], R]) -> R:
+        """Run `body()` within `run`, on copies of the buffers: a pass that does not count leaves no statistics."""
+        swaps = _differing(self.buffers_at, mapped(Tensor.clone, self.buffers()))
+        try:
+            for owner, key, _, copy in swaps:
+                owner[key] = copy
+            return body()
+        finally:
+            _hold_signals = True
+            for owner, key, own, _ in swaps:
+                owner[key] = own
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
