@@ -126,7 +126,7 @@ def make_grad_fn(
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
-            grads, after = host.run(leaves.all, lent, seeds[0], body)
+            grads, after = host.run(leaves.all, lent, seeds[0], body, request.donate)
         except Exception as error:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError(_IN_INFERENCE_MODE) from error

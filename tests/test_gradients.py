@@ -1,5 +1,7 @@
 """Gradients of a loss: grad modes, modules in eval mode, hooks, and a backward pass within the backward pass."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -170,3 +172,24 @@ def test_a_microbatch_without_samples_leaves_no_statistics(donate):
     state, _ = step(ll.init_state(model, optimizer), [x[:0], x[:2], x[:0], x[2:], x[:0]])
     assert state.buffers == {"written": 2, "replaced": 2}
     assert not donate or model.replaced is state.buffers["replaced"]
+
+
+def fails(model, x):
+    model(x)
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("loss_fn", [fails, lambda model, x: (model(x) * float("nan")).mean()])
+def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_skipped(loss_fn):
+    model, x = Counts(), torch.randn(3, 2)
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
+    good, bad = (
+        ll.make_train_step(ll.make_grad_fn(model, each), optimizer, donate=True)
+        for each in (lambda model, x: model(x).mean(), loss_fn)
+    )
+    state, _ = good(ll.init_state(model, optimizer), x)
+    with contextlib.suppress(ArithmeticError):
+        state, _ = bad(state, x)
+    state, _ = good(state, x)
+    assert state.buffers == {"written": 2, "replaced": 2}
+    assert all(buffer is state.buffers[name] for name, buffer in model.named_buffers())
