@@ -77,8 +77,8 @@ def make_grad_fn(
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the batch has no samples, the state belongs to a different model, or the batch is on a different device. The message gives the
-            names.
+            the batch has no samples, the state belongs to a different model, or the batch is on a different device.
+            The message gives the names.
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
@@ -334,8 +334,8 @@ _TRAINED = (
 )
 EVALUATED = (
     "eval and predict steps would cut its gradient off. Take the loss itself, "
-    "torch.func.functional_call(model, state.params, inputs), or if you want no gradient, call the step under "
-    "torch.no_grad()"
+    "torch.func.functional_call(model, state.params, inputs), or if you want no gradient, give its detach(), or "
+    "call the step under torch.no_grad()"
 )
 
 

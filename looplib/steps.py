@@ -200,16 +200,16 @@ def make_train_step(
 #            skipped or fails before its update, they are put back, and the state is as it was.
 #   gradients, decide
 #            whatever the gradients or the optimizer can refuse or skip is decided here: only the forward pass has written so
-#            far, and of that there are copies. The host reads the flags of all wrappers at once. (Giving up refuses as well,
-#            before it spends.)
+#            far, and of that there are copies. The host reads the flags of all wrappers at once.
 #   check    once more, since the loss or the decision may have run a step of another run over the same memory.
-#   own      a pure step copies what the update writes. A donated one gives up the state: it is spent from here on, before
-#            the first write, so an update that fails halfway cannot leave a state that looks valid.
+#   own      a pure step copies what the update writes. A donated one gives up the state, which may still refuse, and then
+#            spends it. That comes before the first write, so an update that fails halfway cannot leave a state that looks
+#            valid (tests/_core/test_lease.py).
 #   update   writes in place, or returns new tensors.
 #   advance  the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
 #            a reader is told that there is no state after it.
-# Once the flags are read, or the passes have failed, signals wait, so that none arrives between giving up the old state and
-# returning the new one.
+# Signals that arrive after the flags are read, or after the passes have failed, are handled when the step has returned: none
+# can come between giving up the old state and returning the new one.
 
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
