@@ -126,7 +126,7 @@ def make_grad_fn(
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
-            grads, after = host.run(leaves.all, lent, seeds[0], body)
+            grads, after = host.run(leaves.all, lent, seeds[0], body, request.donate)
         except Exception as error:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError(_IN_INFERENCE_MODE) from error
@@ -186,13 +186,13 @@ def _passes_of(
             samples = batch_size(batch)
             if not samples:
                 batch = _stand_in(batch, request.sum, sync)
-            if sync is None:
-                out = microbatch(batch, samples, request, sync, leaves)
-            else:
-                out = sync.make(number, samples, partial(microbatch, batch, samples, request, sync, leaves))
+            one = partial(microbatch, batch, samples, request, sync, leaves)
+            if not samples:
+                one = partial(host.aside, one)
+            out = one() if sync is None else sync.make(number, one)
             outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
         if sync is not None:
-            sync.pad(partial(microbatch, batch, 0, request, sync, leaves))
+            sync.pad(partial(host.aside, partial(microbatch, batch, 0, request, sync, leaves)))
         grads = leaves.grads()
         if len(grads) < len(leaves.names) and not leaves.traced:
             reach.check(leaves.loss, {*leaves.names} - grads.keys())

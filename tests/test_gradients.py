@@ -1,5 +1,7 @@
 """Gradients of a loss: grad modes, modules in eval mode, hooks, and a backward pass within the backward pass."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -146,3 +148,48 @@ def test_a_batch_without_samples_is_refused_and_a_microbatch_without_any_adds_no
     out = ll.accumulate(grad_fn)(state, [x[:0], x[:2], x[2:], x[:0]])
     torch.testing.assert_close(out.grads, {"weight": weight, "bias": bias})
     assert out.samples == 3
+
+
+class Counts(nn.Linear):
+    """A layer that counts its passes in a buffer that it writes and in one that it replaces."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("written", torch.tensor(0))
+        self.register_buffer("replaced", torch.tensor(0))
+
+    def forward(self, x):
+        self.written += 1
+        self.replaced = self.replaced + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_microbatch_without_samples_leaves_no_statistics(donate):
+    model, optimizer = Counts(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
+    step, x = ll.make_train_step(grad_fn, optimizer, donate=donate), torch.randn(3, 2)
+    state, _ = step(ll.init_state(model, optimizer), [x[:0], x[:2], x[:0], x[2:], x[:0]])
+    assert state.buffers == {"written": 2, "replaced": 2}
+    assert not donate or model.replaced is state.buffers["replaced"]
+
+
+def fails(model, x):
+    model(x)
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("loss_fn", [fails, lambda model, x: (model(x) * float("nan")).mean()])
+def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_skipped(loss_fn):
+    model, x = Counts(), torch.randn(3, 2)
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
+    good, bad = (
+        ll.make_train_step(ll.make_grad_fn(model, each), optimizer, donate=True)
+        for each in (lambda model, x: model(x).mean(), loss_fn)
+    )
+    state, _ = good(ll.init_state(model, optimizer), x)
+    with contextlib.suppress(ArithmeticError):
+        state, _ = bad(state, x)
+    state, _ = good(state, x)
+    assert state.buffers == {"written": 2, "replaced": 2}
+    assert all(buffer is state.buffers[name] for name, buffer in model.named_buffers())

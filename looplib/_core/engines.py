@@ -63,7 +63,6 @@ class Sync:
         batch_size: Callable[[Any], int],
     ) -> None:
         self.engine, self.ranks, self.total = engine, ranks, total
-        self.kept: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before a pass that does not count
         self.own: list[float] = []
         self.counted: Sums | None = None
         self.passes = self.needed = len(batches)  # of this call, with those that only other ranks need
@@ -79,12 +78,10 @@ class Sync:
             if engine.passes_together():
                 self.passes = round(largest_over_ranks([self.needed])[0])
 
-    def make(self, number: int, samples: int, one: Callable[[], Any]) -> Any:
-        """Make one pass. One of no samples is made because the other ranks wait for it."""
+    def make(self, number: int, one: Callable[[], Any]) -> Any:
+        """Make one pass."""
         last = self.total is None or self.total.last
         self.engine.sync(last and number == self.passes - 1)
-        if not samples:  # its gradients are multiplied by zero, and its statistics put back
-            self.kept = self.kept or with_copies(self.engine.buffers())
         out = one()
         counted, self.counted = self.counted, None
         return out._replace(samples=0 if counted is None else round(counted.read()[0]))
@@ -92,7 +89,7 @@ class Sync:
     def pad(self, one: Callable[[], Any]) -> None:
         """Make the passes that only other ranks need."""
         for number in range(self.needed, self.passes):
-            self.make(number, 0, one)
+            self.make(number, one)
 
     def note(self, grads: Mapping[str, Tensor]) -> None:
         """Remember the gradients added up so far, so that a wrapper that changes them is refused."""
@@ -114,7 +111,6 @@ class Sync:
 
     def end(self) -> None:
         self.engine.sync(True)
-        put_back(self.kept)
 
 
 def sync_over_ranks(
@@ -164,7 +160,6 @@ class Engine:
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.name = name
-        self.buffers = model.buffers
         self.compared = False  # True after the first step, if there are several ranks
         self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
         modules = list(model.modules())

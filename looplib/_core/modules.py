@@ -26,7 +26,7 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.lease import Unwritten
-from looplib._core.mappings import pairs
+from looplib._core.mappings import mapped, pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
@@ -195,8 +195,18 @@ class FunctionalModule:
             if isinstance(module, torch_private.BatchNorm) and (modes[module] or module.running_mean is None)
         )
 
-    def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
-        """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
+    def run(
+        self,
+        params: dict[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        seed: int,
+        body: Callable[[], R],
+        in_place: bool = False,
+    ) -> R:
+        """Run `body()` with these tensors in the module and the random streams seeded with `seed`.
+
+        In place, a module that holds the parameters is given the buffers for good.
+        """
         _interrupts.install()  # before anything that holds signals back
         # A trace takes long, and draws no numbers.
         with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
@@ -215,7 +225,7 @@ class FunctionalModule:
                 hosted.append(self.model)
                 if engine is not None:
                     lent = engine.swap_in(params, self.params)
-                swaps = self._swaps(params if lent is None else self.params(), buffers)
+                swaps = self._swaps(params if lent is None else self.params(), buffers, in_place)
                 for owner, key, _, tensor in swaps:
                     owner[key] = tensor
                 for module, mode in pairs(self.modules, self.modes):
@@ -241,7 +251,7 @@ class FunctionalModule:
                 for generator, stream in pairs(generators, streams):
                     generator.set_state(stream)
 
-    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
+    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], in_place: bool) -> list[Swap]:
         """Slots that hold other tensors than these."""
         # A loss that misses the replaced layers is noticed by their gradients, so only the first call looks.
         if not (self.looked and self.backward) and _submodules(self.children) != self.submodules:
@@ -257,8 +267,15 @@ class FunctionalModule:
                 self.explain(params, buffers, None)
             if self.backward and torch_private.any_gradient_hooks([own for _, _, own, _ in swaps]):
                 self._refuse_hooks(params)
+        if not buffers:
+            return swaps
         # Buffers may have any shape, since a forward pass may assign a longer one.
-        return swaps + _differing(self.buffers_at, buffers) if buffers else swaps
+        others = _differing(self.buffers_at, buffers)
+        if others and in_place and not swaps:  # assigned by a pass that was skipped or has failed
+            for owner, key, _, tensor in others:
+                owner[key] = tensor
+            return []
+        return swaps + others
 
     def _warn_of_late_eval(self) -> None:
         modes = dict(zip(self.modules, self.modes, strict=True))
@@ -306,6 +323,18 @@ class FunctionalModule:
     def buffers(self) -> dict[str, Tensor]:
         """The module's current buffers: some modules assign new ones instead of writing to them."""
         return tensors(self.slots.buffers)
+
+    def aside(self, body: Callable[[], R]) -> R:
+        """Run `body()` within `run`, on copies of the buffers: a pass that does not count leaves no statistics."""
+        swaps = _differing(self.buffers_at, mapped(Tensor.clone, self.buffers()))
+        try:
+            for owner, key, _, copy in swaps:
+                owner[key] = copy
+            return body()
+        finally:
+            _hold_signals = True
+            for owner, key, own, _ in swaps:
+                owner[key] = own
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""

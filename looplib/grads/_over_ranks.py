@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from looplib._core import engines
 from looplib._core import ranks as _ranks
 from looplib._core.records import with_repr
-from looplib._core.trees import batch_size, padding_batch
+from looplib._core.trees import batch_size, leaves, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib.grads._wrapper import check_parts, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -73,9 +75,13 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
 def _is_empty(batch: Any) -> bool:
     """True if this rank has no sample of the batch. Batches that cannot be counted are not empty."""
     try:
-        return batch_size(batch) == 0
+        counted = batch_size(batch)
     except TypeError:
         return False
+    # Of a list of microbatches, only the first was counted.
+    return not counted and not any(
+        leaf.size(0) for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
+    )
 
 
 def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:

@@ -14,6 +14,7 @@ import looplib as ll
 
 SIZES = [[3, 1, 1], [4, 2]]  # of each rank's microbatches: the second rank has one less
 FEW = [[2, 3], [0]]
+FIRST_EMPTY = [[2, 3], [0, 4]]
 
 
 def token_loss(model, x):
@@ -65,7 +66,8 @@ def each_engine():
         warnings.simplefilter("error")
         rank = ll.distributed.rank()
         for loss_fn in (mean_loss, token_loss):
-            for sizes, engines in ((SIZES, (ddp, ddp_static, fsdp, reduced)), (FEW, (ddp, reduced))):
+            every, few = (ddp, ddp_static, fsdp, reduced), (ddp, reduced)
+            for sizes, engines in ((SIZES, every), (FEW, few), (FIRST_EMPTY, few)):
                 batch, pieces = batches_of(sizes)
                 single = network()
                 total = token_loss(single, batch) if loss_fn is token_loss else mean_loss(single, batch)
