@@ -178,8 +178,7 @@ def _passes_of(
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of all microbatches, and the buffers after them. What each one gives goes into `outs`."""
         leaves.begin(None if request.sum is None else request.sum.grads)
-        if reach.plain:
-            reach.set_aside()
+        reach.set_aside()
         for number, batch in enumerate(batches):
             if number:
                 host.seed(seeds[number])
