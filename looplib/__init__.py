@@ -142,4 +142,5 @@ _explain_names(
         "testing": (),
         "transforms": ("compile_step", "vmap_step"),
     },
+    unlisted={"log", "state"},  # rooms with the names of every user's own variables: no completion offers `ll.state`
 )

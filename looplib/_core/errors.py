@@ -168,10 +168,10 @@ def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None
     cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
 
 
-def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> None:
+def explain_names(package: ModuleType, late: Mapping[str, Collection[str]], unlisted: Collection[str]) -> None:
     """Make a package say where a name is that it does not have, and import late rooms at their first use.
 
-    `late` maps such a room to those of its names that the package has as well.
+    `late` maps such a room to those of its names that the package has as well. `unlisted` names are left out of `dir`.
     """
     homes = {name: room for room, names in late.items() for name in (room, *names)}
 
@@ -187,7 +187,9 @@ def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> N
                 advice = f": it is ll.{room.__name__.rpartition('.')[2]}.{name}"
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}{advice}", name=name, obj=package)
 
-    vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}))
+    vars(package).update(
+        __getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}.difference(unlisted))
+    )
 
 
 def explain_assignment(cls: type, owner: str, advice: str) -> None:
