@@ -178,7 +178,8 @@ def _passes_of(
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of all microbatches, and the buffers after them. What each one gives goes into `outs`."""
         leaves.begin(None if request.sum is None else request.sum.grads)
-        reach.set_aside()
+        if reach.plain:
+            reach.set_aside()
         for number, batch in enumerate(batches):
             if number:
                 host.seed(seeds[number])
@@ -190,13 +191,14 @@ def _passes_of(
                 one = partial(host.aside, one)
             out = one() if sync is None else sync.make(number, one)
             outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
-        if sync is not None:
+        if sync is None:
+            grads = leaves.grads()
+        else:
             sync.pad(partial(host.aside, partial(microbatch, batch, 0, request, sync, leaves)))
-        grads = leaves.grads()
+            grads = leaves.grads()
+            sync.note(grads)
         if len(grads) < len(leaves.names) and not leaves.traced:
             reach.check(leaves.loss, {*leaves.names} - grads.keys())
-        if sync is not None:
-            sync.note(grads)
         return grads, host.buffers() if host.slots.buffers else {}
 
     # A separate function, so that one microbatch's graph is freed before the next one is built.

@@ -87,8 +87,6 @@ class Reach:
 
     def set_aside(self) -> None:
         """Take the gradients of other networks away for plain backward passes, until `put_back`."""
-        if not self.plain:
-            return
         own = {*map(id, self._model.parameters())}
         others: list[Tensor] = [tensor for module in _trained for tensor in module.parameters()]
         others += [tensor for other in self.others if (tensor := other()) is not None]
