@@ -3,9 +3,9 @@
 A backward pass is told which leaves to fill, so the gradients of anything else stay as they are. Two kinds of graphs
 do not show all of their leaves, and take a plain backward pass: those of FSDP2, whose leaves are unsharded
 parameters, and those with a function that runs a backward pass of its own, such as a reentrant checkpoint. There, the
-gradients of the other networks are set aside and put back: of those that looplib trains, and of the leaves that are
-shown. A network without a gradient function of its own that only a checkpoint or FSDP2 reaches has its filled, as in a
-raw loop.
+gradients of the other networks that looplib trains, and of the leaves that are shown, are set aside and put back. If only
+a checkpoint or FSDP2 reaches a network, and no gradient function was made of it, its gradients are filled, as in a raw
+loop.
 
 None of the mistakes raises an error. A loop without `state =` trains the initial state forever. The module of a pure run
 keeps its initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another
@@ -73,9 +73,9 @@ class Reach:
                     )
         if not self.plain:  # the leaves of FSDP2 are its own unsharded parameters
             self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
-        if not self.plain and (any(_CHECKPOINT in name for name in functions) or (functions and self._unreached)):
-            self.plain = True
-            self.set_aside()
+            if any(_CHECKPOINT in name for name in functions) or (functions and self._unreached):
+                self.plain = True
+                self.set_aside()
         self.known = True
 
     def check(self, loss: Tensor, missing: Set[str]) -> None:
