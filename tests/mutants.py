@@ -6,8 +6,8 @@
 
 Each mutant is one change of a comparison, a condition, a call whose result is not used, an operator, a number or the order
 of two arguments. They are drawn with a fixed seed, in proportion to the size of the files, and run in copies of the
-repository, two at a time, each as long as the room's fast tests until one fails (200 take about an hour). A mutant that
-no test notices is printed as a diff: write a test, unless it changes nothing.
+repository, two at a time: first the test file of the same name, then the room's fast tests, until one fails (200 take
+about an hour). A mutant that no test notices is printed as a diff: write a test, unless it changes nothing.
 """
 
 import argparse
@@ -187,15 +187,22 @@ def noticed(place, folder):
     original = target.read_text()
     target.write_text(mutated(file, number, kind))
     paths = [path for path in (TESTS | TESTS_OF_ROOMS)[part_of(file)] if (ROOT / path).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "300", *paths]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    same_name = sorted(
+        str(found.relative_to(ROOT)) for path in paths for found in (ROOT / path).glob(f"test{file.stem}.py")
+    )
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=1200)
-        return done.returncode != 0
-    except subprocess.TimeoutExpired:
-        return True
+        return any(fails(tests, folder) for tests in (same_name, paths) if tests)
     finally:
         target.write_text(original)
+
+
+def fails(tests, folder):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "300", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=1200).returncode != 0
+    except subprocess.TimeoutExpired:
+        return True
 
 
 def run(places):
