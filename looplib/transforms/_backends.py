@@ -45,7 +45,6 @@ R = TypeVar("R")
 Compiled = Callable[[list[Tensor]], Any]
 
 _SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_")}
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def backend(
@@ -53,9 +52,8 @@ def backend(
 ) -> Callable[[Program], Compiled]:
     """Function that compiles programs, with the arguments of `compile_step`."""
     check(
-        backend in ("inductor", "eager") and mode in (None, *_MODES),
-        f'compile_step got backend={backend!r} and mode={mode!r}: give "inductor" or "eager", and one of Inductor\'s '
-        f"modes, {', '.join(_MODES)}",
+        backend in ("inductor", "eager"),
+        f'compile_step got backend={backend!r}: give "inductor" or "eager"',
         TypeError,
     )
     check(
@@ -65,28 +63,24 @@ def backend(
     )
     if backend == "eager":
         return lambda program: eager(program.graph)
-    chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
-    strange = chosen and chosen.keys() - torch._inductor.list_options()
-    names = ", ".join(sorted(strange))
-    check(not strange, f"Inductor has no option {names}; see torch._inductor.list_options()", TypeError)
-    return partial(_by_inductor, mode or "default", chosen)
+    chosen = torch._TorchCompileInductorWrapper(mode, options, dynamic=False)  # type: ignore[no-untyped-call]
+    return partial(_by_inductor, chosen.config)
 
 
-def _by_inductor(mode: str, chosen: dict[str, Any], program: Program) -> Compiled:
+def _by_inductor(settings: dict[str, Any], program: Program) -> Compiled:
     from torch._inductor import compile_fx as inductor
 
     graph: Any = program.graph
     without_alpha(graph)
     powers_once(graph)
     examples = examples_of(graph)
-    patches = {**torch._inductor.list_mode_options(mode), **chosen}
 
-    def compiled_with(settings: dict[str, Any]) -> Any:
-        return inductor.compile_fx(graph, examples, config_patches={**patches, **settings})
+    def compiled_with(more: dict[str, Any]) -> Any:
+        return inductor.compile_fx(graph, examples, config_patches={**settings, **more})
 
     with torch.no_grad(), compiled_together():
-        compiled = without_isa_check(compiled_with, chosen)
-    if not patches.get("triton.cudagraphs"):
+        compiled = without_isa_check(compiled_with, settings)
+    if not settings.get("triton.cudagraphs"):
         return lambda values: compiled(*values)
 
     def run(values: list[Tensor]) -> list[Tensor]:
@@ -101,24 +95,12 @@ def without_alpha(graph: GraphModule) -> None:
     """Rewrite `x + alpha * y` as two operations: Inductor fuses x + alpha * (a @ b) and drops alpha."""
     for node in graph.graph.nodes:
         if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1 and isinstance(node.args[1], Node):
-            x, y = node.args
-            wide = torch.result_type(x.meta["val"], y.meta["val"])  # the dtype in which torch multiplies
+            (x, y), alpha = node.args, node.kwargs["alpha"]
             with graph.graph.inserting_before(node):
-                y = _as_dtype(graph, y, wide)
-                product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
-            product.meta["val"] = y.meta["val"]
+                product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, alpha))
+            product.meta["val"] = y.meta["val"] * alpha
             node.args, node.kwargs = (x, product), {}
     graph.recompile()
-
-
-def _as_dtype(graph: GraphModule, node: Node, dtype: torch.dtype) -> Node:
-    """A node for the same value in a dtype."""
-    value = node.meta["val"]
-    if value.dtype is dtype:
-        return node
-    converted = graph.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-    converted.meta["val"] = value.to(dtype)
-    return converted
 
 
 def powers_once(graph: GraphModule) -> None:
@@ -411,7 +393,7 @@ def _call_directly(nodes: Graph) -> None:
 def _calls(function: Any, operation: Any, args: Any, kwargs: Any) -> bool:
     """True if a function of torch calls an operation with these arguments, and nothing else."""
     try:
-        with torch.no_grad(), _Expecting((operation, args, kwargs)) as mode:
+        with torch.no_grad(), _Expecting(_call(operation, args, kwargs)) as mode:
             function(*args, **kwargs)
     except Exception:  # of any kind: the function takes different arguments or calls something else
         return False
@@ -429,14 +411,12 @@ class _Expecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace != "prim":  # such as a question for the device
             self.calls += 1
-            if self.calls > 1 or not _is_equal((func, args, kwargs), self.expected):
+            if self.calls > 1 or _call(func, args, kwargs) != self.expected:
                 raise LookupError(func)
         return func(*args, **kwargs)
 
 
-def _is_equal(one: Any, two: Any) -> bool:
-    leaves, others = tree_leaves(one), tree_leaves(two)
-    return len(leaves) == len(others) and all(
-        a is b or (not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b))
-        for a, b in zip(leaves, others, strict=True)
-    )
+def _call(operation: Any, args: Any, kwargs: Any) -> Any:
+    """A call, equal to another with the same tensors and with numbers of the same types and values."""
+    leaves = tree_leaves((args, kwargs))
+    return operation, [id(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]

@@ -83,8 +83,9 @@ def compile_step(
         backend: "inductor", or "eager" for a graph without machine code: see below.
 
     Raises:
-        TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
-            an option; or a donated step is to be a CUDA graph.
+        TypeError: `step` is a different function, is already compiled, or is differentiable; or a donated step is to
+            be a CUDA graph.
+        RuntimeError: torch does not know the mode or an option.
         UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
             ranks (compile the model's blocks there, `for block in model.blocks: block.compile()`).
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,38 +142,27 @@ def _with_fields(kind: type, values: dict[str, Any]) -> Any:
 
 def reader(tree: Any) -> Callable[[Any], list[Tensor]]:
     """Function that lists the tensors of a tree like this one, in the order of `expression`, without inspecting it."""
+    tensors = expression(tree).tensors
+    paths = [path for path, leaf in pytree.tree_flatten_with_path(tree)[0] if isinstance(leaf, Tensor)]
     try:
-        read: Callable[[Any], list[Tensor]] = eval(f"lambda t: [{', '.join(_paths(tree, 't'))}]")
-    except LookupError:
-        return lambda t: expression(t).tensors
-    return read
-
-
-def _paths(node: Any, path: str) -> Iterator[str]:
-    if isinstance(node, (list, tuple)):
-        node = dict(enumerate(node))
-    if isinstance(node, Tensor):
-        yield path
-    elif isinstance(node, dict) and {str, int}.issuperset(map(type, node)):
-        for key, value in node.items():
-            yield from _paths(value, f"{path}[{key!r}]")
-    elif expression(node).tensors:
-        raise LookupError(path)
+        read: Callable[[Any], list[Tensor]] = eval(
+            f"lambda t: [{', '.join([f't{pytree.keystr(p)}' for p in paths])}]"
+        )
+        if list(map(id, read(tree))) == list(map(id, tensors)):
+            return read
+    except Exception:  # of any kind: a key, or a container of the user's, has a name that is no code
+        pass
+    return lambda t: expression(t).tensors
 
 
 def as_answer(returned: Any) -> Expression:
     """Expression of a host function's result, with floats as tensors."""
-    return expression(_floats_as_tensors(returned))
+    return expression(pytree.tree_map(_float_as_tensor, returned))
 
 
-def _floats_as_tensors(tree: Any) -> Any:
-    if isinstance(tree, numbers.Real) and not isinstance(tree, numbers.Integral):  # including NumPy's
-        return torch.tensor(float(tree), dtype=torch.float64)
-    if type(tree) is dict:
-        return {key: _floats_as_tensors(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map(_floats_as_tensors, tree))
-    return tree
+def _float_as_tensor(leaf: Any) -> Any:
+    is_float = isinstance(leaf, numbers.Real) and not isinstance(leaf, numbers.Integral)  # NumPy's too
+    return torch.tensor(float(leaf), dtype=torch.float64) if is_float else leaf
 
 
 # Programs

@@ -76,14 +76,12 @@ def refused_calls():
         "compile=True": (lambda: ll.make_train_step(grad_fn, adamw(), compile=True), ["compile=", instead]),
         "donated=": (lambda: ll.make_train_step(grad_fn, adamw(), donated=True), ["make_train_step", "'donated'"]),
         "fullgraph": (lambda: ll.compile_step(step, fullgraph=True), ["'fullgraph'"]),
-        "mode": (lambda: ll.compile_step(step, mode="fast"), ["'fast'", "default, reduce-overhead"]),
         "donated": (
             lambda: ll.compile_step(train_step(model, donate=True), mode="reduce-overhead"),
             ["CUDA graph", "donate=True"],
         ),
         "backend": (lambda: ll.compile_step(step, backend="inductr"), ["'inductr'", '"eager"']),
         "Inductor's": (lambda: ll.compile_step(step, backend="eager", mode="default"), ["Inductor's", "'eager'"]),
-        "option": (lambda: ll.compile_step(step, options={"fallback_randon": True}), ["fallback_randon"]),
     }
 
 
@@ -92,6 +90,13 @@ def test_what_is_refused_when_a_step_is_made():
         with pytest.raises(TypeError) as error:
             call()
         assert all(word in str(error.value) for word in words), name
+
+
+@pytest.mark.parametrize("unknown", [{"mode": "fast"}, {"options": {"fallback_randon": True}}])
+def test_torch_refuses_modes_and_options_that_it_does_not_know_when_a_step_is_made(unknown):
+    step = train_step(seeded(plain))
+    with pytest.raises(RuntimeError, match=r"Unrecognized mode=fast|Unexpected optimization option fallback_randon"):
+        ll.compile_step(step, **unknown)
 
 
 class Counting(nn.Linear):

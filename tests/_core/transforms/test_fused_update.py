@@ -165,7 +165,7 @@ def near(model, optimizer, backend="eager"):
 @pytest.mark.parametrize(("backend", "count", "kernels"), [("inductor", 63, 0), ("inductor", 64, 1), ("eager", 1, 1)])
 def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(backend, count, kernels, monkeypatch):
     # The graph for Inductor, run as it is: generating the code would take long.
-    monkeypatch.setattr(_backends, "_by_inductor", lambda mode, options, program: eager(program.graph))
+    monkeypatch.setattr(_backends, "_by_inductor", lambda settings, program: eager(program.graph))
     assert near(Many(count), ll.optimizer(optim.AdamW, lr=0.1), backend) == [kernels]
 
 
