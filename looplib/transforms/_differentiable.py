@@ -18,7 +18,6 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
     temporarily_restore_interpreter_stack,
 )
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,14 +28,13 @@ from looplib._core import tracing
 from looplib._core.checks import check
 from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.tracing import STOPS, UntraceableError
+from looplib._core.tracing import STOPS
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import (
     CompiledProgram,
     Compiler,
-    Ready,
     seed_streams,
     spec_without_graphs,
     step_of_graphs,
@@ -48,12 +46,11 @@ from looplib.transforms._program import (
     Inputs,
     as_answer,
     examples_of,
-    expression,
     memory_like,
     program_of,
 )
 from looplib.transforms._trace import trace
-from looplib.types import TrainState, TrainStep
+from looplib.types import TrainStep
 
 
 def differentiable(train_step: TrainStep) -> TrainStep:
@@ -88,10 +85,11 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     Raises:
         TypeError: `train_step` is a different function, or is compiled already.
         UntraceableError: from the step, as for compiled steps; also if another function than a schedule closes over a
-            tensor of a surrounding `torch.func` transform (put it into the batch); for an update that may be skipped,
-            such as with `apply_if_finite`, under torch.vmap or in a compiled outer step; or if torch.vmap maps over a
-            number in `opt_state` that decides what the update does, such as the counter of `ema`.
-        RuntimeError: from torch, for an operation without a second derivative.
+            tensor of a surrounding `torch.func` transform (put it into the batch), and for an update that may be
+            skipped, such as with `apply_if_finite`, in a compiled outer step.
+        RuntimeError: from torch, for an operation without a second derivative; and under torch.vmap, for a value that
+            Python reads: the flag of an update that may be skipped, or a number in `opt_state` that decides what the
+            update does, such as the counter of `ema`, if the tasks differ in it.
 
     **An outer loop** is an ordinary training loop whose loss function trains on each task, starting from the outer
     weights:
@@ -140,33 +138,14 @@ class _Differentiable(Compiler):
     def __init__(self, core: Core, watched: tuple[Any, ...]) -> None:
         super().__init__(core, False, {"backend": "eager"}, watched)
 
-    def prepare(self, state: TrainState, batch: Any) -> Ready:
-        ready = super().prepare(state, batch)
-        program = ready.machine.program
-        decides = bool(program.traced.checks) or isinstance(Outcome(*program.traced.outcome[0]).applied, Tensor)
-        if decides and any(isinstance(tensor, FakeTensor) or _is_mapped(tensor) for tensor in ready.flat):
-            raise UntraceableError(
-                "whether this step updates (apply_if_finite, dynamic_loss_scale) is read from a tensor, "
-                "which has no one value under torch.vmap or while an outer step is compiled: leave the wrapper out, "
-                "or take the tasks one by one in an outer step without ll.compile_step"
-            )
-        return ready
-
     def ask(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
         values = question.arguments(flat, counts)
-        check(
-            not any(isinstance(value, Tensor) and _is_mapped(value) for value in values),
-            "torch.vmap maps over a number in opt_state that the host is asked about (on_host), and it is not one number "
-            "there: let it be the same for all tasks, or take them one by one",
-            UntraceableError,
-        )
         # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
         answer = as_answer(question.function(*map_tensors(Tensor.detach, values)))
         tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
         return as_answer(question.function(*values)) if tracked else answer
 
     def make(self, inputs: Inputs) -> CompiledProgram:
-        state = inputs.state
         with _written_apart() as interpreters:
 
             def evaluate(question: HostInput) -> Expression:
@@ -174,13 +153,8 @@ class _Differentiable(Compiler):
                     answer = self.ask(question, inputs.flat, inputs.counts)
                 return answer._replace(tensors=[*map(_zeros, answer.tensors)])
 
-            flat = [*map(_zeros, inputs.flat)]
-            trees = expression((state.params, state.buffers, state.opt_state))
-            params, buffers, opt_state = trees.build()(flat)
-            example = TrainState(params=params, buffers=buffers, opt_state=opt_state, epoch_length=state.epoch_length)
-            batch = expression(inputs.batch).build()(flat[len(trees.tensors) :])
-            plain = inputs._replace(state=example, batch=batch, flat=flat)
-            traced = trace(self.core, plain, evaluate, differentiable=True)
+            examples = inputs._replace(flat=[*map(_zeros, inputs.flat)])
+            traced = trace(self.core, examples, evaluate, differentiable=True)
             graph = _without_cuts(traced.graph)
         program = program_of(replace(traced, graph=graph, trained=frozenset()), apart=False)
         draw = seed_streams if traced.streams else None
@@ -215,20 +189,13 @@ def _zeros(tensor: Tensor) -> Tensor:
     return memory_like(tensor).zero_()
 
 
-def _is_mapped(tensor: Tensor) -> bool:
-    """True if torch.vmap is mapping over a tensor, within other transforms too."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 def _without_cuts(graph: GraphModule) -> GraphModule:
     """A graph without in-place writes, detached only where the loss function detaches."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm.default):
+        if node.args[3] is not None:  # running statistics, which the other form declares that it writes
+            node.target = torch.ops.aten._native_batch_norm_legit.default
     with torch.no_grad():
-        interpreted = functionalize(_Pure(graph).run, remove="mutations")
+        interpreted = functionalize(torch.fx.Interpreter(graph).run, remove="mutations")
         pure = make_fx(interpreted, _decompositions.differentiable(), tracing_mode="fake")(*examples_of(graph))
     for node in list(pure.graph.nodes):
         if node.target is torch.ops.aten.view.default:  # torch.vmap may have changed their strides
@@ -249,15 +216,6 @@ def _detach_where_asked(graph: Graph, node: Node) -> None:
         with graph.inserting_after(node):
             cut = graph.call_function(detach, (node,))
         node.replace_all_uses_with(cut, delete_user_cb=lambda user: user is not cut)
-
-
-class _Pure(torch.fx.Interpreter):
-    """Interpreter that marks batch norm as writing its running statistics."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.aten.native_batch_norm.default and args[3] is not None:
-            target = torch.ops.aten._native_batch_norm_legit.default
-        return super().call_function(target, args, kwargs)
 
 
 def _stops(node: Node) -> bool:

@@ -614,8 +614,12 @@ REFUSED = {  # name -> (call, type, what the message names)
     "a class": (lambda: ll.transforms.differentiable(torch.optim.SGD), TypeError, ["ll.make_train_step"]),
     "closed over, in grad": (lambda: grad(scaled_by)(LR), UNTRACEABLE, ["torch.func", "the batch"]),
     "closed over, in vmap": (lambda: vmap(scaled_by)(LR[None]), UNTRACEABLE, ["torch.func", "the batch"]),
-    "skipping under vmap": (skipping_under_vmap, UNTRACEABLE, ["apply_if_finite", "torch.vmap"]),
-    "skipping in a graph": (skipping_in_a_graph, UNTRACEABLE, ["apply_if_finite", "ll.compile_step"]),
+    "skipping under vmap": (skipping_under_vmap, RuntimeError, ["vmap", "data-dependent control flow"]),
+    "skipping in a graph": (
+        skipping_in_a_graph,
+        UNTRACEABLE,
+        ["in in_a_row: `state, of_step = step(", "ll.compile_step"],
+    ),
     "an eval step": (lambda: grad(evaluated)(START.params), ValueError, CUT_OFF),
     "an eval step of a graph": (
         lambda: evaluated(with_graph(), partial(ll.compile_step, backend="eager")),
