@@ -25,8 +25,6 @@ _INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "pla
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
-_MODULES_OWN = {"training", "call_super_init", "dump_patches"}  # attributes that torch gives to modules
-
 _MANY = 64  # a container with more entries holds data, not settings
 
 Reference = tuple[str, Callable[[], Any]]  # path, and function that reads the current value
@@ -98,11 +96,6 @@ def is_installed(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(_INSTALLED)
 
 
-def own_attributes(module: nn.Module) -> list[str]:
-    """Names of the attributes that a module's own code has set."""
-    return [name for name in vars(module) if not name.startswith("_") and name not in _MODULES_OWN]
-
-
 def _references(thing: Any, path: str, names: set[str]) -> Iterator[Reference]:
     """Direct references of a value."""
     parts = next((parts for kind, parts in _PARTS.items() if isinstance(thing, kind)), None)
@@ -128,6 +121,9 @@ def _references(thing: Any, path: str, names: set[str]) -> Iterator[Reference]:
 _PARTS = {
     partial: ("func", "args", "keywords"),
     types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
     FunctionalModule: ("model",),
 }
 
@@ -135,8 +131,9 @@ _PARTS = {
 def _of_module(model: nn.Module) -> Iterator[Reference]:
     for prefix, module in named_modules(model):
         path = prefix or type(module).__name__
-        for name in own_attributes(module):
-            yield f"{path}.{name}", partial(vars(module).get, name)
+        for name in vars(module):
+            if not name.startswith("_") and name != "training":
+                yield f"{path}.{name}", partial(vars(module).get, name)
         yield path, partial(_itself, type(module))
 
 
@@ -158,14 +155,14 @@ def _of_function(function: types.FunctionType, names: set[str]) -> Iterator[Refe
         space = function.__globals__
         for name in sorted(_names(function.__code__) & space.keys()):
             yield name, partial(space.get, name)
-        for value in function.__defaults__ or ():
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             yield f"a default of {function.__name__}", partial(_itself, value)
 
 
 def _attributes(thing: Any) -> set[str]:
     """Names of the attributes of an object itself, including slots."""
     members = [member for kind in type(thing).__mro__ for member in vars(kind).items()]
-    slots = {name for name, member in members if inspect.ismemberdescriptor(member) and hasattr(thing, name)}
+    slots = {name for name, member in members if inspect.ismemberdescriptor(member)}
     return slots | getattr(thing, "__dict__", {}).keys()
 
 

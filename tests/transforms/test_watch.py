@@ -62,6 +62,42 @@ def of_a_class(model, x):
     return squares(model, x) * Constants.scale
 
 
+class Behind:
+    """Numbers that a property, a method of the class and a static one read."""
+
+    scale = 1.0
+
+    def __init__(self):
+        self.inner = 1.0
+
+    @property
+    def own(self):
+        return self.inner
+
+    @classmethod
+    def of_all(cls):
+        return cls.scale
+
+    @staticmethod
+    def of_another():
+        return Constants.scale
+
+
+BEHIND = Behind()
+
+
+def of_a_property(model, x):
+    return squares(model, x) * BEHIND.own
+
+
+def of_a_class_method(model, x):
+    return squares(model, x) * Behind.of_all()
+
+
+def of_a_static_method(model, x, *, behind=BEHIND):
+    return squares(model, x) * behind.of_another()
+
+
 SLOTTED = Slotted(1.0)
 
 
@@ -95,6 +131,9 @@ class Steps:
         (of_a_module, SETTINGS, "scale"),
         (of_a_class, Constants, "scale"),
         (of_slots, SLOTTED, "scale"),
+        (of_a_property, BEHIND, "inner"),
+        (of_a_class_method, Behind, "scale"),
+        (of_a_static_method, Constants, "scale"),
         (squares, Base, "scale"),
         (squares, None, "factor"),
         (TASK.loss, TASK, "scale"),
