@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ for _name in _names:
     setattr(Count, _name, Count.refuse)
 
 
+@dataclass(eq=False)
 class Trace:
     """One trace of a step.
 
@@ -65,31 +67,24 @@ class Trace:
             differentiated, updates them.
         stream: index of the microbatch for which random numbers are drawn.
         afterwards: checks to make after the graph has run.
+        copies: copies of inputs, kept alive for their ids.
     """
 
-    def __init__(
-        self,
-        inputs: dict[int, int],
-        answer: Callable[[Callable[..., Any], list[Any]], Any],
-        differentiable: bool = False,
-        stacked: bool = False,
-        kernels_from: float = math.inf,
-    ) -> None:
-        self.inputs = inputs
-        self.answer = answer
-        self.differentiable = differentiable
-        self.stacked = stacked
-        self.kernels_from = kernels_from
-        self.stream = 0
-        self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.copies: list[Tensor] = []
+    inputs: dict[int, int]
+    answer: Callable[[Callable[..., Any], list[Any]], Any]
+    differentiable: bool = False
+    stacked: bool = False
+    kernels_from: float = math.inf
+    stream: int = 0
+    afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
 
     def note_copies(self, originals: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
         """Let the host be asked about copies of inputs too: an update is given copies, of numbers such as counts too."""
         for original, copy in zip(originals, copies, strict=True):
             if id(original) in self.inputs:
                 self.inputs[id(copy)] = self.inputs[id(original)]
-                self.copies.append(copy)  # whose id must not be that of another tensor later
+                self.copies.append(copy)
 
     def ask(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         sources: list[Any] = []

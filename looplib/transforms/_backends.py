@@ -39,7 +39,16 @@ from torch.utils._pytree import tree_leaves
 
 from looplib._core.checks import check
 from looplib.optim._traced_update import FUSED_UPDATE, fused_update
-from looplib.transforms._program import Program, draws, examples_of, is_same, is_tensor, kind_of, storage
+from looplib.transforms._program import (
+    Program,
+    draws,
+    examples_of,
+    is_same,
+    is_tensor,
+    kind_of,
+    replace_node,
+    storage,
+)
 
 R = TypeVar("R")
 Compiled = Callable[[list[Tensor]], Any]
@@ -293,11 +302,6 @@ def _memory(some: Iterable[Node]) -> set[int]:
     return {storage(node) for node in some if is_tensor(node)}
 
 
-def _replace(node: Node, by: Node) -> None:
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
-
-
 def _computed_once(nodes: Graph) -> list[Tensor]:
     """Remove views that are like the tensor that they view, and compute numbers that depend on nothing beforehand.
 
@@ -309,13 +313,13 @@ def _computed_once(nodes: Graph) -> list[Tensor]:
     for node in _operations(nodes):
         inputs = node.all_input_nodes
         if len(inputs) == 1 and is_same(node, inputs[0]):
-            _replace(node, inputs[0])
+            replace_node(node, inputs[0])
         elif not inputs and not node.meta["val"].dim() and storage(node) not in results:
             numbers.append(cast(Any, node.target)(*node.args, **node.kwargs))
             with nodes.inserting_before(first):
                 number = nodes.placeholder(f"number_{len(numbers)}")
             number.meta["val"] = node.meta["val"]
-            _replace(node, number)
+            replace_node(node, number)
     return numbers
 
 
@@ -340,7 +344,7 @@ def _in_place(nodes: Graph) -> None:
         for node in [] if storage(new) in results else _path(old, new, writable):
             node.target = _in_place_form(node)
             if node is new:
-                _replace(copy, new)
+                replace_node(copy, new)
     inputs = _memory(nodes.find_nodes(op="placeholder"))
     for node in _operations(nodes):
         if writable(node) and storage(cast(Node, node.args[0])) not in inputs:

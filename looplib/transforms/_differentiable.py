@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from looplib.transforms._program import (
     examples_of,
     memory_like,
     program_of,
+    replace_node,
 )
 from looplib.transforms._trace import trace
 from looplib.types import TrainStep
@@ -210,8 +211,7 @@ def _detach_where_asked(graph: Graph, node: Node) -> None:
     """Detach the node's value if the loss function does, and if not, undo a detach."""
     detach = torch.ops.aten.detach.default
     if node.target is detach and not _stops(node):
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        graph.erase_node(node)
+        replace_node(node, cast(Node, node.args[0]))
     elif node.op == "call_function" and _stops(node) and isinstance(node.meta.get("val"), Tensor):
         with graph.inserting_after(node):
             cut = graph.call_function(detach, (node,))

@@ -392,10 +392,15 @@ def _written_by_kernels(
         written = [node.target for node in copy.users] == [FUSED_UPDATE]
         alike = kind_of(copy.meta["val"]) == kind_of(state.meta["val"])
         if copied and written and alike and copy not in returned and last_read[storage(state)] is copy:
-            copy.replace_all_uses_with(state)
-            graph.erase_node(copy)
+            replace_node(copy, state)
             changed.add(index)
     return changed
+
+
+def replace_node(node: Node, by: Node) -> None:
+    """Remove an operation, and use another result in place of its own."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
 
 
 def draws(node: Node) -> bool:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from looplib._core import tracing
 from looplib._core.closures import Variable, is_library
 from looplib._core.tracing import Count, UntraceableError
+from looplib._core.trees import same_kind
 from looplib.steps import Outcome
 from looplib.transforms._decompositions import RecurrentInParts
 from looplib.transforms._program import (
@@ -38,6 +39,7 @@ from looplib.transforms._program import (
     changed,
     draws,
     expression,
+    replace_node,
 )
 from looplib.types import TrainState
 
@@ -135,15 +137,12 @@ def _better_error(error: Exception) -> UntraceableError | None:
 
 def _replaced(out: Outcome, old: TrainState, known: dict[int, int]) -> dict[int, int]:
     """Map each tensor of the outcome to the tensor of the state that it replaces, in trees that keep their structure."""
-    pairs: list[tuple[Tensor, Tensor | None]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for new, before in zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True):
         made, replaced = expression(new), expression(before)
-        kept = made.source == replaced.source
-        pairs += zip(made.tensors, replaced.tensors if kept else [None] * len(made.tensors), strict=True)
+        pairs += zip(made.tensors, (replaced if made.source == replaced.source else made).tensors, strict=True)
     return {
-        index: known[id(was)]
-        for index, (now, was) in enumerate(pairs)
-        if was is not None and (now.shape, now.dtype) == (was.shape, was.dtype)
+        index: known[id(was)] for index, (now, was) in enumerate(pairs) if id(was) in known and same_kind(now, was)
     }
 
 
@@ -168,8 +167,7 @@ def _tidied(
             with nodes.inserting_before(next(iter(nodes.nodes))):
                 constant = nodes.placeholder(f"constant_{len(constants)}")
             constant.meta.update(node.meta)
-            node.replace_all_uses_with(constant)
-            nodes.erase_node(node)
+            replace_node(node, constant)
             constants.insert(0, reads.get(id(value), partial(_itself, value)))
     for node, stream in zip(filter(draws, nodes.nodes), streams, strict=True):
         node.meta["stream"] = stream

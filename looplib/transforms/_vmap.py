@@ -7,6 +7,8 @@ member as it would a single run, and small models use the device together.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,6 +44,7 @@ from looplib.transforms._program import (
     is_tensor,
     memory_like,
     program_of,
+    replace_node,
 )
 from looplib.transforms._stacks import _member, _Records, asking, members_of
 from looplib.transforms._trace import trace
@@ -148,8 +151,7 @@ class _Stacked(Compiler):
         return answers[0].key(), [torch.stack(column) for column in columns]
 
     def make(self, inputs: Inputs) -> CompiledProgram:
-        in_batch = expression(inputs.batch)
-        stacked = len(inputs.flat) - len(in_batch.tensors) * (not self.own_batches)
+        stacked = len(inputs.flat) - len(expression(inputs.batch).tensors) * (not self.own_batches)
         varied: list[bool] = []  # for each number from the host, True if each member has its own
 
         def evaluate(question: HostInput) -> Expression:
@@ -158,8 +160,7 @@ class _Stacked(Compiler):
             return answers[0]
 
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
-        batch = in_batch.build()(flat[-len(in_batch.tensors) :]) if in_batch.tensors else inputs.batch
-        member = inputs._replace(state=_member(inputs.state, 0), batch=batch, flat=flat)
+        member = inputs._replace(state=_member(inputs.state, 0), flat=flat)
         traced = trace(partial(_mappable, self.core), member, evaluate, stacked=True)
         mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
         program = program_of(mapped, self.donate)
@@ -238,8 +239,7 @@ def _without_copies(graph: GraphModule) -> None:
     """Remove copies: only batch norm's kernels write in this graph, so elsewhere a copy equals its original."""
     for node in list(graph.graph.nodes):
         if _is_needless_copy(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
+            replace_node(node, cast(Node, node.args[0]))
 
 
 def _is_needless_copy(node: Node) -> bool:
@@ -249,14 +249,15 @@ def _is_needless_copy(node: Node) -> bool:
 
 def _with_numbers_moved(graph: GraphModule) -> None:
     """Move numbers on the CPU to the device that uses them, which takes one of them from there, but not a stack."""
-    for node in list(graph.graph.nodes):
-        inputs = [one for one in node.all_input_nodes if node.op == "call_function" and is_tensor(one)]
-        numbers = [one for one in inputs if one.meta["val"].device.type == "cpu"]
-        device = next((one.meta["val"].device for one in inputs if one not in numbers), None)
-        for one in numbers if device is not None else ():
+    for node in [node for node in graph.graph.nodes if node.op == "call_function"]:
+        devices = {one: one.meta["val"].device for one in node.all_input_nodes if is_tensor(one)}
+        elsewhere = [device for device in devices.values() if device.type != "cpu"]
+        for number in [one for one, device in devices.items() if elsewhere and device.type == "cpu"]:
             with graph.graph.inserting_before(node):
-                moved = graph.graph.call_function(torch.ops.aten._to_copy.default, (one,), {"device": device})
-            node.replace_input_with(one, moved)
+                moved = graph.graph.call_function(
+                    torch.ops.aten._to_copy.default, (number,), {"device": elsewhere[0]}
+                )
+            node.replace_input_with(number, moved)
 
 
 def _of_all(count: int, out: Outcome) -> Outcome:
@@ -336,12 +337,9 @@ def draw_members(
     seeds: Any = state.seed
     members: list[list[Tensor]] = []
     for seed in seeds:
-        before, drawn = None, []
-        for drawing, stream in drawings:
-            if stream != before:  # each microbatch has its own stream, and draws everything at once
-                begin, before = mix(seed, state.step, rank(), stream), stream
-                for generator in generators:
-                    generator.manual_seed(begin)
-            drawn.append(drawing())
-        members.append(drawn)
+        members.append(drawn := [])
+        for stream, of_stream in itertools.groupby(drawings, key=operator.itemgetter(1)):  # a stream per microbatch
+            for generator in generators:
+                generator.manual_seed(mix(seed, state.step, rank(), stream))
+            drawn += [drawing() for drawing, _ in of_stream]
     return [*map(torch.stack, zip(*members, strict=True))]
