@@ -103,55 +103,45 @@ class Trace:
         return self.answer(function, sources)
 
 
-class within:
+_KEY = "looplib.tracing"
+
+# Traces in all threads. There is nearly always none, and then nothing else is checked. Code that runs in each step
+# checks this before it calls `tracing()`.
+entered: list[Trace | None] = []
+
+
+@contextmanager
+def within(trace: Trace | None) -> Iterator[None]:
     """Activate a trace for the duration of a block, or with None, deactivate it for work on the host.
 
     It applies to this thread, and to the threads in which autograd runs its backward pass. Other threads may run
     plain steps at the same time.
     """
-
-    def __init__(self, trace: Trace | None, differentiable: bool = False) -> None:
-        self.trace = trace
-        self.differentiable = trace.differentiable if trace is not None else differentiable
-
-    def __enter__(self) -> None:
-        self.before = _here()
-        entered.append(self)
-        torch_private.set_thread_value(_KEY, self)
-
-    def __exit__(self, *_: Any) -> None:
-        torch_private.set_thread_value(_KEY, self.before)
-        entered.remove(self)
-
-
-_KEY = "looplib.tracing"
-
-# Number of traces in all threads. It is nearly always 0, and then nothing else is checked. Code that runs in each step
-# checks this before it calls `tracing()`.
-entered: list[within] = []
-
-
-def _here() -> within | None:
-    here: within | None = torch_private.thread_value(_KEY)
-    return here
+    before = current()
+    entered.append(trace)
+    torch_private.set_thread_value(_KEY, trace)
+    try:
+        yield
+    finally:
+        torch_private.set_thread_value(_KEY, before)
+        entered.remove(trace)
 
 
 def current() -> Trace | None:
     """The current trace, or None."""
-    if not entered or (here := _here()) is None:
-        return None
-    return here.trace
+    trace: Trace | None = torch_private.thread_value(_KEY) if entered else None
+    return trace
 
 
 def tracing() -> bool:
     """True while a step is being traced instead of run."""
-    return bool(entered) and current() is not None
+    return current() is not None
 
 
 def differentiated() -> bool:
     """True while a step is being traced to be differentiated itself."""
-    here = _here()
-    return here is not None and here.differentiable
+    trace = current()
+    return trace is not None and trace.differentiable
 
 
 def keeps_terms_of_0() -> bool:
@@ -178,7 +168,7 @@ def one_at_a_time() -> Iterator[None]:
 
     A checkpoint around the step would take what a trace saves for what the step saves, so its hooks wait as well.
     """
-    if _here() is not None:  # inside another trace, which holds the lock
+    if tracing():  # inside another trace, which holds the lock
         yield
         return
     around = saved_tensors_hooks(_unchanged, _unchanged) if torch_private.has_saved_tensors_hooks() else nullcontext()
@@ -335,7 +325,7 @@ def _refuse_strangers(args: Any, kwargs: Any) -> None:
 
 def cuts_marked() -> AbstractContextManager[Any]:
     """Context for a user's loss function, in which a differentiable trace marks its cuts."""
-    return _Marks() if tracing() and differentiated() else _nothing
+    return _Marks() if differentiated() else _nothing
 
 
 _nothing = nullcontext()

@@ -242,7 +242,7 @@ def offload(
 
 def _offloaded(module: nn.Module) -> Callable[..., Any]:
     forward = module.forward
-    if _tracing.tracing() or _tracing.differentiated():  # a graph plans its memory itself
+    if _tracing.tracing():  # a graph plans its memory itself
         return forward
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -118,11 +118,14 @@ def compile_step(
         TypeError,
     )
     chosen = {"mode": mode, "options": options, "backend": backend}
-    if parts.compiler is not None:
-        compiler = parts.compiler.compiled(chosen)
-    else:
-        compiler = Compiler(parts.core, parts.donate, chosen, parts.watched)
-    made = step_of_graphs(step, parts, compiler)
+    check(
+        parts.compiler is None or (parts.compiler.no_grad and parts.compiler.options == WITHOUT_CODE),
+        "compile_step got a step that is compiled already, or differentiable: give the one that ll.make_train_step "
+        "returned, or compile the outer train step, whose graph then holds the differentiable one",
+        TypeError,
+    )
+    plain = parts.compiler or Compiler(parts.core, parts.donate, parts.watched, WITHOUT_CODE)
+    made = step_of_graphs(step, parts, replace(plain, options=chosen))
     remembered: S = with_repr(made, compile_step, step, mode=mode, options=options, backend=backend)
     return remembered
 
@@ -152,7 +155,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         params, _, _ = trees_of(state)
         if watch is not None:
             watch.see(state, batch)
-        if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
+        if compiler.no_grad and not compiler.knows(state):
             check_history(params)
         ready = compiler.prepare(state, batch)
         if watch is not None and ready.machine.reached:
@@ -176,7 +179,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if lease is not None:
             lease.step = new.step
             _interrupts.returns_to(sys._getframe(1))
-        compiler.remember(ready, new)
+        compiler.remember(ready.machine, new)
         return new, out.metrics
 
     return compiled
@@ -185,11 +188,11 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
 def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], Any]:
     def compiled(state: TrainState, batch: Any) -> Any:
         _interrupts.install()
-        if torch.is_grad_enabled() and (compiler.known is None or compiler.known[0]() is not state):
+        if torch.is_grad_enabled() and not compiler.knows(state):
             check_history(state.params, EVALUATED)
         ready = compiler.prepare(state, batch)
         out, _ = compiler.run(ready, state)
-        compiler.remember(ready, state)
+        compiler.remember(ready.machine, state)
         return out.metrics
 
     return compiled
@@ -200,6 +203,8 @@ def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], An
 
 _MANY = 16  # number of compilations at which a warning is given
 _KERNELS_FROM = 64  # parameters; generated code is faster for fewer, and takes long to compile for more
+
+WITHOUT_CODE: Mapping[str, Any] = {"backend": "eager"}  # options of a step that compile_step has not made
 
 Draw = Callable[[TrainState, Sequence[torch.Generator]], list[Tensor]]
 
@@ -227,19 +232,18 @@ class CompiledProgram:
         run: function from the values of its inputs to those of its graph's outputs.
         draw: seeds the random streams, and draws the numbers that are inputs of the graph; None if it needs none.
         finish: final change to the outcome.
-        reads: function that lists the tensors of the new state's trees, or False if their layout is not that of the
-            old state; known after the first run.
+        made: layout of the new state, and function that lists the tensors of its trees; known after the first run.
         reached: parameters of other modules that it reads.
-        generators: those of the devices of its inputs, if it needs random numbers; known after the first run.
+        generators: those of the devices of its inputs, if it needs random numbers.
     """
 
     program: Program
     run: Compiled
     draw: Draw | None
     finish: Callable[[Outcome], Outcome] = lambda outcome: outcome
-    reads: Callable[[Any], list[Tensor]] | Literal[False] | None = None
+    made: tuple[int, Callable[[Any], list[Tensor]]] | None = None
     reached: list[Tensor] = field(default_factory=list)
-    generators: Sequence[torch.Generator] | None = None
+    generators: Sequence[torch.Generator] = ()
 
 
 class Ready(NamedTuple):
@@ -249,32 +253,40 @@ class Ready(NamedTuple):
     flat: list[Tensor]
     answers: list[Tensor]
     counts: dict[str, Any]
-    kind: int
 
 
+@dataclass(eq=False)
 class Compiler:
     """Programs of one step, by the shapes of their inputs.
 
     Subclasses make different programs (`make`) and give them different answers of the host (`answer`).
+
+    Attributes:
+        core, donate, watched: the step, whether it donates, and the functions whose variables are watched.
+        options: arguments of `backend`.
+        no_grad: True if the programs run without recording gradients.
+        kinds: number of each layout of a state.
+        table: programs by their inputs, and then by the host's answers.
+        known: the state that the last run has made, its layout, and the function that lists its tensors.
+        compilations: number of programs made.
     """
 
-    no_grad = True  # True if the programs run without recording gradients
+    core: Core
+    donate: bool
+    watched: tuple[Any, ...]
+    options: Mapping[str, Any]
+    no_grad: ClassVar[bool] = True
+    kinds: dict[Any, int] = field(default_factory=dict, init=False)
+    table: dict[Any, dict[Any, Any]] = field(default_factory=dict, init=False)
+    known: tuple[weakref.ref[TrainState], int, Callable[..., list[Tensor]]] | None = field(default=None, init=False)
+    compilations: int = field(default=0, init=False)
 
-    def __init__(self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...]) -> None:
-        self.core, self.donate, self.watched, self.options = core, donate, watched, options
-        self.build = backend(**options)
-        self.kernels_from = 1 if options.get("backend") == "eager" else _KERNELS_FROM
-        self.kinds: dict[Any, int] = {}  # of states
-        self.table: dict[Any, dict[Any, Any]] = {}  # by the inputs, and then by the host's answers
-        self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
-        self.compilations = 0
+    def __post_init__(self) -> None:
+        self.build = backend(**self.options)
 
-    def compiled(self, options: Mapping[str, Any]) -> Compiler:
-        """A compiler that makes the same programs and compiles them with these options."""
-        raise TypeError(
-            "compile_step got a step that is compiled already, or differentiable: give the one that ll.make_train_step "
-            "returned, or compile the outer train step, whose graph then holds the differentiable one"
-        )
+    def knows(self, state: TrainState) -> bool:
+        """True if the last run has made this state."""
+        return self.known is not None and self.known[0]() is state
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         """Find or make the program for these inputs, and get the host's answers for this step."""
@@ -297,13 +309,13 @@ class Compiler:
         while machine is None:
             self.compile(Inputs(state, batch, flat, counts, held_by(*self.watched), questions))
             machine, answers = self.find(questions, flat, counts)
-        return Ready(machine, flat, answers, counts, kind)
+        return Ready(machine, flat, answers, counts)
 
     def tensors_of(self, state: TrainState) -> tuple[list[Tensor], int]:
         """The tensors of a state, and the number of its layout."""
         trees = state.params, state.buffers, state.opt_state
         if self.known is not None and self.known[0]() is state:
-            return self.known[1](trees), self.known[2]
+            return self.known[2](trees), self.known[1]
         in_state = expression(trees)
         return in_state.tensors, self.kinds.setdefault(in_state.key(self.no_grad), len(self.kinds))
 
@@ -334,6 +346,8 @@ class Compiler:
         traced = machine.program.traced
         if self.no_grad:
             machine.reached = [tensor for read in traced.constants if (tensor := read()).requires_grad]
+        if machine.draw is not None:
+            machine.generators = _generators(*(tensor.device for tensor in inputs.flat))
         answers, key = traced.place
         answers[key] = machine
         self.compilations += 1
@@ -357,7 +371,8 @@ class Compiler:
     def make(self, inputs: Inputs) -> CompiledProgram:
         """Make a program for such inputs."""
         evaluate = partial(self.ask, flat=inputs.flat, counts=inputs.counts)
-        program = program_of(trace(self.core, inputs, evaluate, kernels_from=self.kernels_from), self.donate)
+        kernels_from = 1 if self.options.get("backend") == "eager" else _KERNELS_FROM
+        program = program_of(trace(self.core, inputs, evaluate, kernels_from=kernels_from), self.donate)
         return CompiledProgram(program, self.build(program), seed_streams if program.traced.streams else None)
 
     def run(self, ready: Ready, state: TrainState) -> tuple[Outcome, list[partial[None]]]:
@@ -365,12 +380,10 @@ class Compiler:
 
         With `donate`, the state's tensors are overwritten.
         """
-        machine, flat, answers, counts, _ = ready
+        machine, flat, answers, counts = ready
         program, traced = machine.program, machine.program.traced
         drawn: list[Tensor] = []
         grad_mode = torch.is_grad_enabled()
-        if machine.generators is None:
-            machine.generators = _generators(*(tensor.device for tensor in flat)) if machine.draw else ()
         generators = machine.generators
         with draws.turn if generators else nullcontext():
             streams = [generator.get_state() for generator in generators]
@@ -389,13 +402,11 @@ class Compiler:
         checks = [partial(function, *values) for function, values in zip(traced.checks, arguments, strict=True)]
         return machine.finish(Outcome(*outcome)), checks
 
-    def remember(self, ready: Ready, state: TrainState) -> None:
-        """Remember the state that a run has made: if its layout is unchanged, the next step need not search it."""
+    def remember(self, machine: CompiledProgram, state: TrainState) -> None:
+        """Remember the state that a run has made, so that the next step need not search it."""
         if not self.no_grad:  # do not keep references to tensors that autograd tracks
             return
-        machine, trees = ready.machine, (state.params, state.buffers, state.opt_state)
-        if machine.reads is None:
-            alike = self.kinds.get(expression(trees).key(self.no_grad)) == ready.kind
-            machine.reads = alike and reader(trees)
-        if machine.reads:
-            self.known = weakref.ref(state), machine.reads, ready.kind
+        if machine.made is None:
+            _, kind = self.tensors_of(state)
+            machine.made = kind, reader((state.params, state.buffers, state.opt_state))
+        self.known = weakref.ref(state), *machine.made

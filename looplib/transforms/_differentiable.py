@@ -33,6 +33,7 @@ from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import (
+    WITHOUT_CODE,
     CompiledProgram,
     Compiler,
     seed_streams,
@@ -40,7 +41,6 @@ from looplib.transforms._compile_step import (
     step_of_graphs,
 )
 from looplib.transforms._program import (
-    Core,
     Expression,
     HostInput,
     Inputs,
@@ -127,7 +127,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     parts = spec_without_graphs(train_step, "differentiable")
     kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
     check(parts.kind == "train", kind, TypeError)
-    made = step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
+    made = step_of_graphs(train_step, parts, _Differentiable(parts.core, False, parts.watched, WITHOUT_CODE))
     return with_repr(made, differentiable, train_step)
 
 
@@ -135,9 +135,6 @@ class _Differentiable(Compiler):
     """Programs whose operations autograd records."""
 
     no_grad = False
-
-    def __init__(self, core: Core, watched: tuple[Any, ...]) -> None:
-        super().__init__(core, False, {"backend": "eager"}, watched)
 
     def ask(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
         values = question.arguments(flat, counts)
@@ -176,7 +173,7 @@ def _written_apart() -> Iterator[Any]:
     with (
         temporarily_clear_interpreter_stack() as interpreters,
         _disable_current_modes(),
-        tracing.within(None, differentiable=True),
+        tracing.within(None),
         sdpa_kernel(SDPBackend.MATH),
         torch.fx.traceback.preserve_node_meta(),
         warnings.catch_warnings(),

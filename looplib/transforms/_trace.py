@@ -12,6 +12,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -180,17 +181,14 @@ def _itself(value: Any) -> Any:
     return value
 
 
+@dataclass
 class _Branch:
     """The host's answers so far in one run of a step's Python, and the place of the next one."""
 
-    def __init__(
-        self,
-        questions: dict[Any, Any],
-        evaluate: Callable[[HostInput], Expression],
-        without_values: FakeTensorMode,
-    ) -> None:
-        self.table, self.key = questions, None
-        self.evaluate, self.without_values = evaluate, without_values
+    table: dict[Any, Any]
+    evaluate: Callable[[HostInput], Expression]
+    without_values: FakeTensorMode
+    key: Any = None
 
     def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
         """The host's answer, with its tensors as inputs of the graph."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -28,10 +28,16 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
 from looplib.steps import Outcome
-from looplib.transforms._compile_step import CompiledProgram, Compiler, Ready, spec_without_graphs, step_of_graphs
+from looplib.transforms._compile_step import (
+    WITHOUT_CODE,
+    CompiledProgram,
+    Compiler,
+    Ready,
+    spec_without_graphs,
+    step_of_graphs,
+)
 from looplib.transforms._decompositions import mappable
 from looplib.transforms._program import (
-    Core,
     Expression,
     HostInput,
     Inputs,
@@ -112,25 +118,17 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
     parts = spec_without_graphs(step, "vmap_step")
-    compiler = _Stacked(parts.core, parts.donate, {"backend": "eager"}, parts.watched, own_batches)
+    compiler = _Stacked(parts.core, parts.donate, parts.watched, WITHOUT_CODE, own_batches)
     remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
     return remembered
 
 
+@dataclass(eq=False)
 class _Stacked(Compiler):
     """Programs of one member, mapped over all members of a stack."""
 
-    def __init__(
-        self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...], own_batches: bool
-    ) -> None:
-        super().__init__(core, donate, options, watched)
-        self.own_batches = own_batches
-        self.count = 0
-
-    def compiled(self, options: Mapping[str, Any]) -> Compiler:
-        if self.options.get("backend") != "eager":
-            return super().compiled(options)
-        return _Stacked(self.core, self.donate, options, self.watched, self.own_batches)
+    own_batches: bool
+    count: int = 0  # of members of the stack of this step
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         self.count = members_of(state)
@@ -161,17 +159,12 @@ class _Stacked(Compiler):
 
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
         member = inputs._replace(state=_member(inputs.state, 0), flat=flat)
-        traced = trace(partial(_mappable, self.core), member, evaluate, stacked=True)
+        with sdpa_kernel(SDPBackend.MATH):  # which can be mapped over members
+            traced = trace(self.core, member, evaluate, stacked=True)
         mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
         program = program_of(mapped, self.donate)
         draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None
         return CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
-
-
-def _mappable(core: Core, state: TrainState, batch: Any) -> Outcome:
-    """The step, in operations that can be mapped over members."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return core(state, batch)
 
 
 def _answers(
