@@ -259,7 +259,7 @@ class Ready(NamedTuple):
 class Compiler:
     """Programs of one step, by the shapes of their inputs.
 
-    Subclasses make different programs (`make`) and give them different answers of the host (`answer`).
+    Subclasses make different programs (`make`) and give them different answers of the host (`ask`).
 
     Attributes:
         core, donate, watched: the step, whether it donates, and the functions whose variables are watched.
@@ -326,9 +326,9 @@ class Compiler:
         tensors: list[Tensor] = []
         node: Any = questions.get(None)
         while type(node) is HostInput:
-            key, more = self.answer(node, flat, counts)
-            tensors += more
-            node = node.answers.get(key)
+            answer, inputs = self.ask(node, flat, counts)
+            tensors += inputs
+            node = node.answers.get(answer.key())
         return node, tensors
 
     def compile(self, inputs: Inputs) -> None:
@@ -359,18 +359,19 @@ class Compiler:
                 "shapes, numbers or strings in batches, or answers of on_host: pad batches to few shapes"
             )
 
-    def ask(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
-        """The host's current answer."""
-        return as_answer(question.function(*question.arguments(flat, counts)))
-
-    def answer(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        """The part of the host's current answer that selects a graph, and the tensors for it."""
-        answer = self.ask(question, flat, counts)
-        return answer.key(), answer.tensors
+    def ask(
+        self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]
+    ) -> tuple[Expression, list[Tensor]]:
+        """The host's current answer, which selects a graph, and its tensors as the graph takes them."""
+        answer = as_answer(question.function(*question.arguments(flat, counts)))
+        return answer, answer.tensors
 
     def make(self, inputs: Inputs) -> CompiledProgram:
         """Make a program for such inputs."""
-        evaluate = partial(self.ask, flat=inputs.flat, counts=inputs.counts)
+
+        def evaluate(question: HostInput) -> Expression:
+            return self.ask(question, inputs.flat, inputs.counts)[0]
+
         kernels_from = 1 if self.options.get("backend") == "eager" else _KERNELS_FROM
         program = program_of(trace(self.core, inputs, evaluate, kernels_from=kernels_from), self.donate)
         return CompiledProgram(program, self.build(program), seed_streams if program.traced.streams else None)

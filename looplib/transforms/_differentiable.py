@@ -136,19 +136,22 @@ class _Differentiable(Compiler):
 
     no_grad = False
 
-    def ask(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> Expression:
+    def ask(
+        self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]
+    ) -> tuple[Expression, list[Tensor]]:
         values = question.arguments(flat, counts)
         # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
         answer = as_answer(question.function(*map_tensors(Tensor.detach, values)))
-        tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
-        return as_answer(question.function(*values)) if tracked else answer
+        if answer.tensors and any(isinstance(value, Tensor) for value in values):
+            answer = as_answer(question.function(*values))
+        return answer, answer.tensors
 
     def make(self, inputs: Inputs) -> CompiledProgram:
         with _written_apart() as interpreters:
 
             def evaluate(question: HostInput) -> Expression:
                 with temporarily_restore_interpreter_stack(interpreters):
-                    answer = self.ask(question, inputs.flat, inputs.counts)
+                    answer, _ = self.ask(question, inputs.flat, inputs.counts)
                 return answer._replace(tensors=[*map(_zeros, answer.tensors)])
 
             examples = inputs._replace(flat=[*map(_zeros, inputs.flat)])

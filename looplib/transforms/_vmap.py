@@ -141,21 +141,43 @@ class _Stacked(Compiler):
                     )
         return super().prepare(state, batch)
 
-    def answer(self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        answers, varies = _answers(question, self.count, flat, counts)
-        if not varies:
-            return answers[0].key(), answers[0].tensors
+    def ask(
+        self, question: HostInput, flat: list[Tensor], counts: Mapping[str, Any]
+    ) -> tuple[Expression, list[Tensor]]:
+        """The answer for one member, and its tensors, or those of all members if theirs may differ."""
+        indices = [value for kind, value in question.sources if kind == "input"]
+        rows = list(zip(*(flat[index].tolist() for index in indices), strict=True)) or [()] * self.count
+        known: dict[str, Expression] = {}  # by argument: most members of most stacks get the same answer
+        answers: list[Expression] = []
+        with asking(self.count) as asked:
+            for number, row in enumerate(rows):
+                asked.number = number
+                if asked.own or str(row) not in known:
+                    inputs = {index: flat[index][number] for index in indices}
+                    known[str(row)] = as_answer(question.function(*question.arguments(inputs, counts)))
+                answers.append(known[str(row)])
+        first, *others = (answer.key() for answer in answers)
+        for number, key in enumerate(others, 1):
+            if key != first:
+                raise ValueError(
+                    f"members 0 and {number} of the stack part in what their step does (on_host said "
+                    f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
+                    "of an average when some updates were skipped. Step them in stacks of their own, by "
+                    "ll.transforms.unstack_states and stack_states"
+                )
+        if not (asked.own or indices):
+            return answers[0], answers[0].tensors
         columns = zip(*(answer.tensors for answer in answers), strict=True)
-        return answers[0].key(), [torch.stack(column) for column in columns]
+        return answers[0], [*map(torch.stack, columns)]
 
     def make(self, inputs: Inputs) -> CompiledProgram:
         stacked = len(inputs.flat) - len(expression(inputs.batch).tensors) * (not self.own_batches)
         varied: list[bool] = []  # for each number from the host, True if each member has its own
 
         def evaluate(question: HostInput) -> Expression:
-            answers, varies = _answers(question, self.count, inputs.flat, inputs.counts)
-            varied.extend(varies for _ in answers[0].tensors)
-            return answers[0]
+            answer, tensors = self.ask(question, inputs.flat, inputs.counts)
+            varied.extend(tensors is not answer.tensors for _ in tensors)
+            return answer
 
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
         member = inputs._replace(state=_member(inputs.state, 0), flat=flat)
@@ -165,33 +187,6 @@ class _Stacked(Compiler):
         program = program_of(mapped, self.donate)
         draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None
         return CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
-
-
-def _answers(
-    question: HostInput, count: int, flat: list[Tensor], counts: Mapping[str, Any]
-) -> tuple[list[Expression], bool]:
-    """The host's answer for each member, and True if members may have different answers."""
-    indices = [value for kind, value in question.sources if kind == "input"]
-    rows = list(zip(*(flat[index].tolist() for index in indices), strict=True)) or [()] * count
-    known: dict[str, Expression] = {}  # by argument: most members of most stacks get the same answer
-    answers: list[Expression] = []
-    with asking(count) as asked:
-        for number, row in enumerate(rows):
-            asked.number = number
-            if asked.own or str(row) not in known:
-                inputs = {index: flat[index][number] for index in indices}
-                known[str(row)] = as_answer(question.function(*question.arguments(inputs, counts)))
-            answers.append(known[str(row)])
-    first, *others = (answer.key() for answer in answers)
-    for number, key in enumerate(others, 1):
-        if key != first:
-            raise ValueError(
-                f"members 0 and {number} of the stack part in what their step does (on_host said "
-                f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
-                "of an average when some updates were skipped. Step them in stacks of their own, by "
-                "ll.transforms.unstack_states and stack_states"
-            )
-    return answers, asked.own or bool(indices)
 
 
 def _mapped(
