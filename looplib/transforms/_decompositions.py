@@ -29,8 +29,12 @@ class RecurrentInParts(TorchFunctionMode):
         if isinstance(args[2], list):  # the weights; a packed sequence has the hidden state here
             zero = args[0].new_zeros(())
             args = (args[0], tree_map(lambda hidden: hidden + zero, args[1]), *args[2:])
-        with torch.backends.mkldnn.flags(enabled=False):
+        before = torch._C._get_mkldnn_enabled()
+        try:
+            torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set TF32 too, and warn
             return func(*args, **(kwargs or {}))
+        finally:
+            torch._C._set_mkldnn_enabled(before)
 
 
 @functools.cache

@@ -284,8 +284,8 @@ def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
         with nodes.inserting_before(first):
             placeholder = nodes.placeholder(f"drawn_{len(drawn)}")
         placeholder.meta.update(node.meta)
-        node.replace_all_uses_with(placeholder)
-    nodes.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        replace_node(node, placeholder)
+    nodes.eliminate_dead_code()
     graph.recompile()
     return drawn
 
