@@ -354,7 +354,8 @@ class Unwritten:
             now = _sums(params)
             names = [name for name, value in sums.items() if now[name] != value]
             self.compared = not names
-        check(not names, _WROTE.format(names=", ".join(names)), RuntimeError)
+        if names:
+            raise RuntimeError(_WROTE.format(names=", ".join(names)))
 
 
 _WROTE = (
