@@ -135,7 +135,7 @@ def current() -> Trace | None:
 
 def tracing() -> bool:
     """True while a step is being traced instead of run."""
-    return current() is not None
+    return bool(entered) and current() is not None
 
 
 def differentiated() -> bool:
