@@ -294,6 +294,20 @@ def test_shapes_and_missing_fields_alone_make_programs(donate, tmp_path):
     assert step.compiler.compilations == 4  # and once more for each shape of a state that has extra
 
 
+@both
+def test_a_state_whose_layout_changes_with_the_first_update(donate):
+    plain = adamw()
+
+    def update_(grads, opt_state, params, step):
+        params, inner = plain.update_(grads, opt_state["inner"], params, step)
+        return params, {"inner": inner, "sum": opt_state.get("sum", 0.0) + grads["0.weight"]}
+
+    optimizer = ll.types.Optimizer(lambda params: {"inner": plain.init(params)}, update_)
+    model = net()
+    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(5), donate)
+    assert step.compiler.compilations == 2
+
+
 def test_many_compilations_are_warned_of():
     step, state, _, _ = quick_step(optimizer=ll.optimizer(optim.SGD, lr=0.1), model=nn.Linear(4, 3).double())
     with pytest.warns(UserWarning, match="compiled 16 times.*pad batches"):

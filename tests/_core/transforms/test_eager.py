@@ -5,7 +5,7 @@ import random
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from looplib.transforms._backends import eager
+from looplib.transforms._backends import _calls, eager
 
 OPERATIONS = [
     lambda x, y, z: x + y,
@@ -68,3 +68,15 @@ def test_random_programs_have_the_same_bits():
                 results.pop().zero_()  # results are the caller's
                 rounds.append((results, known[:-1]))
             assert all(equal(*both) for both in rounds), seed  # also after the state has been overwritten again
+
+
+def test_a_function_that_calls_the_operation_with_other_arguments_is_not_it():
+    x, add = torch.ones(2), torch.ops.aten.add.Tensor
+    assert _calls(torch.add, add, (x, x), {"alpha": 2})
+    for other in (
+        lambda x, y, alpha: torch.add(x, y),
+        lambda x, y, alpha: torch.add(x, y, alpha=2.0),
+        lambda x, y, alpha: torch.add(x, y.clone(), alpha=2),
+        lambda x, y, alpha: torch.sub(x, y, alpha=2),
+    ):
+        assert not _calls(other, add, (x, x), {"alpha": 2})
