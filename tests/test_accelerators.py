@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 # The text that may contain the word, by file, with the reason why no general name exists.
 CUDA_ALONE = {
     "looplib/transforms/_backends.py": {
-        '"max-autotune-no-cudagraphs"': "a mode of torch.compile",
         "triton.cudagraphs": "an option of Inductor",
         "cudagraph_mark_step_begin": "a function of torch.compiler",
     },
