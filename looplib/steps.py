@@ -50,7 +50,7 @@ from looplib._core.updates import (
 )
 from looplib._core.watches import Watch
 from looplib._objective import aux_records, loss_over_ranks, record, split_loss
-from looplib.gradients import EVALUATED, check_history, of_this_model
+from looplib.gradients import EVALUATED, check_history
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
 from looplib.types import (
@@ -485,7 +485,8 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
 
     def forward(state: TrainState, batch: Any) -> Any:
         nonlocal known
-        params, buffers = of_this_model(host, state)
+        params, buffers, _ = trees_of(state)
+        host.check(params, buffers)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()

@@ -210,9 +210,8 @@ def _parts_of(path: str) -> list[str]:
 def state_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the module's `state_dict` to the tensor's name in a state."""
     clean = cleaner(model)
-    names = {
-        id(tensor): name for slots in _modules.members(model) for name, tensor in _modules.tensors(slots).items()
-    }
+    slots = _modules.members(model)
+    names = {id(tensor): name for name, tensor in _modules.tensors([*slots.params, *slots.buffers]).items()}
     with export(model):
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}

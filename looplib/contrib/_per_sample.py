@@ -26,11 +26,10 @@ from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import cuts_marked, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
-from looplib.gradients import of_this_model
 from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState, trees_of
 
 
 def make_per_sample_grad_fn(
@@ -87,7 +86,8 @@ def make_per_sample_grad_fn(
 
     def per_sample_grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         _check_part(request)
-        params, buffers = of_this_model(host, state)
+        params, buffers, _ = trees_of(state)
+        host.check(params, buffers)
         lent = mapped(Tensor.clone, buffers)
         seed = request.index if tracing() else mix(state.seed, state.step, rank(), request.index)
         samples = batch_size(batch)
