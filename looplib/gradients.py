@@ -8,7 +8,7 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,8 +77,7 @@ def make_grad_fn(
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the batch has no samples, the state belongs to a different model, or the batch is on a different device.
-            The message gives the names.
+            the batch has no samples, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
@@ -116,32 +115,31 @@ def make_grad_fn(
         if ranks > 1 or host.engine is not None:
             in_place = request.donate and host.holds(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
-        leaves = _Leaves(params, names)
+        call = _Call(params, names, request, sync)
         indexes = indices(request, len(batches))
-        seeds = indexes if leaves.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
-        lent, writes = buffers, None
-        if not request.donate:
-            lent = {name: buffer.clone() for name, buffer in buffers.items()}
-            writes = host.unwritten.begin(params)
-        outs: list[Gradients] = []
-        body = partial(passes_of, batches, seeds, request, sync, leaves, outs)
+        seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
+        writes = None if request.donate else host.unwritten.begin(params)
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
-            grads, after = host.run(leaves.all, lent, seeds[0], body, request.donate)
+            body = partial(passes_of, call, batches, seeds)
+            grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
         except Exception as error:
-            batch = batches[min(len(outs), len(batches) - 1)]
+            batch = batches[min(len(call.outs), len(batches) - 1)]
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
+            _hold_signals = True
             torch_private.set_grad_enabled(grad_mode)
+            if sync is not None:
+                sync.end()
         if len(grads) < len(needed) and (total is None or total.last):
             raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         if writes is not None:
             host.unwritten.check(params, writes)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
-        outs[-1] = outs[-1]._replace(grads=grads, buffers=after)
-        return outs
+        call.outs[-1] = call.outs[-1]._replace(grads=grads, buffers=after)
+        return call.outs
 
     facts = Made(
         "grad_fn",
@@ -162,56 +160,52 @@ def _passes_of(
     """Forward and backward passes of microbatches, with a state's tensors already in the module."""
     microbatch = _microbatch_of(host.model, loss_fn, reach)
 
-    def aside(batch: Any, request: GradRequest, sync: Sync | None, leaves: _Leaves) -> Gradients:
+    def aside(call: _Call, batch: Any) -> Gradients:
         """A pass that does not count."""
-        return host.aside(partial(microbatch, batch, 0, request, sync, leaves))
+        return host.aside(partial(microbatch, call, batch, 0))
 
     def passes_of(
-        batches: Sequence[Any],
-        seeds: Sequence[int],
-        request: GradRequest,
-        sync: Sync | None,
-        leaves: _Leaves,
-        outs: list[Gradients],
+        call: _Call, batches: Sequence[Any], seeds: Sequence[int]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `outs`."""
-        before = [leaf.grad for leaf in leaves.inputs]
-        into = (request.sum and request.sum.grads) or {}
+        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
+        sync, total = call.sync, call.request.sum
+        before = [leaf.grad for leaf in call.inputs]
+        into = (total and total.grads) or {}
         try:
-            for tensor in leaves.frozen:
+            for tensor in call.frozen:
                 tensor.requires_grad_(False)
-            for name, leaf in leaves.named.items():
+            for name, leaf in call.leaves.items():
                 leaf.grad = into.get(name)
             for number, batch in enumerate(batches):
                 if number:
                     host.seed(seeds[number])
                 samples = batch_size(batch)
                 if samples:
-                    one = partial(microbatch, batch, samples, request, sync, leaves)
+                    one = partial(microbatch, call, batch, samples)
                 else:
-                    batch = _stand_in(batch, request.sum, sync)
-                    one = partial(aside, batch, request, sync, leaves)
+                    batch = _stand_in(batch, total, sync)
+                    one = partial(aside, call, batch)
                 out = one() if sync is None else sync.make(number, one)
-                outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
+                call.outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
             if sync is not None:
-                sync.pad(partial(aside, batch, request, sync, leaves))
+                sync.pad(partial(aside, call, batch))
             # Each is placed over the ranks as its parameter is.
             grads = {
                 name: grad if type(grad) is Tensor else placed_like(leaf, grad)
-                for name, leaf in leaves.named.items()
+                for name, leaf in call.leaves.items()
                 if (grad := leaf.grad) is not None
             }
-            if len(grads) < len(leaves.named):
-                reach.check(leaves.loss, leaves.named.keys() - grads.keys())
+            if sync is not None:
+                sync.note(grads)
+            if len(grads) < len(call.leaves):
+                reach.check(call.loss, call.leaves.keys() - grads.keys())
             return grads, host.buffers() if host.slots.buffers else {}
         finally:
             _hold_signals = True
-            for tensor in leaves.frozen:
+            for tensor in call.frozen:
                 tensor.requires_grad_(True)
-            for leaf, grad in pairs(leaves.inputs, before):
+            for leaf, grad in pairs(call.inputs, before):
                 leaf.grad = grad
-            if sync is not None:
-                sync.end()
 
     return passes_of
 
@@ -220,36 +214,36 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
     """Forward and backward pass of one microbatch, a function of its own so that its graph is freed before the next."""
     watch = LabelWatch()
 
-    def microbatch(batch: Any, samples: int, request: GradRequest, sync: Sync | None, leaves: _Leaves) -> Gradients:
-        """One pass, which adds to the gradients of `leaves`. One of 0 samples does not count."""
-        total, leaves.loss = request.sum, None
-        with cuts_marked() if leaves.traced else _AS_IT_IS:
+    def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
+        """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
+        total, scale, call.loss = call.request.sum, call.request.scale, None
+        with cuts_marked() if call.traced else nullcontext():
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):
             loss = with_own_weight(loss) if samples else without_weight(loss)
-        elif total is not None or sync is not None:
+        elif total is not None or call.sync is not None:
             watch.look(batch)
-        value, factor, weight = objective_of(loss, samples, total, sync)
-        leaves.loss = value
-        if not (reach.known or leaves.traced):
-            reach.learn(value, batch, leaves.all, leaves.named)
+        value, factor, weight = objective_of(loss, samples, total, call.sync)
+        call.loss = value
+        if not (reach.known or call.traced):
+            reach.learn(value, batch, call.params, call.leaves)
         # The backward pass of value * factor * scale, without an operation for the factors.
         seed = factor if isinstance(factor, Tensor) else scalar_like(value, factor)
-        if request.scale is not None:
-            seed = seed * request.scale.to(value.device)  # the scale is on the first parameter's
+        if scale is not None:
+            seed = seed * scale.to(value.device)  # the scale is on the first parameter's
         seed = seed.to(value).reshape(value.shape)
-        again = leaves.traced and differentiated()
-        plain = reach.plain and not leaves.traced
-        with reach.others_aside() if plain else _AS_IT_IS:
-            inputs = () if plain else leaves.inputs
+        again = call.traced and differentiated()
+        plain = reach.plain and not call.traced
+        with reach.others_aside() if plain else nullcontext():
+            inputs = () if plain else call.inputs
             torch_private.run_backward(
                 (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
             )
         metrics = {"loss": record("loss", loss, samples)}
         if aux:
             metrics |= aux_records(aux, samples)
-        return Gradients({}, metrics, {}, samples, weight, request.scale)
+        return Gradients({}, metrics, {}, samples, weight, scale)
 
     return microbatch
 
@@ -265,37 +259,42 @@ _UNREACHED = (
     "no gradient reached {names}: the loss does not depend on them. Choose what is trained "
     "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with allow_unused=True"
 )
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
-class _Leaves:
-    """Trained parameters as the leaves of one call's graph, with their gradients in `grad`.
+class _Call:
+    """What the passes of one call share.
 
     Attributes:
-        named: these leaves by name.
+        request, sync: as given.
+        leaves: trained parameters as the leaves of the call's graphs, with their gradients in `grad`.
         inputs: the same, as a backward pass takes them.
-        all: all parameters, including the trained ones.
+        params: all parameters, including the trained ones.
         frozen: other parameters that require a gradient; they get none.
         traced: True while the call is being traced instead of run.
+        outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
     """
 
-    __slots__ = ("all", "frozen", "inputs", "loss", "named", "traced")
+    __slots__ = ("frozen", "inputs", "leaves", "loss", "outs", "params", "request", "sync", "traced")
 
-    def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
-        self.named = {
+    def __init__(
+        self, params: dict[str, Tensor], names: Sequence[str], request: GradRequest, sync: Sync | None
+    ) -> None:
+        self.request, self.sync = request, sync
+        self.leaves = {
             name: tensor if (tensor := params[name]).requires_grad and tensor.is_leaf else _leaf(name, tensor)
             for name in names
         }
-        self.inputs = tuple(self.named.values())
-        self.all = {**params, **self.named}
+        self.inputs = tuple(self.leaves.values())
+        self.params = {**params, **self.leaves}
         self.frozen: list[Tensor] = []
         if len(names) < len(params):
-            rest = {name: tensor for name, tensor in without(params, self.named).items() if tensor.requires_grad}
+            rest = {name: tensor for name, tensor in without(params, self.leaves).items() if tensor.requires_grad}
             check_history(rest)
             self.frozen = [*rest.values()]
-        self.loss: Any = None
         self.traced = bool(entered) and tracing()
+        self.outs: list[Gradients] = []
+        self.loss: Any = None
 
 
 def indices(request: GradRequest, count: int) -> Sequence[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,8 +24,8 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.lease import Unwritten
-from looplib._core.mappings import mapped, pairs
-from looplib._core.torch_private import own_buffers, own_parameters, pytree
+from looplib._core.mappings import pairs
+from looplib._core.torch_private import own_buffers, own_parameters
 
 R = TypeVar("R")
 
@@ -57,18 +56,16 @@ class Members(NamedTuple):
     empty: list[Slot]
 
 
-def named_modules(
-    model: nn.Module, prefix: str = "", seen: set[nn.Module] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` without the prefixes of wrappers."""
-    seen = set() if seen is None else seen
-    if model in seen:
-        return
-    seen.add(model)
-    yield prefix, model
-    transparent = TRANSPARENT | {"module"} if is_parallel(model) else TRANSPARENT
-    for name, child in model.named_children():
-        yield from named_modules(child, prefix if name in transparent else f"{prefix}.{name}".lstrip("."), seen)
+    names, parallel = {"": ""}, set()
+    for path, module in model.named_modules():
+        parent, _, key = path.rpartition(".")
+        wrapped = key in TRANSPARENT or (key == "module" and parent in parallel)
+        names[path] = names[parent] if wrapped else f"{names[parent]}.{key}".lstrip(".")
+        if is_parallel(module):
+            parallel.add(path)
+        yield names[path], module
 
 
 def is_parallel(module: nn.Module) -> bool:
@@ -134,15 +131,13 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
         for name, tensor in params.items()
         if (tensor.requires_grad if predicate is None else predicate(name, tensor))
     ]
-    if not chosen:
-        reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
-        raise ValueError(f"no parameter of this {type(model).__name__} is trainable: {reason}")
+    reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
+    check(chosen, f"no parameter of this {type(model).__name__} is trainable: {reason}")
     return chosen
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
+    models: tuple[nn.Module, ...] = ()
 
 
 running = _Running()  # modules that this thread runs on states at present, the innermost last
@@ -160,11 +155,6 @@ class FunctionalModule:
         self.modes: dict[nn.Module, bool] = {}
         self._read()
         self.called = False
-        check(
-            not any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm for module in self.modes),
-            "the model has an embedding with max_norm=, whose forward pass writes its weight, in an evaluation too: leave it "
-            "out, and compute the shortened rows, F.embedding(x, torch.renorm(weight, 2, 0, max_norm))",
-        )
         self.engine = engine_of(model)
         self.unwritten = Unwritten()
 
@@ -179,26 +169,30 @@ class FunctionalModule:
             module: self.modes.get(module, self.training and (everything or module.training))
             for module in self.model.modules()
         }
-        self.children = [*map(torch_private.own_modules, self.modes)]
-        self.submodules = _submodules(self.children)
+        self.children = self._children()
+
+    def _children(self) -> list[list[nn.Module | None]]:
+        return [[*torch_private.own_modules(module).values()] for module in self.modes]
 
     def check(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Raise ValueError for tensors with other names than the module's, as it is now."""
         # A loss that misses replaced layers is noticed by their gradients, so only the first call looks for these.
-        if not (self.called and self.backward) and _submodules(self.children) != self.submodules:
+        if not (self.called and self.backward) and self._children() != self.children:
             self._read()
         if not self.called and self.model.training:
             self._warn_of_layers_in_eval_mode(_LATE_EVAL)
         self.called = True
         if params.keys() != self.param_names or buffers.keys() != self.buffer_names:
-            self.explain(params, buffers, None)
+            self.explain(params, buffers)
 
     def warn_of_eval_mode(self, names: Sequence[str]) -> None:
         """Warn of layers in eval mode that may have been left so, if these parameters are trained."""
         if not self.model.training:
             return self._warn_of_layers_in_eval_mode(_ALL_IN_EVAL)
         for prefix, module in named_modules(self.model):
-            if _drops_nothing(module) and any(name.startswith(f"{prefix}.") for name in names):
+            drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
+            in_eval_mode = not (module.training or all(part.training for part in drops))
+            if in_eval_mode and any(name.startswith(f"{prefix}.") for name in names):
                 return warn(_PART_IN_EVAL.format(part=f"{prefix} ({type(module).__name__})"))
 
     def _warn_of_layers_in_eval_mode(self, message: str) -> None:
@@ -229,7 +223,7 @@ class FunctionalModule:
     ) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`.
 
-        In place, a module that holds the parameters is given the buffers for good.
+        The buffers are copied, unless in place; then a module that holds the parameters is given them for good.
         """
         _interrupts.install()  # before anything that holds signals back
         with draws.turn:
@@ -240,6 +234,8 @@ class FunctionalModule:
             streams = [generator.get_state() for generator in generators]
             try:
                 self.seed(seed)
+                if not in_place:
+                    buffers = {name: buffer.clone() for name, buffer in buffers.items()}
                 return self._hold(params, buffers, body, in_place)
             finally:
                 _hold_signals = True
@@ -253,14 +249,14 @@ class FunctionalModule:
         modes = [module.training for module in self.modes]
         engine, lent = self.engine, None
         swaps: list[Swap] = []
-        depth, for_good = len(running.models), False
+        hosted, for_good = running.models, False
         try:
-            running.models.append(self.model)
+            running.models = (*hosted, self.model)
             if engine is not None:
                 lent = engine.swap_in(params, self.params)
             swaps = _differing(self.slots.params, params if lent is None else self.params())
             if swaps:
-                self._check_swaps(swaps, params, buffers)
+                self._check_swaps(swaps, params)
             if buffers:
                 for_good = in_place and not swaps
                 swaps += _differing(self.slots.buffers, buffers)
@@ -275,7 +271,7 @@ class FunctionalModule:
             return out
         finally:
             _hold_signals = True
-            del running.models[depth:]  # also if an interrupt came before the first line above
+            running.models = hosted
             for owner, key, _, own, _ in () if for_good else swaps:
                 owner[key] = own
             for owner, key, _ in self.slots.empty:
@@ -286,13 +282,11 @@ class FunctionalModule:
                 if module.training is not mode:
                     module.training = mode
 
-    def _check_swaps(
-        self, swaps: Sequence[Swap], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters that cannot take the places of the module's own."""
         # Buffers may have any shape, since a forward pass may assign a longer one.
         if any(own.shape != tensor.shape for _, _, _, own, tensor in swaps):
-            self.explain(params, buffers, None)
+            check_names("parameters", params, self.slots.params, self.model)
         if self.backward and torch_private.any_gradient_hooks([own for _, _, _, own, _ in swaps]):
             hooked = [name for _, _, name, own, _ in swaps if torch_private.any_gradient_hooks([own])]
             raise ValueError(_OF_HOOKS.format(name=few(hooked)))
@@ -314,37 +308,23 @@ class FunctionalModule:
 
     def aside(self, body: Callable[[], R]) -> R:
         """Run `body()` within `run`, on copies of the buffers: a pass that does not count leaves no statistics."""
-        return self.run(self.params(), mapped(Tensor.clone, self.buffers()), 0, body)
+        return self.run(self.params(), self.buffers(), 0, body)
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
         return not _differing(self.slots.params, params)
 
-    def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
-        """Raise the cause of a torch error, if the state or the batch is at fault."""
+    def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Raise the cause of a torch error, if the state is at fault."""
         check_names("parameters", params, self.slots.params, self.model)
         check_names("buffers", buffers, self.slots.buffers, self.model)
         check_materialized(params)
-        devices = {tensor.device for tensor in params.values()}
-        leaves = pytree.tree_flatten_with_path(batch)[0]
-        strays = [
-            f"batch{pytree.keystr(path)} is on {leaf.device}"
-            for path, leaf in leaves
-            if isinstance(leaf, Tensor) and leaf.device not in devices
-        ]
-        check(
-            not (strays and params),
-            f"{', '.join(strays)}, and the parameters are on {', '.join(sorted(map(str, devices)))}: move the batch, or "
-            "let make_loader(..., device=...) do it",
-        )
 
     def explained(
         self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Exception:
-        """The error, or a better one if it is torch's and the state or the batch explains it."""
+        """The error, or a better one if it is torch's and the state explains it."""
         fold(error)
-        if self.backward and torch.is_inference_mode_enabled():
-            return RuntimeError(_IN_INFERENCE_MODE)
         if self.backward and torch_private.functorch_level() and not _tracing.tracing():
             return RuntimeError(_IN_FUNC)
         if isinstance(error, RuntimeError):
@@ -357,7 +337,7 @@ class FunctionalModule:
             if "use_reentrant=True, torch.utils.checkpoint is incompatible" in str(error):
                 return RuntimeError(LATE_CHECKPOINT)
             try:
-                self.explain(params, buffers, batch)
+                self.explain(params, buffers)
             except ValueError as better:
                 return better
         note_batch(error, batch, named_modules(self.model))
@@ -399,10 +379,6 @@ _FILLED = (
     "checkpoint has it: run the model on one batch before ll.init_state and before functions are made of it, or register "
     "a tensor"
 )
-_IN_INFERENCE_MODE = (
-    "gradients were asked for under torch.inference_mode(), whose tensors carry none: take the step out of it. Eval and "
-    "predict steps record no gradients anyway, and torch.no_grad() does the same for your own code"
-)
 
 
 def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swap]:
@@ -414,22 +390,11 @@ def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swa
     ]
 
 
-def _submodules(children: Iterable[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
-    return [*chain.from_iterable(own.values() for own in children)]  # a scripted module's is no dict
-
-
 def _differs(module: nn.Module) -> bool:
     """True for batch norm and dropout layers that eval mode changes."""
     if isinstance(module, torch_private.Dropout):
         return module.p > 0
     return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
-
-
-def _drops_nothing(module: nn.Module) -> bool:
-    """True for a module in eval mode with dropout in eval mode."""
-    return not module.training and any(
-        isinstance(part, torch_private.Dropout) and part.p > 0 and not part.training for part in module.modules()
-    )
 
 
 def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:

@@ -136,9 +136,8 @@ class Watch:
 
     __slots__ = ("_batch", "_model", "_reach", "_repeats", "_state")
 
-    def __init__(self, grad_fn: Any, inner: bool = False) -> None:
-        # An inner step of meta-learning says nothing about the module, which its outer step may train.
-        made = None if inner else next((record for record in chain(grad_fn) if record.model is not None), None)
+    def __init__(self, grad_fn: Any) -> None:
+        made = next((record for record in chain(grad_fn) if record.model is not None), None)
         self._model = made and made.model
         self._reach: Reach | None = made and made.reach
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
@@ -232,11 +231,12 @@ def warn_of_reached(others: Iterable[Tensor]) -> None:
 @contextmanager
 def export(module: nn.Module) -> Iterator[None]:
     """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
-    running.models.append(module)
+    before = running.models
+    running.models = (*before, module)
     try:
         yield
     finally:
-        running.models.pop()
+        running.models = before
 
 
 def _writes(module: nn.Module) -> list[tuple[int, int, int]]:

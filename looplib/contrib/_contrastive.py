@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
-from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
@@ -142,7 +141,7 @@ def _embedded(
             embeddings.append(embed_fn(host.model, batches[index]))
 
     with torch.no_grad():
-        host.run(params, mapped(Tensor.clone, buffers), seeds[0], body)
+        host.run(params, buffers, seeds[0], body)
     return embeddings[: len(batches)]
 
 

@@ -72,8 +72,8 @@ def make_per_sample_grad_fn(
     Raises:
         ValueError: BatchNorm would normalize over a batch; the module is wrapped in DDP or FSDP2; the forward pass
             writes a buffer; the loss is not a scalar or reaches no parameter; the function is used inside
-            `accumulate` or `scale_loss`; the state belongs to a different model; or the batch is on a different
-            device or has tensors of different lengths.
+            `accumulate` or `scale_loss`; the state belongs to a different model; or the batch has tensors
+            of different lengths.
         TypeError: `loss_fn` returns anything else, or the batch contains a NumPy array.
 
     Source: `torch.func`'s tutorial on per-sample gradients.
@@ -95,7 +95,7 @@ def make_per_sample_grad_fn(
 
         def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
             body = partial(_value_and_sums, host, loss_fn, _batch_of_one(layout, rows), lent)
-            return host.run({**params, **leaves}, lent, seed, body)
+            return host.run({**params, **leaves}, lent, seed, body, in_place=True)
 
         each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
         try:
@@ -103,7 +103,7 @@ def make_per_sample_grad_fn(
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RecurrentInParts():
                 grads, sums = each(pick(params, names), columns)
         except RuntimeError as error:
-            host.explain(params, buffers, batch)
+            host.explain(params, buffers)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
                 raise ValueError(_written(", ".join(buffers))) from error
             raise
