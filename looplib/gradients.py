@@ -235,7 +235,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         seed = seed.to(value).reshape(value.shape)
         again = call.traced and differentiated()
         plain = reach.plain and not call.traced
-        with reach.others_aside() if plain else nullcontext():
+        with reach.others_aside(call.inputs) if plain else nullcontext():
             inputs = () if plain else call.inputs
             torch_private.run_backward(
                 (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True

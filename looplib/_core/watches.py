@@ -35,7 +35,8 @@ from looplib._core.tracing import tracing
 
 _CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
 
-_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all gradient functions
+# Parameters of the modules of all gradient functions, by id. Between its passes, FSDP2 may put others into a module.
+_trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 class Reach:
@@ -54,7 +55,7 @@ class Reach:
         self.known = False
         self.others: list[weakref.ref[Tensor]] = []
         self._unreached: Set[str] = frozenset()
-        _trained.add(model)
+        _trained.update({id(tensor): tensor for tensor in model.parameters()})
 
     def learn(self, loss: Tensor, batch: Any, params: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Look through the graph of the first loss."""
@@ -87,11 +88,10 @@ class Reach:
         return [tensor for other in self.others if (tensor := other()) is not None]
 
     @contextmanager
-    def others_aside(self) -> Iterator[None]:
-        """Context for a plain backward pass, in which the gradients of other networks are set aside."""
-        own = {*map(id, self._model.parameters())}
-        trained = [tensor for module in _trained for tensor in module.parameters()]
-        others = [tensor for tensor in {*trained, *self.other_tensors()} if id(tensor) not in own]
+    def others_aside(self, leaves: Iterable[Tensor]) -> Iterator[None]:
+        """Context for a plain backward pass, in which the gradients of all but these leaves are set aside."""
+        own = {*map(id, leaves)}
+        others = [tensor for tensor in {*_trained.values(), *self.other_tensors()} if id(tensor) not in own]
         grads = [tensor.grad for tensor in others]
         try:
             for tensor in others:
