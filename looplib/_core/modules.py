@@ -223,7 +223,8 @@ class FunctionalModule:
     ) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`.
 
-        The buffers are copied, unless in place; then a module that holds the parameters is given them for good.
+        The buffers are copied, unless in place. To train in place, a module that holds the parameters is given them for
+        good.
         """
         _interrupts.install()  # before anything that holds signals back
         with draws.turn:
@@ -258,7 +259,7 @@ class FunctionalModule:
             if swaps:
                 self._check_swaps(swaps, params)
             if buffers:
-                for_good = in_place and not swaps
+                for_good = in_place and self.backward and not swaps
                 swaps += _differing(self.slots.buffers, buffers)
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor

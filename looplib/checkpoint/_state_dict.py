@@ -188,7 +188,8 @@ def check_state(model: nn.Module, state: TrainState) -> None:
 def lend(model: nn.Module, state: TrainState, body: Callable[[], Any]) -> Any:
     """Call `body()` while the module holds the state's values."""
     check_state(model, state)
-    return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
+    host = _modules.FunctionalModule(model, training=False)
+    return host.run(state.params, state.buffers, 0, body, in_place=True)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
