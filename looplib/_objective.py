@@ -125,7 +125,7 @@ def value_of(loss: Any) -> Tensor:
     if not value.requires_grad:
         raise ValueError(
             "the loss does not depend on any trainable parameter: it was computed without them, detached, or "
-            "under no_grad"
+            "under torch.no_grad() or torch.inference_mode()"
         )
     return value if type(value) is Tensor else _gathered(value)
 

@@ -8,7 +8,7 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
-from looplib._core.mappings import as_record, mapped, pairs, without
+from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
 from looplib._core.records import Made, check_function_of_model, mark, with_repr
@@ -77,8 +77,7 @@ def make_grad_fn(
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the batch has no samples, the state belongs to a different model, or the batch is on a different device.
-            The message gives the names.
+            the batch has no samples, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
@@ -109,45 +108,38 @@ def make_grad_fn(
 
     def microbatches(state: TrainState, batches: Sequence[Any], request: GradRequest) -> list[Gradients]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
-        params, buffers = of_this_model(host, state)
+        params, buffers, _ = trees_of(state)
+        host.check(params, buffers)
         rank, ranks = rank_and_size()
         sync, total = None, request.sum
         if ranks > 1 or host.engine is not None:
             in_place = request.donate and host.holds(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
-        leaves = _Leaves(params, names)
+        call = _Call(params, names, request, sync)
         indexes = indices(request, len(batches))
-        seeds = indexes if leaves.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
-        lent, writes = (
-            (buffers, None) if request.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(params))
-        )
-        outs: list[Gradients] = []
-        body = partial(passes_of, batches, seeds, request, sync, leaves, outs)
+        seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
+        writes = None if request.donate else host.unwritten.begin(params)
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
-            grads, after = host.run(leaves.all, lent, seeds[0], body, request.donate)
+            body = partial(passes_of, call, batches, seeds)
+            grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
         except Exception as error:
-            if torch.is_inference_mode_enabled():
-                raise RuntimeError(_IN_INFERENCE_MODE) from error
-            batch = batches[min(len(outs), len(batches) - 1)]
+            batch = batches[min(len(call.outs), len(batches) - 1)]
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
             _hold_signals = True
             torch_private.set_grad_enabled(grad_mode)
-            leaves.end()
-            if reach.plain:
-                reach.put_back()
             if sync is not None:
                 sync.end()
         if len(grads) < len(needed) and (total is None or total.last):
-            _refuse_unreached(grads, needed)
+            raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         if writes is not None:
             host.unwritten.check(params, writes)
-            after = mapped(_without_graph, after)
-        _, metrics, _, samples, weight, scale = outs[-1]
-        outs[-1] = Gradients(grads, metrics, after, samples, weight, scale)
-        return outs
+            # A forward pass may have assigned a new one, with its graph.
+            after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
+        call.outs[-1] = call.outs[-1]._replace(grads=grads, buffers=after)
+        return call.outs
 
     facts = Made(
         "grad_fn",
@@ -166,69 +158,94 @@ def _passes_of(
     host: _modules.FunctionalModule, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
 ) -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Forward and backward passes of microbatches, with a state's tensors already in the module."""
-    model, watch = host.model, LabelWatch()
+    microbatch = _microbatch_of(host.model, loss_fn, reach)
+
+    def aside(call: _Call, batch: Any) -> Gradients:
+        """A pass that does not count."""
+        return host.aside(partial(microbatch, call, batch, 0))
 
     def passes_of(
-        batches: Sequence[Any],
-        seeds: Sequence[int],
-        request: GradRequest,
-        sync: Sync | None,
-        leaves: _Leaves,
-        outs: list[Gradients],
+        call: _Call, batches: Sequence[Any], seeds: Sequence[int]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `outs`."""
-        leaves.begin(None if request.sum is None else request.sum.grads)
-        if reach.plain:
-            reach.set_aside()
-        for number, batch in enumerate(batches):
-            if number:
-                host.seed(seeds[number])
-            samples = batch_size(batch)
-            if not samples:
-                batch = _stand_in(batch, request.sum, sync)
-            one = partial(microbatch, batch, samples, request, sync, leaves)
-            if not samples:
-                one = partial(host.aside, one)
-            out = one() if sync is None else sync.make(number, one)
-            outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
-        if sync is None:
-            grads = leaves.grads()
-        else:
-            sync.pad(partial(host.aside, partial(microbatch, batch, 0, request, sync, leaves)))
-            grads = leaves.grads()
-            sync.note(grads)
-        if len(grads) < len(leaves.names) and not leaves.traced:
-            reach.check(leaves.loss, {*leaves.names} - grads.keys())
-        return grads, host.buffers() if host.slots.buffers else {}
-
-    # A separate function, so that one microbatch's graph is freed before the next one is built.
-    def microbatch(batch: Any, samples: int, request: GradRequest, sync: Sync | None, leaves: _Leaves) -> Gradients:
-        """One pass, which adds to the gradients of `leaves`. One of 0 samples does not count."""
-        total, leaves.loss = request.sum, None
-        with leaves.cuts:
-            out = loss_fn(model, batch)
-        loss, aux = split_loss(out)
-        if isinstance(loss, Mean):
-            loss = with_own_weight(loss) if samples else without_weight(loss)
-        elif total is not None or sync is not None:
-            watch.look(batch)
-        value, factor, weight = objective_of(loss, samples, total, sync)
-        leaves.loss = value
-        inputs = leaves.inputs if leaves.traced else _filled(reach, value, batch, leaves)
-        _backward(value, factor, request.scale, inputs, leaves.again)
-        metrics = {"loss": record("loss", loss, samples)}
-        if aux:
-            metrics |= aux_records(aux, samples)
-        return as_record(Gradients, ({}, metrics, {}, samples, weight, request.scale))
+        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
+        sync, total = call.sync, call.request.sum
+        before = [leaf.grad for leaf in call.inputs]
+        into = (total and total.grads) or {}
+        try:
+            for tensor in call.frozen:
+                tensor.requires_grad_(False)
+            for name, leaf in call.leaves.items():
+                leaf.grad = into.get(name)
+            for number, batch in enumerate(batches):
+                if number:
+                    host.seed(seeds[number])
+                samples = batch_size(batch)
+                if samples:
+                    one = partial(microbatch, call, batch, samples)
+                else:
+                    batch = _stand_in(batch, total, sync)
+                    one = partial(aside, call, batch)
+                out = one() if sync is None else sync.make(number, one)
+                call.outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
+            if sync is not None:
+                sync.pad(partial(aside, call, batch))
+            # Each is placed over the ranks as its parameter is.
+            grads = {
+                name: grad if type(grad) is Tensor else placed_like(leaf, grad)
+                for name, leaf in call.leaves.items()
+                if (grad := leaf.grad) is not None
+            }
+            if sync is not None:
+                sync.note(grads)
+            if len(grads) < len(call.leaves):
+                reach.check(call.loss, call.leaves.keys() - grads.keys())
+            return grads, host.buffers() if host.slots.buffers else {}
+        finally:
+            _hold_signals = True
+            for tensor in call.frozen:
+                tensor.requires_grad_(True)
+            for leaf, grad in pairs(call.inputs, before):
+                leaf.grad = grad
 
     return passes_of
 
 
-def _filled(reach: Reach, loss: Tensor, batch: Any, leaves: _Leaves) -> tuple[Tensor, ...]:
-    """The leaves that the backward pass of a loss is told to fill; none if it is not to be told."""
-    if not reach.known:
-        reach.learn(loss, batch, leaves.all, leaves.names)
-    return () if reach.plain else leaves.inputs
+def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[..., Gradients]:
+    """Forward and backward pass of one microbatch, a function of its own so that its graph is freed before the next."""
+    watch = LabelWatch()
+
+    def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
+        """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
+        total, scale, call.loss = call.request.sum, call.request.scale, None
+        with cuts_marked() if call.traced else nullcontext():
+            out = loss_fn(model, batch)
+        loss, aux = split_loss(out)
+        if isinstance(loss, Mean):
+            loss = with_own_weight(loss) if samples else without_weight(loss)
+        elif total is not None or call.sync is not None:
+            watch.look(batch)
+        value, factor, weight = objective_of(loss, samples, total, call.sync)
+        call.loss = value
+        if not (reach.known or call.traced):
+            reach.learn(value, batch, call.params, call.leaves)
+        # The backward pass of value * factor * scale, without an operation for the factors.
+        seed = factor if isinstance(factor, Tensor) else scalar_like(value, factor)
+        if scale is not None:
+            seed = seed * scale.to(value.device)  # the scale is on the first parameter's
+        seed = seed.to(value).reshape(value.shape)
+        again = call.traced and differentiated()
+        plain = reach.plain and not call.traced
+        with reach.others_aside(call.inputs) if plain else nullcontext():
+            inputs = () if plain else call.inputs
+            torch_private.run_backward(
+                (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
+            )
+        metrics = {"loss": record("loss", loss, samples)}
+        if aux:
+            metrics |= aux_records(aux, samples)
+        return Gradients({}, metrics, {}, samples, weight, scale)
+
+    return microbatch
 
 
 def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
@@ -238,73 +255,46 @@ def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
     return padding_batch(batch)
 
 
-_IN_INFERENCE_MODE = (
-    "gradients were asked for under torch.inference_mode(), whose tensors carry none: take the step out of it. Eval and "
-    "predict steps record no gradients anyway, and torch.no_grad() does the same for your own code"
+_UNREACHED = (
+    "no gradient reached {names}: the loss does not depend on them. Choose what is trained "
+    "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with allow_unused=True"
 )
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
-class _Leaves:
-    """Trained parameters as the leaves of one call's graph, with their gradients in `grad`.
+class _Call:
+    """What the passes of one call share.
 
     Attributes:
-        all: all parameters, including the trained ones.
+        request, sync: as given.
+        leaves: trained parameters as the leaves of the call's graphs, with their gradients in `grad`.
+        inputs: the same, as a backward pass takes them.
+        params: all parameters, including the trained ones.
+        frozen: other parameters that require a gradient; they get none.
         traced: True while the call is being traced instead of run.
-        cuts: context for the loss function, in which a trace may mark where it blocks gradients.
+        outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
-        names: their names.
-        inputs: the leaves that a backward pass has to fill.
-        again: True if the gradients must be differentiable themselves.
     """
 
-    __slots__ = ("_frozen", "_stale", "again", "all", "cuts", "inputs", "loss", "names", "traced")
+    __slots__ = ("frozen", "inputs", "leaves", "loss", "outs", "params", "request", "sync", "traced")
 
-    def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
-        self.names = names
-        self.inputs = tuple(
-            [
-                tensor if (tensor := params[name]).requires_grad and tensor.is_leaf else _leaf(name, tensor)
-                for name in names
-            ]
-        )
-        self.all = {**params, **dict(zip(names, self.inputs, strict=True))}
-        self._frozen: list[Tensor] = []
-        if len(names) < len(params):
-            rest = without(params, {*names})
-            self._frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
-        self._stale = [leaf.grad for leaf in self.inputs]
-        self.loss: Any = None
-        self.traced, self.again, self.cuts = False, False, _AS_IT_IS
-        if entered and tracing():
-            self.traced, self.again, self.cuts = True, differentiated(), cuts_marked()
-
-    def begin(self, into: Mapping[str, Tensor] | None) -> None:
-        """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
-        for tensor in self._frozen:
-            tensor.requires_grad_(False)
-        for name, leaf in pairs(self.names, self.inputs):
-            leaf.grad = into.get(name) if into else None
-
-    def grads(self) -> dict[str, Tensor]:
-        """Gradients by name, each placed over the ranks as its parameter is."""
-        return {
-            name: grad if type(grad) is Tensor else placed_like(leaf, grad)
-            for name, leaf in pairs(self.names, self.inputs)
-            if (grad := leaf.grad) is not None
+    def __init__(
+        self, params: dict[str, Tensor], names: Sequence[str], request: GradRequest, sync: Sync | None
+    ) -> None:
+        self.request, self.sync = request, sync
+        self.leaves = {
+            name: tensor if (tensor := params[name]).requires_grad and tensor.is_leaf else _leaf(name, tensor)
+            for name in names
         }
-
-    def end(self) -> None:
-        for tensor in self._frozen:
-            tensor.requires_grad_(True)
-        for leaf, grad in pairs(self.inputs, self._stale):
-            leaf.grad = grad
-        self.loss = None
-
-
-def _without_graph(buffer: Tensor) -> Tensor:
-    """A buffer without the graph of a forward pass that has assigned a new one."""
-    return buffer.detach() if buffer.requires_grad else buffer
+        self.inputs = tuple(self.leaves.values())
+        self.params = {**params, **self.leaves}
+        self.frozen: list[Tensor] = []
+        if len(names) < len(params):
+            rest = {name: tensor for name, tensor in without(params, self.leaves).items() if tensor.requires_grad}
+            check_history(rest)
+            self.frozen = [*rest.values()]
+        self.traced = bool(entered) and tracing()
+        self.outs: list[Gradients] = []
+        self.loss: Any = None
 
 
 def indices(request: GradRequest, count: int) -> Sequence[int]:
@@ -314,18 +304,8 @@ def indices(request: GradRequest, count: int) -> Sequence[int]:
     return range(count) if not request.index else [mix(request.index, index) for index in range(count)]
 
 
-def of_this_model(host: _modules.FunctionalModule, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    params, buffers, _ = trees_of(state)
-    if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
-        host.explain(params, buffers, None)
-    return params, buffers
-
-
 def _leaf(name: str, tensor: Tensor) -> Tensor:
-    if tensor.requires_grad and tensor.is_leaf:
-        return tensor
-    if tensor.grad_fn is not None:
-        check_history({name: tensor})
+    check_history({name: tensor})
     return tensor.detach().requires_grad_()
 
 
@@ -350,34 +330,3 @@ def check_history(params: Mapping[str, Tensor], instead: str = _TRAINED) -> None
             raise ValueError(
                 f"the parameter {name} of the state was computed from others, with a graph behind it ({graph}): {instead}"
             )
-
-
-def _refuse_unreached(grads: Mapping[str, Tensor], needed: Sequence[str]) -> None:
-    """Raise if any of these parameters has no gradient."""
-    if missing := [name for name in needed if name not in grads]:
-        raise ValueError(
-            f"no gradient reached {', '.join(missing)}: the loss does not depend on them. Choose what is trained "
-            "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
-            "allow_unused=True"
-        )
-
-
-_run_backward = torch_private.run_backward
-
-
-def _backward(
-    loss: Tensor,
-    factor: Tensor | float,
-    scale: Tensor | None,
-    inputs: tuple[Tensor, ...] = (),
-    again: bool = False,
-) -> None:
-    """Run `(loss * factor * scale).backward()` without an operation for the factors."""
-    if loss.dim():
-        loss = loss.reshape(())
-    seed = factor if isinstance(factor, Tensor) else scalar_like(loss, factor)
-    if scale is not None:
-        seed = seed * scale.to(loss.device)  # the scale is on the first parameter's
-    if scale is not None or seed is factor:
-        seed = seed.reshape(()).to(loss.device, loss.dtype)
-    _run_backward((loss,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True)

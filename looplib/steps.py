@@ -55,7 +55,7 @@ from looplib._core.updates import (
 )
 from looplib._core.watches import Watch
 from looplib._objective import aux_records, loss_over_ranks, record, split_loss
-from looplib.gradients import EVALUATED, check_history, of_this_model
+from looplib.gradients import EVALUATED, check_history
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
 from looplib.types import (
@@ -404,8 +404,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
 
     Raises:
         TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
-        ValueError: a value is no metric, a parameter of the state carries a graph, the state belongs to a different
-            model, or the batch is on a different device.
+        ValueError: a value is no metric, a parameter of the state carries a graph, or the state belongs to a different
+            model.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_gradients(model, metric_fn)
@@ -448,7 +448,7 @@ def make_predict_step(
             called.
 
     Raises:
-        ValueError: the state belongs to a different model, or the batch is on a different device.
+        ValueError: the state belongs to a different model.
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_gradients(model, predict_fn, training)
@@ -481,8 +481,8 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
 
     def forward(state: TrainState, batch: Any) -> Any:
         nonlocal known
-        params, buffers = of_this_model(host, state)
-        lent = {name: tensor.clone() for name, tensor in buffers.items()}
+        params, buffers, _ = trees_of(state)
+        host.check(params, buffers)
         seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()
         if grad_mode and (known is None or known() is not state):
@@ -491,7 +491,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)
-            out = host.run(params, lent, seed, lambda: function(model, batch))
+            out = host.run(params, buffers, seed, lambda: function(model, batch))
             host.unwritten.check(params, before)
             return out if tracing() else _apart(out, (*params.values(), *buffers.values()))
         except Exception as error:

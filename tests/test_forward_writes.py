@@ -40,16 +40,6 @@ def skipping(optimizer):
 GOOD, BAD = (ROWS, torch.tensor(1.0)), (OTHER_ROWS, torch.tensor(torch.inf))
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_a_layer_with_max_norm_is_refused_before_it_writes_a_state(kind):
-    model = nn.Sequential(kind(6, 3, max_norm=0.5), nn.Linear(3, 1))
-    with pytest.raises(ValueError, match=r"max_norm=.*torch\.renorm\(weight"):
-        ll.make_grad_fn(model, loss_fn)
-    for make in (ll.make_eval_step, ll.make_predict_step):
-        with pytest.raises(ValueError, match="max_norm="):
-            make(model, lambda model, rows: {"loss": model(rows).mean()})
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_that_writes_the_given_state_is_refused_by_name(function):
     model, optimizer = Renormed(function), ll.optimizer(torch.optim.SGD, lr=0.1)

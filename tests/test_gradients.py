@@ -66,7 +66,9 @@ def test_a_layer_that_goes_into_eval_mode_too_late_is_named_at_the_first_call():
     model = Headed(nn.BatchNorm1d(2))
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
     model.backbone[1].eval()
-    with pytest.warns(UserWarning, match=r"^backbone\.1 went into eval mode after .* eval\(\) before make_grad_fn"):
+    with pytest.warns(
+        UserWarning, match=r"^backbone\.1 \(BatchNorm1d\) went into eval mode after .* eval\(\) before make_grad_fn"
+    ):
         grad_fn(ll.init_state(model), torch.randn(4, 2))
     grad_fn(ll.init_state(model), torch.randn(4, 2))
     model.eval()  # all of it, as for an evaluation by hand

@@ -92,7 +92,8 @@ def described_batch(batch: Any) -> str:
     'a tuple (float32 (6, 4), a dict {label: int64 (6,)})'
     """
     if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+        device = "" if batch.device.type == "cpu" else f" on {batch.device}"
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}{device}"
     if isinstance(batch, dict):
         members = [f"{key}: {described_batch(value)}" for key, value in batch.items()]
         return f"a dict {{{', '.join(members[:20])}}}"

@@ -8,9 +8,7 @@ different state's tensors, like `torch.func.functional_call` at a tenth of its c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,16 +24,21 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.lease import Unwritten
-from looplib._core.mappings import mapped, pairs
-from looplib._core.torch_private import own_buffers, own_parameters, pytree
+from looplib._core.mappings import pairs
+from looplib._core.torch_private import own_buffers, own_parameters
 
 R = TypeVar("R")
 
 
-Slot = tuple[dict[str, Any], str]
+class Slot(NamedTuple):
+    """An entry of one of a module's dictionaries, and the name in a state of the tensor that it holds."""
+
+    owner: dict[str, Any]
+    key: str
+    name: str
 
 
-Swap = tuple[dict[str, Any], str, Any, Any]  # a slot, its own value, and the one for the duration of a call
+Swap = tuple[dict[str, Any], str, str, Any, Any]  # a slot, its own value, and the one for the duration of a call
 
 
 # Names under which torch's wrappers hold the wrapped module; they are not part of parameter names.
@@ -43,25 +46,26 @@ TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 class Members(NamedTuple):
-    """Slots of each name. Tied tensors share the first of their names, as in `named_parameters`."""
+    """Slots of a module. Tied tensors share the first of their names, as in `named_parameters`.
 
-    params: dict[str, list[Slot]]
-    buffers: dict[str, list[Slot]]
+    `empty` are those that `register_buffer(name, None)` has left so.
+    """
+
+    params: list[Slot]
+    buffers: list[Slot]
+    empty: list[Slot]
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` without the prefixes of wrappers."""
-    return _walk(model, "", set())
-
-
-def _walk(module: nn.Module | None, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if module is None or id(module) in seen:
-        return
-    seen.add(id(module))
-    yield prefix, module
-    transparent = TRANSPARENT | {"module"} if is_parallel(module) else TRANSPARENT
-    for name, child in torch_private.own_modules(module).items():
-        yield from _walk(child, prefix if name in transparent else f"{prefix}.{name}".lstrip("."), seen)
+    names, parallel = {"": ""}, set()
+    for path, module in model.named_modules():
+        parent, _, key = path.rpartition(".")
+        wrapped = key in TRANSPARENT or (key == "module" and parent in parallel)
+        names[path] = names[parent] if wrapped else f"{names[parent]}.{key}".lstrip(".")
+        if is_parallel(module):
+            parallel.add(path)
+        yield names[path], module
 
 
 def is_parallel(module: nn.Module) -> bool:
@@ -69,33 +73,31 @@ def is_parallel(module: nn.Module) -> bool:
     return isinstance(module, (DataParallel, DistributedDataParallel))
 
 
-def slots_in(model: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, str, Any]]:
-    """All slots: 0 for a parameter or 1 for a buffer, the dictionary, the key, the name, and the tensor or None."""
-    for prefix, module in named_modules(model):
-        groups: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
-        for kind, own in enumerate(groups):
-            for key, tensor in own.items():
-                yield kind, own, key, f"{prefix}.{key}".lstrip("."), tensor
-
-
 def members(model: nn.Module) -> Members:
     instance = f", an instance such as {model.__name__}(...)" if isinstance(model, type) else ""
     check_type("model is", model, nn.Module, f"looplib needs a torch.nn.Module{instance}")
-    all_slots = Members({}, {})
+    slots = Members([], [], [])
     names: dict[int, str] = {}
-    for kind, own, key, path, tensor in slots_in(model):
-        if tensor is not None:
-            check(not is_lazy(tensor), f"{path} has no shape yet (a lazy module): run the model on one batch first")
-            name = names.setdefault(id(tensor), path)
-            all_slots[kind].setdefault(name, []).append((own, key))
-    return all_slots
+    for prefix, module in named_modules(model):
+        for of_kind, own in ((slots.params, own_parameters(module)), (slots.buffers, own_buffers(module))):
+            for key, tensor in own.items():
+                path = f"{prefix}.{key}".lstrip(".")
+                if tensor is not None:
+                    check(
+                        not is_lazy(tensor),
+                        f"{path} has no shape yet (a lazy module): run the model on one batch first",
+                    )
+                    of_kind.append(Slot(own, key, names.setdefault(id(tensor), path)))
+                elif of_kind is slots.buffers:
+                    slots.empty.append(Slot(own, key, path))
+    return slots
 
 
-def tensors(slots: dict[str, list[Slot]]) -> dict[str, Tensor]:
-    return {name: places[0][0][places[0][1]] for name, places in slots.items()}
+def tensors(slots: Iterable[Slot]) -> dict[str, Tensor]:
+    return {name: owner[key] for owner, key, name in slots}
 
 
-def check_names(what: str, of_state: Mapping[str, Tensor], slots: dict[str, list[Slot]], model: nn.Module) -> None:
+def check_names(what: str, of_state: Mapping[str, Tensor], slots: list[Slot], model: nn.Module) -> None:
     """Raise unless `given` matches the model in names, shapes and dtypes."""
     of_model = tensors(slots)
     title = f"the state's {what} are not those of this {type(model).__name__}"
@@ -129,15 +131,13 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
         for name, tensor in params.items()
         if (tensor.requires_grad if predicate is None else predicate(name, tensor))
     ]
-    if not chosen:
-        reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
-        raise ValueError(f"no parameter of this {type(model).__name__} is trainable: {reason}")
+    reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
+    check(chosen, f"no parameter of this {type(model).__name__} is trainable: {reason}")
     return chosen
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
+    models: tuple[nn.Module, ...] = ()
 
 
 running = _Running()  # modules that this thread runs on states at present, the innermost last
@@ -149,50 +149,68 @@ class FunctionalModule:
     def __init__(self, model: nn.Module, training: bool, backward: bool | None = None) -> None:
         """`training` is the mode in which it runs; `backward` is False if no gradients are taken in that mode either."""
         self.model, self.training = model, training
-        self.slots = members(model)
-        self.devices, self.generators = (_CPU, _CPU), _generators(_CPU)
         self.backward = training if backward is None else backward
-        self._read_modules()
-        self.looked = False
-        self.params_at, self.buffers_at = map(_places, self.slots)
-        self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
-        check(
-            not any(
-                isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm for module in self.modules
-            ),
-            "the model has an embedding with max_norm=, whose forward pass writes its weight, in an evaluation too: leave it "
-            "out, and compute the shortened rows, F.embedding(x, torch.renorm(weight, 2, 0, max_norm))",
-        )
+        self.devices: set[torch.device] = set()
+        self.generators = _generators()
+        self.modes: dict[nn.Module, bool] = {}
+        self._read()
+        self.called = False
         self.engine = engine_of(model)
         self.unwritten = Unwritten()
 
-    def _read_modules(self) -> None:
+    def _read(self) -> None:
+        """Learn which modules there are, and what they hold."""
+        self.slots = members(self.model)
+        self.param_names, self.buffer_names = tensors(self.slots.params).keys(), tensors(self.slots.buffers).keys()
         # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
-        # as with pretrained models, the whole module is trained.
+        # as with pretrained models, the whole module is trained. Later layers run as they would have then.
         everything = self.training and not self.model.training
-        self.modules = [*self.model.modules()]
-        self.modes = [self.training and (everything or module.training) for module in self.modules]
-        self.children = [*map(torch_private.own_modules, self.modules)]
-        self.submodules = _submodules(self.children)
+        self.modes = {
+            module: self.modes.get(module, self.training and (everything or module.training))
+            for module in self.model.modules()
+        }
+        self.children = self._children()
+
+    def _children(self) -> list[list[nn.Module | None]]:
+        return [[*torch_private.own_modules(module).values()] for module in self.modes]
+
+    def check(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for tensors with other names than the module's, as it is now."""
+        # A loss that misses replaced layers is noticed by their gradients, so only the first call looks for these.
+        if not (self.called and self.backward) and self._children() != self.children:
+            self._read()
+        if not self.called and self.model.training:
+            self._warn_of_layers_in_eval_mode(_LATE_EVAL)
+        self.called = True
+        if params.keys() != self.param_names or buffers.keys() != self.buffer_names:
+            self.explain(params, buffers)
 
     def warn_of_eval_mode(self, names: Sequence[str]) -> None:
         """Warn of layers in eval mode that may have been left so, if these parameters are trained."""
-        layers = [*named_modules(self.model)]
-        if self.model.training:
-            for prefix, module in layers:
-                if _drops_nothing(module) and any(name.startswith(f"{prefix}.") for name in names):
-                    return warn(_PART_IN_EVAL.format(part=f"{prefix} ({type(module).__name__})"))
-        elif found := [f"{name or 'it'} ({type(module).__name__})" for name, module in layers if _differs(module)]:
-            more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-            warn(_ALL_IN_EVAL.format(model=type(self.model).__name__, layers=", ".join(found[:_SHOWN] + more)))
+        if not self.model.training:
+            return self._warn_of_layers_in_eval_mode(_ALL_IN_EVAL)
+        for prefix, module in named_modules(self.model):
+            drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
+            in_eval_mode = not (module.training or all(part.training for part in drops))
+            if in_eval_mode and any(name.startswith(f"{prefix}.") for name in names):
+                return warn(_PART_IN_EVAL.format(part=f"{prefix} ({type(module).__name__})"))
+
+    def _warn_of_layers_in_eval_mode(self, message: str) -> None:
+        """Warn of layers in eval mode, in which they would differ, that run in training mode."""
+        layers = [
+            f"{name or 'it'} ({type(module).__name__})"
+            for name, module in named_modules(self.model)
+            if self.modes[module] and not module.training and _differs(module)
+        ]
+        if layers:
+            warn(message.format(model=type(self.model).__name__, layers=few(layers, _SHOWN)))
 
     def batch_norms(self) -> tuple[str, ...]:
         """Layers that normalize a sample by the others of its batch."""
-        modes = dict(zip(self.modules, self.modes, strict=True))
         return tuple(
             f"{name or 'the model'} ({type(module).__name__})"
             for name, module in named_modules(self.model)
-            if isinstance(module, torch_private.BatchNorm) and (modes[module] or module.running_mean is None)
+            if isinstance(module, torch_private.BatchNorm) and (self.modes[module] or module.running_mean is None)
         )
 
     def run(
@@ -205,101 +223,74 @@ class FunctionalModule:
     ) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`.
 
-        In place, a module that holds the parameters is given the buffers for good.
+        The buffers are copied, unless in place. To train in place, a module that holds the parameters is given them for
+        good.
         """
         _interrupts.install()  # before anything that holds signals back
-        # A trace takes long, and draws no numbers.
-        with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
-            modes = [module.training for module in self.modules]
-            # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
-            values = params.values()
-            ends = next(iter(values), _NO_TENSOR).device, next(reversed(values), _NO_TENSOR).device
-            if ends != self.devices:
-                self.devices, self.generators = ends, _generators(*(tensor.device for tensor in values))
+        with draws.turn:
+            devices = {tensor.device for tensor in params.values()}
+            if devices != self.devices:
+                self.devices, self.generators = devices, _generators(*devices)
             generators = self.generators
             streams = [generator.get_state() for generator in generators]
-            hosted, depth = running.models, len(running.models)
-            swaps: list[Swap] = []
-            engine, lent = self.engine, None
             try:
-                hosted.append(self.model)
-                if engine is not None:
-                    lent = engine.swap_in(params, self.params)
-                swaps = self._swaps(params if lent is None else self.params(), buffers, in_place)
-                for owner, key, _, tensor in swaps:
-                    owner[key] = tensor
-                for module, mode in pairs(self.modules, self.modes):
-                    if module.training is not mode:
-                        module.training = mode
                 self.seed(seed)
-                out = body()
-                if self.unfilled:
-                    self._refuse_filled()
-                return out
+                if not in_place:
+                    buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+                return self._hold(params, buffers, body, in_place)
             finally:
                 _hold_signals = True
-                del hosted[depth:]  # also if an interrupt came before the first line above
-                for owner, key, own, _ in swaps:
-                    owner[key] = own
-                for owner, key, _ in self.unfilled:
-                    owner[key] = None
-                if engine is not None:
-                    engine.restore(lent)
-                for module, mode in pairs(self.modules, modes):
-                    if module.training is not mode:
-                        module.training = mode
                 for generator, stream in pairs(generators, streams):
                     generator.set_state(stream)
 
-    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], in_place: bool) -> list[Swap]:
-        """Slots that hold other tensors than these."""
-        # A loss that misses the replaced layers is noticed by their gradients, so only the first call looks.
-        if not (self.looked and self.backward) and _submodules(self.children) != self.submodules:
-            self._refuse_replaced()
-        if not self.looked and self.model.training:
-            self._warn_of_late_eval()
-        self.looked = True
-        if self.unfilled:
-            self._refuse_filled()
-        swaps = _differing(self.params_at, params)
-        if swaps:
-            if any(own.shape != tensor.shape for _, _, own, tensor in swaps):
-                self.explain(params, buffers, None)
-            if self.backward and torch_private.any_gradient_hooks([own for _, _, own, _ in swaps]):
-                self._refuse_hooks(params)
-        if not buffers:
-            return swaps
-        # Buffers may have any shape, since a forward pass may assign a longer one.
-        others = _differing(self.buffers_at, buffers)
-        if others and in_place and not swaps:  # assigned by a pass that was skipped or has failed
-            for owner, key, _, tensor in others:
+    def _hold(
+        self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], body: Callable[[], R], in_place: bool
+    ) -> R:
+        """Run `body()` with these tensors in the module, in the modes of this function."""
+        modes = [module.training for module in self.modes]
+        engine, lent = self.engine, None
+        swaps: list[Swap] = []
+        hosted, for_good = running.models, False
+        try:
+            running.models = (*hosted, self.model)
+            if engine is not None:
+                lent = engine.swap_in(params, self.params)
+            swaps = _differing(self.slots.params, params if lent is None else self.params())
+            if swaps:
+                self._check_swaps(swaps, params)
+            if buffers:
+                for_good = in_place and self.backward and not swaps
+                swaps += _differing(self.slots.buffers, buffers)
+            for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
-            return []
-        return swaps + others
+            for module, mode in self.modes.items():
+                if module.training is not mode:
+                    module.training = mode
+            out = body()
+            if filled := [name for owner, key, name in self.slots.empty if owner[key] is not None]:
+                raise ValueError(_FILLED.format(names=", ".join(filled)))
+            return out
+        finally:
+            _hold_signals = True
+            running.models = hosted
+            for owner, key, _, own, _ in () if for_good else swaps:
+                owner[key] = own
+            for owner, key, _ in self.slots.empty:
+                owner[key] = None
+            if engine is not None:
+                engine.restore(lent)
+            for module, mode in pairs(self.modes, modes):
+                if module.training is not mode:
+                    module.training = mode
 
-    def _warn_of_late_eval(self) -> None:
-        modes = dict(zip(self.modules, self.modes, strict=True))
-        late = [name for name, module in named_modules(self.model) if modes[module] and not module.training]
-        if late:
-            warn(_LATE_EVAL.format(layers=few(late, _SHOWN)))
-
-    def _refuse_replaced(self) -> None:
-        """Raise if layers have been replaced since this was made, unless the tensors are still in the same slots."""
-        for known, now in zip(self.slots, members(self.model), strict=True):
-            for name in {**known, **now}:
-                if _identity(known.get(name, [])) != _identity(now.get(name, [])):
-                    raise ValueError(
-                        f"the layer with {name} was replaced after this function was made from the model, so a state's "
-                        "tensors would go into the old layer, and the new one would run on its own: call "
-                        "ll.make_grad_fn, ll.make_eval_step, ll.make_predict_step and ll.init_state after you change "
-                        "the model"
-                    )
-        self._read_modules()
-
-    def _refuse_hooks(self, params: Mapping[str, Tensor]) -> None:
-        for name, own in self.params().items():
-            if own is not params[name] and torch_private.any_gradient_hooks([own]):
-                raise ValueError(_OF_HOOKS.format(name=name))
+    def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for parameters that cannot take the places of the module's own."""
+        # Buffers may have any shape, since a forward pass may assign a longer one.
+        if any(own.shape != tensor.shape for _, _, _, own, tensor in swaps):
+            check_names("parameters", params, self.slots.params, self.model)
+        if self.backward and torch_private.any_gradient_hooks([own for _, _, _, own, _ in swaps]):
+            hooked = [name for _, _, name, own, _ in swaps if torch_private.any_gradient_hooks([own])]
+            raise ValueError(_OF_HOOKS.format(name=few(hooked)))
 
     def seed(self, seed: int) -> None:
         """Seed the random streams of a microbatch inside `run`."""
@@ -307,14 +298,6 @@ class FunctionalModule:
             generator.manual_seed(seed)
         if _tracing.entered:
             _tracing.draws_for(seed)
-
-    def _refuse_filled(self) -> None:
-        if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
-            raise ValueError(
-                f"the forward pass put a tensor into {', '.join(filled)}, which register_buffer(..., None) left "
-                "empty, so no state and no checkpoint has it: run the model on one batch before ll.init_state and "
-                "before functions are made of it, or register a tensor"
-            )
 
     def params(self) -> dict[str, Tensor]:
         """The module's own parameters."""
@@ -326,46 +309,27 @@ class FunctionalModule:
 
     def aside(self, body: Callable[[], R]) -> R:
         """Run `body()` within `run`, on copies of the buffers: a pass that does not count leaves no statistics."""
-        swaps = _differing(self.buffers_at, mapped(Tensor.clone, self.buffers()))
-        try:
-            for owner, key, _, copy in swaps:
-                owner[key] = copy
-            return body()
-        finally:
-            _hold_signals = True
-            for owner, key, own, _ in swaps:
-                owner[key] = own
+        return self.run(self.params(), self.buffers(), 0, body)
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
-        return not _differing(self.params_at, params)
+        return not _differing(self.slots.params, params)
 
-    def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
-        """Raise the cause of a torch error, if the state or the batch is at fault."""
+    def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Raise the cause of a torch error, if the state is at fault."""
         check_names("parameters", params, self.slots.params, self.model)
         check_names("buffers", buffers, self.slots.buffers, self.model)
         check_materialized(params)
-        devices = {tensor.device for tensor in params.values()}
-        leaves = pytree.tree_flatten_with_path(batch)[0]
-        strays = [
-            f"batch{pytree.keystr(path)} is on {leaf.device}"
-            for path, leaf in leaves
-            if isinstance(leaf, Tensor) and leaf.device not in devices
-        ]
-        check(
-            not (strays and params),
-            f"{', '.join(strays)}, and the parameters are on {', '.join(sorted(map(str, devices)))}: move the batch, or "
-            "let make_loader(..., device=...) do it",
-        )
 
     def explained(
         self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Exception:
-        """The error, or a better one if it is torch's and the state or the batch explains it."""
+        """The error, or a better one if it is torch's and the state explains it."""
         fold(error)
         if self.backward and torch_private.functorch_level() and not _tracing.tracing():
             return RuntimeError(_IN_FUNC)
         if isinstance(error, RuntimeError):
+            # With torch's advice, retain_graph=True, the gradient would be counted twice.
             if "backward through the graph a second time" in str(error):
                 return RuntimeError(
                     "the graph behind the loss is gone before its backward pass: loss_fn returns the loss and does not "
@@ -374,14 +338,13 @@ class FunctionalModule:
             if "use_reentrant=True, torch.utils.checkpoint is incompatible" in str(error):
                 return RuntimeError(LATE_CHECKPOINT)
             try:
-                self.explain(params, buffers, batch)
+                self.explain(params, buffers)
             except ValueError as better:
                 return better
         note_batch(error, batch, named_modules(self.model))
         return error
 
 
-_CPU = torch.device("cpu")
 _SHOWN = 4  # layers in a message
 _PART_IN_EVAL = (
     "{part} is in eval mode within a module that is not, and has dropout and parameters to train: they are "
@@ -394,7 +357,7 @@ _ALL_IN_EVAL = (
     "then eval() of each layer that is to stay so"
 )
 _LATE_EVAL = (
-    "{layers} went into eval mode after this function was made from the model, which runs each layer in the mode that it "
+    "{layers} went into eval mode after this function was made from the {model}, which runs each layer in the mode that it "
     "had then, here training mode: call eval() before make_grad_fn"
 )
 _OF_HOOKS = (
@@ -412,29 +375,20 @@ _IN_FUNC = (
     "a train step inside torch.func.grad or torch.vmap: it takes its gradients by a backward pass, which does not work "
     "there. Use ll.transforms.differentiable(train_step), or ll.vmap_step(train_step) for many members"
 )
-_NO_TENSOR = torch.empty(0, device=_CPU)
+_FILLED = (
+    "the forward pass put a tensor into {names}, which register_buffer(..., None) left empty, so no state and no "
+    "checkpoint has it: run the model on one batch before ll.init_state and before functions are made of it, or register "
+    "a tensor"
+)
 
 
-def _places(slots: Mapping[str, list[Slot]]) -> list[tuple[dict[str, Any], str, str]]:
-    """Slots with their names, flat."""
-    return [(owner, key, name) for name, each in slots.items() for owner, key in each]
-
-
-def _differing(places: Sequence[tuple[dict[str, Any], str, str]], tensors: Mapping[str, Tensor]) -> list[Swap]:
+def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swap]:
     """The slots that do not hold the tensors of these names."""
     return [
-        (owner, key, own, tensor)
-        for owner, key, name in places
+        (owner, key, name, own, tensor)
+        for owner, key, name in slots
         if (own := owner[key]) is not (tensor := tensors[name])
     ]
-
-
-def _submodules(children: Sequence[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
-    return [*chain.from_iterable(own.values() for own in children)]  # a scripted module's is no dict
-
-
-def _identity(places: Sequence[Slot]) -> set[tuple[int, str]]:
-    return {(id(owner), key) for owner, key in places}
 
 
 def _differs(module: nn.Module) -> bool:
@@ -442,12 +396,6 @@ def _differs(module: nn.Module) -> bool:
     if isinstance(module, torch_private.Dropout):
         return module.p > 0
     return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
-
-
-def _drops_nothing(module: nn.Module) -> bool:
-    """True for a module in eval mode with dropout in eval mode."""
-    drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
-    return not module.training and not all(part.training for part in drops)
 
 
 def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:

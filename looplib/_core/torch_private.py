@@ -38,8 +38,8 @@ is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
-own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
-own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+own_parameters: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
 # Base classes: of BatchNorm1d to 3d and SyncBatchNorm, and of all dropout layers.
 BatchNorm: type[nn.modules.batchnorm._BatchNorm] = nn.modules.batchnorm._BatchNorm
 Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd

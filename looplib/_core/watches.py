@@ -16,7 +16,7 @@ warning.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -35,7 +35,8 @@ from looplib._core.tracing import tracing
 
 _CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
 
-_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all gradient functions
+# Parameters of the modules of all gradient functions, by id. Between its passes, FSDP2 may put others into a module.
+_trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 class Reach:
@@ -47,17 +48,16 @@ class Reach:
         others: leaves in the graph that belong to neither the model nor the batch.
     """
 
-    __slots__ = ("_aside", "_model", "_unreached", "known", "others", "plain")
+    __slots__ = ("_model", "_unreached", "known", "others", "plain")
 
     def __init__(self, model: nn.Module, plain: bool) -> None:
         self._model, self.plain = model, plain
         self.known = False
         self.others: list[weakref.ref[Tensor]] = []
-        self._aside: list[tuple[Tensor, Tensor | None]] = []
         self._unreached: Set[str] = frozenset()
-        _trained.add(model)
+        _trained.update({id(tensor): tensor for tensor in model.parameters()})
 
-    def learn(self, loss: Tensor, batch: Any, params: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    def learn(self, loss: Tensor, batch: Any, params: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Look through the graph of the first loss."""
         leaves, functions = _graph(loss)
         self._unreached = {name for name in names if id(params[name]) not in leaves}
@@ -73,9 +73,7 @@ class Reach:
                     )
         if not self.plain:  # the leaves of FSDP2 are its own unsharded parameters
             self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
-            if any(_CHECKPOINT in name for name in functions) or (functions and self._unreached):
-                self.plain = True
-                self.set_aside()
+            self.plain = any(_CHECKPOINT in name for name in functions) or bool(functions and self._unreached)
         self.known = True
 
     def check(self, loss: Tensor, missing: Set[str]) -> None:
@@ -85,19 +83,24 @@ class Reach:
             if any(_CHECKPOINT in name for name in _graph(loss)[1]):
                 raise RuntimeError(LATE_CHECKPOINT)
 
-    def set_aside(self) -> None:
-        """Take the gradients of other networks away for plain backward passes, until `put_back`."""
-        own = {*map(id, self._model.parameters())}
-        others: list[Tensor] = [tensor for module in _trained for tensor in module.parameters()]
-        others += [tensor for other in self.others if (tensor := other()) is not None]
-        for tensor in {id(tensor): tensor for tensor in others if id(tensor) not in own}.values():
-            self._aside.append((tensor, tensor.grad))
-            tensor.grad = None
+    def other_tensors(self) -> list[Tensor]:
+        """The leaves in `others` that are still in use."""
+        return [tensor for other in self.others if (tensor := other()) is not None]
 
-    def put_back(self) -> None:
-        while self._aside:
-            tensor, grad = self._aside.pop()
-            tensor.grad = grad
+    @contextmanager
+    def others_aside(self, leaves: Iterable[Tensor]) -> Iterator[None]:
+        """Context for a plain backward pass, in which the gradients of all but these leaves are set aside."""
+        own = {*map(id, leaves)}
+        others = [tensor for tensor in {*_trained.values(), *self.other_tensors()} if id(tensor) not in own]
+        grads = [tensor.grad for tensor in others]
+        try:
+            for tensor in others:
+                tensor.grad = None
+            yield
+        finally:
+            _hold_signals = True
+            for tensor, grad in zip(others, grads, strict=True):
+                tensor.grad = grad
 
 
 def _graph(loss: Tensor) -> tuple[dict[int, Tensor], set[str]]:
@@ -131,60 +134,58 @@ class Watch:
     one is created may look the same, as in `train_step(state, next(batches))`.
     """
 
-    __slots__ = ("_batch", "_model", "_reach", "_repeats", "_state", "_warned")
+    __slots__ = ("_batch", "_model", "_reach", "_repeats", "_state")
 
-    def __init__(self, grad_fn: Any, inner: bool = False) -> None:
-        # An inner step of meta-learning says nothing about the module, which its outer step may train.
-        made = None if inner else next((record for record in chain(grad_fn) if record.model is not None), None)
+    def __init__(self, grad_fn: Any) -> None:
+        made = next((record for record in chain(grad_fn) if record.model is not None), None)
         self._model = made and made.model
         self._reach: Reach | None = made and made.reach
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
         self._state: Any = None
         self._batch = -1
         self._repeats = 0
-        self._warned = False
 
     def see(self, state: Any, batch: Any) -> None:
         """Record a call of the step."""
-        if self._state is not None and self._state() is state:
-            self._see_again(state, batch)
-        else:
-            if self._model is not None and not tracing():
+        if self._state is None or self._state() is not state:
+            if self._model is not None and self._model not in _stale and not tracing():
                 _watch_module(self._model)
             if self._reach is not None and self._reach.others:
-                warn_of_reached(tensor for other in self._reach.others if (tensor := other()) is not None)
+                warn_of_reached(self._reach.other_tensors())
             self._state, self._batch, self._repeats = weakref.ref(state), id(batch), 0
-
-    def _see_again(self, state: Any, batch: Any) -> None:
-        """Record a call with the previous state."""
-        if id(batch) != self._batch:
+        elif id(batch) != self._batch:
             self._batch = id(batch)
             self._repeats += 1
-        if self._repeats == _LIMIT - 1 and not self._warned:
-            self._warned = True
-            warn(
-                f"train_step was given the same state {_LIMIT} times in a row, with different batches, so the run stays "
-                f"at step {state.step}. A pure step returns the next state and leaves the one that it is given as it "
-                "is: write `state, metrics = train_step(state, batch)`. If you mean to take one step from the same "
-                "state on many batches, ignore this warning"
-            )
+            if self._repeats == _LIMIT - 1:
+                warn(
+                    f"train_step was given the same state {_LIMIT} times in a row, with different batches, so the run "
+                    f"stays at step {state.step}. A pure step returns the next state and leaves the one that it is given "
+                    "as it is: write `state, metrics = train_step(state, batch)`. If you mean to take one step from the "
+                    "same state on many batches, ignore this warning"
+                )
 
 
 class _Stale(NamedTuple):
-    """A module as it was before pure steps, and its hooks, which warn once."""
+    """A module as it was before pure steps, and its hooks."""
 
-    writes: list[tuple[int, int, int]]
+    writes: list[tuple[int, int, int]]  # empty once its user has been warned
     hooks: list[RemovableHandle]
 
 
 class _Hook:
-    """Hook of `module.state_dict()` and of `module(...)`."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
+    """Hook of `module.state_dict()` and of `module(...)`: warns once of a module that is used with its first weights."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        _used(module, self._message)
+        stale = _stale.get(module)
+        if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
+            return
+        # Steps and looplib's exports know whose weights they use.
+        if any(module is each for wrapper in running.models for each in wrapper.modules()):
+            return
+        # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
+        if _writes(module) == stale.writes:
+            stale.writes.clear()
+            warn(_STALE.format(type=type(module).__name__))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled or copied module has this method in its place: it takes any arguments and does nothing, and
@@ -194,31 +195,21 @@ class _Hook:
 
 _STALE = (
     "this {type} still has the weights of before training: its steps were pure, so the trained weights are in the state "
-    "that the last step returned. "
+    "that the last step returned. Call ll.bind(model, state) before you call or save the module. To run it on a state, use "
+    "ll.make_predict_step or ll.make_eval_step; to save a state, ll.checkpoint.state_dict(model, state) or "
+    "ll.checkpoint.save_pretrained(model, state, folder). In the loss of another network, make the steps of both with "
+    "donate=True, or hand this one's state.params on in the batch and call torch.func.functional_call(model, params, x). "
+    "If you mean the weights that the module has, ignore this warning"
 )
-_SAVED = _STALE + (
-    "Call ll.bind(model, state) before you save the module, or save the state: ll.checkpoint.state_dict(model, state), "
-    "ll.checkpoint.save_pretrained(model, state, folder). If you mean to save the weights that the module has, ignore "
-    "this warning"
-)
-_CALLED = _STALE + (
-    "To run it on a state, use ll.make_predict_step or ll.make_eval_step, or call ll.bind(model, state) first. In the "
-    "loss of another network, make the steps of both with donate=True, or hand this one's state.params on in the batch "
-    "and call torch.func.functional_call(model, params, x). If you mean the weights that the module has, ignore this "
-    "warning"
-)
+_warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
-# Modules whose user has been warned, of saving and of calling them.
-_told: dict[str, weakref.WeakSet[nn.Module]] = {_SAVED: weakref.WeakSet(), _CALLED: weakref.WeakSet()}
 
 
 def _watch_module(module: nn.Module) -> None:
-    if module in _stale:
-        return
     hooks = []
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
-        hooks.append(module.register_state_dict_pre_hook(_Hook(_SAVED)))  # type: ignore[no-untyped-call]
-        hooks.append(module.register_forward_pre_hook(_Hook(_CALLED)))
+        hooks.append(module.register_state_dict_pre_hook(_warn_if_stale))  # type: ignore[no-untyped-call]
+        hooks.append(module.register_forward_pre_hook(_warn_if_stale))
     _stale[module] = _Stale(_writes(module), hooks)
 
 
@@ -234,29 +225,18 @@ def warn_of_reached(others: Iterable[Tensor]) -> None:
     reached = {*map(id, others)}
     for module in [*_stale]:
         if not reached.isdisjoint(map(id, module.parameters())):
-            _used(module, _CALLED)
-
-
-def _used(module: nn.Module, message: str) -> None:
-    """Warn of a module that is called or saved with its first weights, outside of steps and looplib's exports."""
-    if torch.compiler.is_dynamo_compiling() or module in _told[message] or (stale := _stale.get(module)) is None:
-        return
-    if any(module is each for wrapper in running.models for each in wrapper.modules()):
-        return
-    # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
-    if stale.writes and _writes(module) == stale.writes:
-        _told[message].add(module)
-        warn(message.format(type=type(module).__name__))
+            _warn_if_stale(module)
 
 
 @contextmanager
 def export(module: nn.Module) -> Iterator[None]:
     """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
-    running.models.append(module)
+    before = running.models
+    running.models = (*before, module)
     try:
         yield
     finally:
-        running.models.pop()
+        running.models = before
 
 
 def _writes(module: nn.Module) -> list[tuple[int, int, int]]:

@@ -188,7 +188,8 @@ def check_state(model: nn.Module, state: TrainState) -> None:
 def lend(model: nn.Module, state: TrainState, body: Callable[[], Any]) -> Any:
     """Call `body()` while the module holds the state's values."""
     check_state(model, state)
-    return _modules.FunctionalModule(model, training=False).run(state.params, state.buffers, 0, body)
+    host = _modules.FunctionalModule(model, training=False)
+    return host.run(state.params, state.buffers, 0, body, in_place=True)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
@@ -210,9 +211,8 @@ def _parts_of(path: str) -> list[str]:
 def state_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the module's `state_dict` to the tensor's name in a state."""
     clean = cleaner(model)
-    names = {
-        id(tensor): name for slots in _modules.members(model) for name, tensor in _modules.tensors(slots).items()
-    }
+    slots = _modules.members(model)
+    names = {id(tensor): name for name, tensor in _modules.tensors([*slots.params, *slots.buffers]).items()}
     with export(model):
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
-from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
 from looplib._objective import aux_records, mean_of, record, shape_or_type, split_loss
-from looplib.gradients import indices, make_grad_fn, of_this_model
+from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState, trees_of
 
 
 class _Microbatch(NamedTuple):
@@ -129,7 +128,8 @@ def _embedded(
     request: GradRequest,
 ) -> list[Any]:
     """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
-    params, buffers = of_this_model(host, state)
+    params, buffers, _ = trees_of(state)
+    host.check(params, buffers)
     seeds = [mix(state.seed, state.step, rank(), index) for index in indices(request, len(batches))]
     passes = round(largest_over_ranks([len(batches)])[0]) if is_distributed() else len(batches)
     embeddings: list[Any] = []
@@ -141,7 +141,7 @@ def _embedded(
             embeddings.append(embed_fn(host.model, batches[index]))
 
     with torch.no_grad():
-        host.run(params, mapped(Tensor.clone, buffers), seeds[0], body)
+        host.run(params, buffers, seeds[0], body)
     return embeddings[: len(batches)]
 
 

@@ -26,11 +26,10 @@ from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import cuts_marked, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
-from looplib.gradients import of_this_model
 from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState, trees_of
 
 
 def make_per_sample_grad_fn(
@@ -73,8 +72,8 @@ def make_per_sample_grad_fn(
     Raises:
         ValueError: BatchNorm would normalize over a batch; the module is wrapped in DDP or FSDP2; the forward pass
             writes a buffer; the loss is not a scalar or reaches no parameter; the function is used inside
-            `accumulate` or `scale_loss`; the state belongs to a different model; or the batch is on a different
-            device or has tensors of different lengths.
+            `accumulate` or `scale_loss`; the state belongs to a different model; or the batch has tensors
+            of different lengths.
         TypeError: `loss_fn` returns anything else, or the batch contains a NumPy array.
 
     Source: `torch.func`'s tutorial on per-sample gradients.
@@ -87,7 +86,8 @@ def make_per_sample_grad_fn(
 
     def per_sample_grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         _check_part(request)
-        params, buffers = of_this_model(host, state)
+        params, buffers, _ = trees_of(state)
+        host.check(params, buffers)
         lent = mapped(Tensor.clone, buffers)
         seed = request.index if tracing() else mix(state.seed, state.step, rank(), request.index)
         samples = batch_size(batch)
@@ -95,7 +95,7 @@ def make_per_sample_grad_fn(
 
         def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
             body = partial(_value_and_sums, host, loss_fn, _batch_of_one(layout, rows), lent)
-            return host.run({**params, **leaves}, lent, seed, body)
+            return host.run({**params, **leaves}, lent, seed, body, in_place=True)
 
         each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
         try:
@@ -103,7 +103,7 @@ def make_per_sample_grad_fn(
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RecurrentInParts():
                 grads, sums = each(pick(params, names), columns)
         except RuntimeError as error:
-            host.explain(params, buffers, batch)
+            host.explain(params, buffers)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
                 raise ValueError(_written(", ".join(buffers))) from error
             raise

@@ -149,7 +149,8 @@ def step_of_graphs(step: S, parts: StepSpec, compiler: Compiler) -> S:
 
 def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
     donate, same_batch = compiler.donate, parts.same_batch
-    watch = None if donate else Watch(parts.watched[0], inner=not compiler.no_grad)
+    # An inner step of meta-learning is given one state many times, and its module may be trained by the outer step.
+    watch = Watch(parts.watched[0]) if compiler.no_grad and not donate else None
 
     def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, _, _ = trees_of(state)

@@ -132,33 +132,47 @@ def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatc
     assert _generators(torch.device("meta")) == _generators(torch.device("cpu")) == (torch.default_generator,)
 
 
-def a_model_with_a_new_head(make):
-    """Make a function of a model, replace the model's head, and return the function and a state of the model as it is now."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-    made = make(model)
-    model[2] = nn.Linear(4, 2)
-    return made, ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1))
-
-
 def mean_of_square(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: ll.make_eval_step(model, lambda model, x: {"loss": mean_of_square(model, x)}),
-        lambda model: ll.make_predict_step(model, lambda model, x: model(x)),
-        lambda model: ll.make_grad_fn(model, mean_of_square, allow_unused=True),
-    ],
-    ids=["eval", "predict", "gradients"],
-)
-def test_a_layer_replaced_afterwards_is_refused(make):
-    function, state = a_model_with_a_new_head(make)
-    changed = state.replace(params={name: tensor.detach() + 1 for name, tensor in state.params.items()})
-    with pytest.raises(ValueError, match=r"the layer with 2\.weight was replaced after"):
-        function(changed, torch.ones(5, 3))
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("kind", ["eval", "predict", "gradients"])
+def test_a_layer_replaced_afterwards_takes_the_states_tensors(kind, called):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.Linear(4, 2))
+    function = {
+        "eval": lambda: ll.make_eval_step(model, lambda model, x: {"loss": mean_of_square(model, x)}),
+        "predict": lambda: ll.make_predict_step(model, lambda model, x: model(x)),
+        "gradients": lambda: ll.make_grad_fn(model, mean_of_square),
+    }[kind]()
+    x = torch.randn(5, 3)
+    if called and kind != "gradients":
+        function(ll.init_state(model), x)
+    model[2] = nn.Linear(4, 2)
+    state = ll.init_state(model)
+    state = state.replace(params={name: tensor.detach() + 1 for name, tensor in state.params.items()})
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in state.params.items()}
+    out = torch.func.functional_call(model, leaves, x)
+    loss = out.square().mean()
+    if kind == "gradients":
+        expected = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
+        torch.testing.assert_close(function(state, x).grads, expected)
+    elif kind == "predict":
+        torch.testing.assert_close(function(state, x), out.detach())
+    else:
+        assert ll.compute(function(state, x))["loss"] == pytest.approx(loss.item())
+
+
+def test_a_state_from_before_a_layer_was_replaced_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    predict_step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)
+    model[1] = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match=r"1\.weight has shape \(2, 4\), the model's has \(1, 4\)"):
+        predict_step(state, torch.ones(5, 3))
+    model[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"unexpected \['1\.bias', '1\.weight'\]"):
+        predict_step(state, torch.ones(5, 3))
 
 
 def test_replaced_layers_without_tensors_and_wrappers_around_layers_are_followed():
