@@ -29,7 +29,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     DistributedDataParallel sends gradients while the backward pass is still running, which is faster.
     `reduce_gradients` sends them afterwards and is a function like any other: states need not be bound or donated, so
     you can keep and branch them, and it can go around functions that need a whole rank's batch, such as
-    `retry_on_oom` and `clip_per_sample`.
+    `clip_per_sample`.
 
     The result is the gradient of the global batch even if the ranks' batches differ in weight: the weights, in
     samples or of a loss `Mean(total, weight)`, are summed first, and then the gradients, in buckets of 25 MiB. A
@@ -43,7 +43,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
         ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
         RuntimeError: at the first step, if the model is in DDP or FSDP2, where gradients would be reduced twice.
     """
-    grad_fn, compared = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom"), False
+    grad_fn, compared = check_parts(grad_fn, "reduce_gradients"), False
 
     def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         nonlocal compared

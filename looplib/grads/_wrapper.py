@@ -100,11 +100,11 @@ def check_whole(grad_fn: GradFn, who: str) -> GradFn:
     return checked
 
 
-def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
+def check_parts(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
     checked = check_whole(grad_fn, who)
     for record in chain(grad_fn):
-        check(not record.whole_step or record.name == but, _order(record, who))
+        check(not record.whole_step, _order(record, who))
     return checked
 
 

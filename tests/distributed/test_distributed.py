@@ -470,37 +470,6 @@ def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
         pass
 
 
-REFUSED = """
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-import looplib as ll
-
-
-def refusal(model):
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).mean()), 2)
-    try:
-        ll.grads.retry_on_oom(grad_fn)
-    except RuntimeError as error:
-        return str(error)
-
-
-with ll.distributed.setup():
-    mesh = init_device_mesh("cpu", (2,))
-    assert "DistributedDataParallel waits" in refusal(DistributedDataParallel(nn.Linear(2, 2)))
-    assert "DTensors waits" in refusal(fully_shard(nn.Linear(2, 2), mesh=mesh))
-    assert "SyncBatchNorm waits" in refusal(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
-    assert "reduce_gradients(ll.grads.retry_on_oom" in refusal(DistributedDataParallel(nn.Linear(2, 2)))
-    assert refusal(nn.Linear(2, 2)) is None
-"""
-
-
-def test_a_model_whose_passes_need_all_ranks_cannot_be_retried_on_one(tmp_path):
-    launch(tmp_path, 2, REFUSED)
-
-
 ELASTIC = """
 import sys, torch
 from pathlib import Path
