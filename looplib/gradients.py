@@ -140,7 +140,7 @@ def make_grad_fn(
                 reach.put_back()
             if sync is not None:
                 sync.end()
-        if len(grads) < len(needed) and (total is None or total.last):
+        if len(grads) < len(needed):
             _refuse_unreached(grads, needed)
         if writes is not None:
             host.unwritten.check(params, writes)
@@ -152,7 +152,6 @@ def make_grad_fn(
     facts = Made(
         "grad_fn",
         "make_grad_fn",
-        adds=True,
         microbatches=microbatches,
         model=model,
         batch_norms=host.batch_norms(),
@@ -177,7 +176,7 @@ def _passes_of(
         outs: list[Gradients],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of all microbatches, and the buffers after them. What each one gives goes into `outs`."""
-        leaves.begin(None if request.sum is None else request.sum.grads)
+        leaves.begin()
         if reach.plain:
             reach.set_aside()
         for number, batch in enumerate(batches):
@@ -196,7 +195,6 @@ def _passes_of(
         else:
             sync.pad(partial(host.aside, partial(microbatch, batch, 0, request, sync, leaves)))
             grads = leaves.grads()
-            sync.note(grads)
         if len(grads) < len(leaves.names) and not leaves.traced:
             reach.check(leaves.loss, {*leaves.names} - grads.keys())
         return grads, host.buffers() if host.slots.buffers else {}
@@ -279,12 +277,12 @@ class _Leaves:
         if entered and tracing():
             self.traced, self.again, self.cuts = True, differentiated(), cuts_marked()
 
-    def begin(self, into: Mapping[str, Tensor] | None) -> None:
-        """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
+    def begin(self) -> None:
+        """Start accumulating from zero. Frozen parameters get no gradients."""
         for tensor in self._frozen:
             tensor.requires_grad_(False)
-        for name, leaf in pairs(self.names, self.inputs):
-            leaf.grad = into.get(name) if into else None
+        for leaf in self.inputs:
+            leaf.grad = None
 
     def grads(self) -> dict[str, Tensor]:
         """Gradients by name, each placed over the ranks as its parameter is."""

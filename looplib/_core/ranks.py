@@ -134,17 +134,12 @@ def all_ranks(flag: Tensor) -> Tensor:
     """True if the flag is set on every process, as a tensor on its device, without waiting on the host."""
     if not (running() and distributed.get_world_size() > 1):
         return flag
-    votes = flag.float().reshape(1)
-    world = distributed.group.WORLD
-    _all_reduce(votes, distributed.ReduceOp.MIN, host_group(world) if votes.device.type == "cpu" else world)
-    return votes[0] > 0
+    return _all_reduce(flag.float(), distributed.ReduceOp.MIN, distributed.group.WORLD) > 0
 
 
-def largest_over_ranks(values: Sequence[float]) -> list[float]:
-    """Elementwise maximum of a few numbers over all ranks, the same on each."""
-    largest = torch.tensor(values, dtype=torch.float64)
-    _all_reduce(largest, distributed.ReduceOp.MAX, host_group())
-    return cast(list[float], largest.tolist())
+def largest_over_ranks(count: int) -> int:
+    """The largest of all ranks' counts, on each of them."""
+    return int(_all_reduce(torch.tensor(count), distributed.ReduceOp.MAX, group())) if is_distributed() else count
 
 
 _BUCKET = 25 << 20  # bytes, as in DistributedDataParallel
@@ -179,17 +174,16 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over all ranks, in place. All ranks pass the same shape and dtype."""
-    if is_distributed():
-        _all_reduce(values, distributed.ReduceOp.SUM, group())
-    return values
+    return _all_reduce(values, distributed.ReduceOp.SUM, group()) if is_distributed() else values
 
 
-def _all_reduce(values: Tensor, op: Any, on: Any) -> None:
-    """All-reduce, watched on the CPU. On a device the host does not wait for it."""
+def _all_reduce(values: Tensor, op: Any, on: Any) -> Tensor:
+    """All-reduce in place, watched on the CPU. On a device the host does not wait for it."""
     if values.device.type == "cpu":
-        wait(distributed.all_reduce(values, op, on, async_op=True))
+        wait(distributed.all_reduce(values, op, host_group(on), async_op=True))
     else:
         distributed.all_reduce(values, op, on)
+    return values
 
 
 def total_over_ranks(value: Tensor | float) -> Tensor | float:

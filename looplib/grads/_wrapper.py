@@ -55,12 +55,10 @@ def wrapper(
     return decorate
 
 
-def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
+def kept(function: Any, name: str, inner: GradFn) -> GradFn:
     """Mark a wrapper that leaves the gradients as they are, but for their sum."""
     known = made(inner) or Made("grad_fn", name)
-    record = Made(
-        "grad_fn", name, inner, whole_step, adds=known.adds, per_sample=known.per_sample, max_norm=known.max_norm
-    )
+    record = Made("grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm)
     return mark(function, record)  # type: ignore[no-any-return]
 
 
