@@ -139,14 +139,12 @@ def _warn_of_lone_ranks(ranks: int) -> None:
 class Engine:
     """A module in DistributedDataParallel, or sharded by FSDP2."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self.name = name
+    def __init__(self, replicas: list[DistributedDataParallel], shards: list[nn.Module]) -> None:
+        self.replicas, self.shards = replicas, shards
+        self.name = type([*replicas, *shards][0]).__name__
         self.compared = False  # True after the first step, if there are several ranks
-        modules = list(model.modules())
-        self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
-        self.shards = [module for module in modules if _is_sharded(module)]
 
     def refuse_strangers(self, in_place: bool) -> None:
         if tracing():
@@ -220,14 +218,11 @@ class Engine:
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that a module is wrapped in, or None."""
-    owners = [module for module in model.modules() if _owns_parameters(module)]
-    return Engine(model, type(owners[0]).__name__) if owners else None
-
-
-def _owns_parameters(module: nn.Module) -> bool:
-    """True for an engine that silently uses its own parameters, whatever is in the slots."""
-    return isinstance(module, DistributedDataParallel) or _is_sharded(module)
+    """The engine that a module is wrapped in, or None. It uses its own parameters, whatever is in the slots."""
+    modules = list(model.modules())
+    replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    shards = [module for module in modules if _is_sharded(module)]
+    return Engine(replicas, shards) if replicas or shards else None
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -266,25 +261,16 @@ def compare(state: Any) -> None:
     together_with_data().barrier()
     _warn_of_split_layers(state.params)
     known = lease.provenance(state)
-    optimizer = trees.leaves((known and known.optimizer) or {})
+    # With another seed or order on each rank, some samples would come to several ranks, and others to none.
+    loaders = [loader for loader in (known.loaders if known else ()) if loader.get("divide", True)]
+    settings = {"the optimizer's": (known and known.optimizer) or {}}
+    settings |= {f"loader {number}'s": loader for number, loader in enumerate(loaders, 1)}
     tensors = {**state.params, **state.buffers}
     facts = {
         "torch": torch.__version__,
         "looplib": sys.modules["looplib"].__version__,
-        **{f"the optimizer's {' '.join(map(str, path))}": value for path, value in optimizer},
+        **{" ".join(map(str, path)): value for path, value in trees.leaves(settings)},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
         **{name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for name, each in tensors.items()},
-        **_of_loaders(known.loaders if known else ()),
     }
     together_with_data().check_alike(facts, "the ranks do not run the same program:\n  ")
-
-
-def _of_loaders(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Facts about the loaders whose batches the ranks divide, of these.
-
-    With another seed or order on each rank, some samples would come to several ranks, and others to none.
-    """
-    divided = [loader for loader in loaders if loader.get("divide", True)]
-    return {
-        f"loader {number}'s {key}": value for number, loader in enumerate(divided, 1) for key, value in loader.items()
-    }
