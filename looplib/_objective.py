@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,17 +42,12 @@ from looplib.metrics._mean import Mean
 from looplib.types import Gradients, Metric
 
 
-class Objective(NamedTuple):
-    """The scalar to differentiate, `value * factor`, and the weight by which its gradient is still to be divided."""
+def objective_of(
+    loss: Any, samples: int, total: RunningSum | None, sync: Sync | None
+) -> tuple[Tensor, Tensor | float, Tensor | float | None]:
+    """What to differentiate for a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
 
-    value: Tensor
-    factor: Tensor | float
-    weight: Tensor | float | None
-
-
-def objective_of(loss: Any, samples: int, total: RunningSum | None, sync: Sync | None) -> Objective:
-    """Objective of a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
-
+    Returns the value, the factor of its gradient, and the weight by which the gradient is still to be divided, if any.
     The first microbatch of a sum chooses the normalizer of all. On several ranks, whose gradients are averaged
     afterwards, it is their mean number of samples, and the mean is over all of them.
     """
@@ -65,17 +60,17 @@ def objective_of(loss: Any, samples: int, total: RunningSum | None, sync: Sync |
         if loss.times != 1:
             weight = weight * loss.times
         if total is None:
-            return Objective(value, _divided(loss.times * ranks, _weight_of_all(weight, ranks)), None)
+            return value, _divided(loss.times * ranks, _weight_of_all(weight, ranks)), None
         if normalizer is None:
             normalizer = _wide(weight).clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
         total.normalizer = normalizer
-        return Objective(value, loss.times / normalizer, weight)
+        return value, loss.times / normalizer, weight
     if total is None:
-        return as_record(Objective, (value, 1.0 if normalizer is None else samples / normalizer, None))
+        return value, 1.0 if normalizer is None else samples / normalizer, None
     if normalizer is None:  # the samples of the step are known in advance, so no division is left for the end
         normalizer = max(samples if total.samples is None else total.samples, 1)
     total.normalizer = normalizer
-    return Objective(value, samples / normalizer, samples if ranks == 1 else None)
+    return value, samples / normalizer, samples if ranks == 1 else None
 
 
 def _weight_of_all(weight: Tensor | float, ranks: int) -> Tensor | float:
@@ -177,8 +172,7 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):
-        tracked = any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in trees.leaves(value))
-        return trees.map_tensors(Tensor.detach, value) if tracked else value
+        return cast(Metric, trees.map_tensors(Tensor.detach, value))
     raise ValueError(
         f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), ll.metrics.Cat(tensor) for a tensor "
         "that is no number, or another metric"

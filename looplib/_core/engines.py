@@ -181,12 +181,18 @@ class Engine:
 
         Returns this rank's parts of these with copies of their values, if it has written them.
         """
-        if is_alone():
-            self._run_alone()
-        elif not torch.is_grad_enabled():
+        alone = is_alone()
+        if alone and self.shards:
+            raise RuntimeError(
+                f"{self.name} gathers its shards in each forward pass, on all ranks together: one rank cannot run the "
+                "model alone. Call this on all ranks, without ll.distributed.rank_zero_only"
+            )
+        if alone or not torch.is_grad_enabled():
             # After a pass without gradients, DDP takes the first rank's buffers as sent. These went into copies, so the
-            # next pass has to send them again.
-            self.sends = [(replica, replica.require_forward_param_sync) for replica in self.replicas]
+            # next pass has to send them again. A rank that is alone sends none, for which the others would have to be here.
+            for replica in self.replicas:
+                self.sends.append((replica, replica.require_forward_param_sync))
+                replica.require_forward_param_sync &= not alone
         if not self.shards:
             return None
         own_params = module_params()
@@ -196,17 +202,6 @@ class Engine:
             lent = with_copies(shards(own_params.values()))
             torch_private.foreach_copy_([part for part, _ in lent], shards(params[name] for name in own_params))
         return lent
-
-    def _run_alone(self) -> None:
-        """Keep replicas from sending the first rank's buffers, for which the other ranks would have to be here."""
-        if self.shards:
-            raise RuntimeError(
-                f"{self.name} gathers its shards in each forward pass, on all ranks together: one rank cannot run the "
-                "model alone. Call this on all ranks, without ll.distributed.rank_zero_only"
-            )
-        self.sends = [(replica, replica.require_forward_param_sync) for replica in self.replicas]
-        for replica in self.replicas:
-            replica.require_forward_param_sync = False
 
     def restore(self, lent: list[tuple[Tensor, Tensor]] | None) -> None:
         while self.sends:

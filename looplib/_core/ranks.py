@@ -159,17 +159,14 @@ def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one device and dtype each, up to a number of bytes together."""
-    kinds: dict[Any, list[Tensor]] = {}
+    buckets: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for alike in kinds.values():
-        bucket: list[Tensor] = []
-        for tensor in alike:
-            if bucket and sum(held.nbytes for held in bucket) + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(tensor)
-        yield bucket
+        kind = tensor.device, tensor.dtype
+        bucket = buckets.setdefault(kind, [])
+        if bucket and sum(held.nbytes for held in bucket) + tensor.nbytes > _BUCKET:
+            yield buckets.pop(kind)
+        buckets.setdefault(kind, []).append(tensor)
+    yield from buckets.values()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -201,10 +198,8 @@ class Sums:
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._work: Any = None
-        if is_distributed():
-            self._work = distributed.all_reduce(self._values, group=host_group(), async_op=True)
-            watch.begin(self._work)
+        self._work: Any = distributed.all_reduce(self._values, group=host_group(), async_op=True)
+        watch.begin(self._work)
 
     def read(self) -> list[float]:
         if self._work is not None:

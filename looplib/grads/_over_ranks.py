@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from looplib._core import engines
 from looplib._core import ranks as _ranks
+from looplib._core.checks import is_column
 from looplib._core.records import with_repr
-from looplib._core.trees import batch_size, leaves, padding_batch
+from looplib._core.trees import leaves, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib.grads._wrapper import check_parts, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -73,15 +72,9 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
 
 
 def _is_empty(batch: Any) -> bool:
-    """True if this rank has no sample of the batch. Batches that cannot be counted are not empty."""
-    try:
-        counted = batch_size(batch)
-    except TypeError:
-        return False
-    # Of a list of microbatches, only the first was counted.
-    return not counted and not any(
-        leaf.size(0) for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
-    )
+    """True if this rank has no sample of the batch, or of any microbatch in a list of them."""
+    columns = [leaf for _, leaf in leaves(batch) if is_column(leaf)]
+    return bool(columns) and not any(map(len, columns))
 
 
 def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:
