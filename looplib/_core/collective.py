@@ -8,7 +8,6 @@ raised: the others raise the same error, with that rank in the message.
 from __future__ import annotations
 
 import hashlib
-import operator
 import pickle
 import weakref
 import zlib
@@ -105,10 +104,10 @@ class RankGroup:
 
     def check_alike(self, facts: Mapping[str, Any], title: str, brief: Callable[[Any], str] = str) -> None:
         """Raise ValueError on all ranks if a fact differs on one of them. Facts are sent only if their digests differ."""
-        text = repr(sorted(facts.items(), key=operator.itemgetter(0))).encode()
+        text = repr(sorted(facts.items())).encode()
         if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
             return
-        everyone = self.gather(dict(facts))
+        everyone = self.gather(facts)
         different = [
             f"{name} is {brief(first)} on rank 0, {brief(value)} on rank {rank}"
             for rank, others in enumerate(everyone)
