@@ -17,10 +17,10 @@ however the batch was split. The loss itself is 0 / 0, which metrics report as N
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,55 +42,52 @@ from looplib.metrics._mean import Mean
 from looplib.types import Gradients, Metric
 
 
-class Objective(NamedTuple):
-    """The scalar to differentiate, `value * factor`, and the weight by which its gradient is still to be divided."""
+def objective_of(
+    loss: Any, samples: int, total: RunningSum | None, sync: Sync | None
+) -> tuple[Tensor, Tensor | float, Tensor | float | None]:
+    """What to differentiate for a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
 
-    value: Tensor
-    factor: Tensor | float
-    weight: Tensor | float | None
-
-
-def objective_of(loss: Any, samples: int, total: RunningSum | None, sync: Sync | None) -> Objective:
-    """Objective of a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
-
+    Returns the value, the factor of its gradient, and the weight by which the gradient is still to be divided, if any.
     The first microbatch of a sum chooses the normalizer of all. On several ranks, whose gradients are averaged
-    afterwards, the ranks agree on it, and the mean is over all of them.
+    afterwards, it is their mean number of samples, and the mean is over all of them.
     """
-    ranks, weight_of_all = 1 if sync is None else sync.ranks, None
-    normalizer = None if total is None else total.normalizer
-    if normalizer is None and sync is not None:
-        normalizer, weight_of_all = sync.agree(weight_on_host(loss))
-    value = value_of(loss)
+    value, ranks = value_of(loss), 1
+    normalizer: Any = None if total is None else total.normalizer
+    if sync is not None:
+        ranks, normalizer = sync.ranks, sync.samples() / sync.ranks
     if isinstance(loss, Mean):
         weight = _detached(loss.weight)
-        if total is None:
-            return Objective(value, _over(value, _mean_weight(weight, loss.times, ranks, weight_of_all)), None)
-        one = scalar_like(value) if isinstance(weight, Tensor) or isinstance(normalizer, Tensor) else 1.0
         if loss.times != 1:
             weight = weight * loss.times
+        if total is None:
+            return value, _divided(loss.times * ranks, _weight_of_all(weight, ranks)), None
         if normalizer is None:
-            normalizer = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+            normalizer = _wide(weight).clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
         total.normalizer = normalizer
-        return Objective(value, one * loss.times / normalizer, weight)
-    if total is None and ranks == 1:
-        return as_record(Objective, (value, 1.0, None))
+        return value, loss.times / normalizer, weight
+    if total is None:
+        return value, 1.0 if normalizer is None else samples / normalizer, None
     if normalizer is None:  # the samples of the step are known in advance, so no division is left for the end
-        normalizer = max(samples if total is None or total.samples is None else total.samples, 1)
-    if total is not None:
-        total.normalizer = normalizer
-    return Objective(value, samples / normalizer, samples if ranks == 1 else None)
+        normalizer = max(samples if total.samples is None else total.samples, 1)
+    total.normalizer = normalizer
+    return value, samples / normalizer, samples if ranks == 1 else None
 
 
-def _mean_weight(weight: Tensor | float, times: int, ranks: int, total: float | None) -> Tensor | float:
-    """The divisor of a total for the mean; on several ranks, for one whose gradients are averaged afterwards."""
-    if ranks == 1:
-        return _not_zero(weight, times)
-    return _not_zero(total_over_ranks(weight * times) if total is None else total, 1) / (ranks * times)
+def _weight_of_all(weight: Tensor | float, ranks: int) -> Tensor | float:
+    """A weight, summed over the ranks whose gradients are averaged."""
+    return weight if ranks == 1 else total_over_ranks(weight)
 
 
-def _over(value: Tensor, weight: Tensor | float) -> Tensor | float:
-    """`1 / weight` as a factor for a value, in its dtype."""
-    return (scalar_like(value) if isinstance(weight, Tensor) else 1.0) / weight
+def _divided(number: Tensor | float, weight: Tensor | float) -> Tensor | float:
+    """`number / weight`, where a weight of zero counts as 1."""
+    if not isinstance(weight, Tensor):
+        return number / (weight or 1)
+    weight = _wide(weight)
+    return number / (weight + (weight == 0))
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.to(wide_dtype(weight.device))
 
 
 def _detached(value: Any) -> Any:
@@ -106,8 +103,9 @@ def mean_of(loss: Any) -> Tensor:
     """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
     if not isinstance(loss, Mean):
         return value_of(loss).reshape(())
-    value, weight = value_of(loss), _detached(loss.weight)
-    return (value * _over(value, weight + (weight == 0))).reshape(())
+    weight = _detached(loss.weight)
+    mean: Tensor = value_of(loss) / (weight + (weight == 0))
+    return mean.reshape(())
 
 
 def value_of(loss: Any) -> Tensor:
@@ -138,23 +136,6 @@ def _cause(value: Any) -> str:
         unlabeled = ", which is None here: without labels in the batch, a model computes no loss"
         return "; for a model's output, return output.loss" + unlabeled * (value.loss is None)
     return '; for values beside the loss, return loss, {"name": value}' if isinstance(value, Mapping) else ""
-
-
-def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:
-    """Return the weight, summed over `times` equal ones, with zero replaced so that the sum is 1."""
-    if not isinstance(weight, Tensor):
-        return weight or 1 / times
-    return weight + (weight == 0).to(wide_dtype(weight.device)) / times
-
-
-def weight_on_host(loss: Any) -> list[float]:
-    """Weight of a loss, or None if reading it would wait for a device."""
-    if not isinstance(loss, Mean):
-        return []
-    if not isinstance(loss.weight, Tensor):
-        return [loss.weight * loss.times]
-    on_cpu = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
-    return [loss.weight.item() * loss.times] if on_cpu else []
 
 
 def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -191,8 +172,7 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):
-        tracked = any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in trees.leaves(value))
-        return trees.map_tensors(Tensor.detach, value) if tracked else value
+        return cast(Metric, trees.map_tensors(Tensor.detach, value))
     raise ValueError(
         f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), ll.metrics.Cat(tensor) for a tensor "
         "that is no number, or another metric"
@@ -250,8 +230,8 @@ def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
 def mean_of_sums(out: Gradients, total: RunningSum) -> Gradients:
     """Turn gradients of the summed loss into gradients of the mean loss."""
     if out.weight is not None:
-        weight = total_over_ranks(out.weight) if total.ranks > 1 else out.weight
-        multiply(out.grads, _factor(_normalizer(total) * total.ranks, weight))
+        weight = _weight_of_all(out.weight, total.ranks)
+        multiply(out.grads, _divided(_normalizer(total) * total.ranks, weight))
     return out._replace(weight=None)
 
 
@@ -260,35 +240,21 @@ def mean_over_ranks(out: Gradients, total: RunningSum, params: Mapping[str, Tens
 
     The weights are summed over ranks first, then the gradients. A gradient that a rank does not have counts as zero.
     """
-    has_grad = [float(name in out.grads) for name in params]
-    weight = out.weight if out.weight is not None else out.samples
-    sums = Sums([out.samples, *has_grad, *([] if isinstance(weight, Tensor) else [weight])])
-    of_all = total_over_ranks(weight) if isinstance(weight, Tensor) else None
-    samples, *counts = sums.read()
-    if of_all is None:
-        of_all = counts.pop()
+    weight: Any = out.weight
+    on_device = isinstance(weight, Tensor)
+    sums = Sums([out.samples, 0 if on_device else weight, *(name in out.grads for name in params)])
+    if on_device:
+        weight = total_over_ranks(weight)
+    samples, number, *counts = sums.read()
     reached = compress(params, counts)
     grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
-    add_up_over_ranks(grads.values(), _normalizer(total) / (of_all + (of_all == 0)))
+    add_up_over_ranks(grads.values(), _divided(_normalizer(total), weight if on_device else number))
     return out._replace(grads=grads, samples=round(samples), weight=None)
 
 
 def _normalizer(total: RunningSum) -> Tensor | float:
     """The divisor of the summed losses: 1 if no gradient function has divided them."""
     return 1.0 if total.normalizer is None else total.normalizer
-
-
-def _factor(normalizer: Tensor | float, total: Tensor | float) -> Tensor | float:
-    if not isinstance(total, Tensor):
-        return normalizer / (total or 1)
-    total = total.to(wide_dtype(total.device))
-    return normalizer / (total + (total == 0))
-
-
-def sum_of_weights(weights: Sequence[Tensor | float]) -> Tensor | float:
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    number = sum([weight for weight in weights if not isinstance(weight, Tensor)])
-    return torch.stack(tensors).sum() + number if tensors else number
 
 
 def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:

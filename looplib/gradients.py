@@ -132,7 +132,7 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
-        if len(grads) < len(needed) and (total is None or total.last):
+        if len(grads) < len(needed):
             raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         if writes is not None:
             host.unwritten.check(params, writes)
@@ -144,7 +144,6 @@ def make_grad_fn(
     facts = Made(
         "grad_fn",
         "make_grad_fn",
-        adds=True,
         microbatches=microbatches,
         model=model,
         batch_norms=host.batch_norms(),
@@ -170,12 +169,11 @@ def _passes_of(
         """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
         sync, total = call.sync, call.request.sum
         before = [leaf.grad for leaf in call.inputs]
-        into = (total and total.grads) or {}
         try:
             for tensor in call.frozen:
                 tensor.requires_grad_(False)
-            for name, leaf in call.leaves.items():
-                leaf.grad = into.get(name)
+            for leaf in call.inputs:
+                leaf.grad = None
             for number, batch in enumerate(batches):
                 if number:
                     host.seed(seeds[number])
@@ -195,8 +193,6 @@ def _passes_of(
                 for name, leaf in call.leaves.items()
                 if (grad := leaf.grad) is not None
             }
-            if sync is not None:
-                sync.note(grads)
             if len(grads) < len(call.leaves):
                 reach.check(call.loss, call.leaves.keys() - grads.keys())
             return grads, host.buffers() if host.slots.buffers else {}

@@ -40,6 +40,7 @@ SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batc
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 INTERRUPT = "Interrupt and continue (Ctrl-C, the stop button)"
 GRADIENTS_OF = "Take gradients of hyperparameters"
+RETRY = "Retry a batch in smaller microbatches 1"
 BITS, ONE_PASS = "Keep the optimizer's state in 8 bits", "Update two networks from one forward pass"
 RATES = ["lr/generator", "lr/critic"]
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
@@ -445,6 +446,49 @@ def test_adaptive_clipping_is_the_formula_unit_by_unit(eps):
     torch.testing.assert_close(clipped(state, x).grads, grads, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="within accumulate would act on each microbatch alone"):
         ll.accumulate(clipped, 2)
+
+
+class Refusing(nn.Module):
+    """Runs out of memory with more samples than fit, when BatchNorm has written its statistics, or in the backward pass."""
+
+    def __init__(self, fitting, in_backward):
+        super().__init__()
+        self.fitting, self.in_backward, self.calls = fitting, in_backward, []
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        out = self.norm(self.first(x))
+        if len(x) > self.fitting:
+            out.register_hook(self.refuse) if self.in_backward else self.refuse()
+        return self.last(out)
+
+    def refuse(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_batch_that_does_not_fit_is_retried_and_nothing_of_the_failed_pass_is_left(in_backward):
+    names = {}
+    exec(SETUP, names)
+    model, raw = Refusing(8, in_backward), Refusing(32, in_backward)
+    raw.load_state_dict(model.state_dict())
+    names |= {"grad_fn": ll.make_grad_fn(model, names["loss_fn"]), "model": model}
+    exec(TASKS[RETRY].partition("state = ")[0], names)
+    state, batches = ll.init_state(model, names["optimizer"]), [(names["x"][:n], names["y"][:n]) for n in (32, 20)]
+    optimizer = raw_adamw(raw)
+    for batch in batches:
+        state, _ = names["train_step"](state, batch)
+        for x, y in zip(*(rows.tensor_split(4) for rows in batch), strict=True):
+            (cross_entropy(raw(x), y) * (len(x) / len(batch[0]))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.calls == [32, 16] + [8] * 4 + [5] * 4  # what fits is remembered
+    close({**state.params, **state.buffers}, {**dict(raw.named_parameters()), **dict(raw.named_buffers())})
+    model.fitting = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        names["train_step"](state, batches[0])
+    assert state.params["last.weight"].isfinite().all()  # it is valid
 
 
 @pytest.mark.parametrize("weighted", [False, True])

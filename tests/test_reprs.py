@@ -58,7 +58,7 @@ GRAD_FNS = [
     "ll.make_grad_fn(Linear, ll.autocast(ll.losses.recompute(loss_fn, ReLU), torch.float16))",
     "ll.make_grad_fn(Linear, loss_fn, trainable=chosen, allow_unused=True)",
     f"ll.clip_by_global_norm(ll.accumulate({GRAD_FN}, microbatches=4), 1.0)",
-    f"ll.grads.clip_by_value(ll.grads.retry_on_oom({GRAD_FN}, size=4), 0.5)",
+    f"ll.grads.clip_by_value(ll.accumulate({GRAD_FN}, size=4), 0.5)",
     f"ll.grads.scale_loss(ll.grads.reduce_gradients({GRAD_FN}))",
     f"ll.contrib.sam({GRAD_FN}, 0.1, adaptive=True)",
     "ll.contrib.add_noise(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn), 1.0), 1.0, 1.1)",

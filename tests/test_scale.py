@@ -191,14 +191,12 @@ with ll.distributed.setup():
     found["clock"] = each(lambda: clock(ll.TrainState()))
     found["clock, seldom asked"] = each(lambda: (ll.every_n_steps(10) & clock)(ll.TrainState(step=11, batch_steps=1)))
     found["count"] = each(reduced(1))
-    found["pair"] = each(reduced(2))
     found["flag"] = each(reduced(1, torch.float32))
     numbers = torch.zeros(2, dtype=torch.int64)
     found["gathered"] = each(lambda: torch.distributed.all_gather([numbers.clone() for _ in range(world)], numbers))
     tensors = 2 * LAYERS
     found["norms"] = each(reduced(tensors, torch.float32))
     found["reached"] = each(reduced(1 + tensors + 1))
-    found["reached, weighed"] = each(reduced(1 + tensors))
     everyone = [None] * world
     distributed.all_gather_object(everyone, found)
     if rank == 0:
@@ -249,11 +247,11 @@ def test_the_bytes_of_a_step_are_those_of_the_raw_loop(counted):
         # How many examples all ranks have, by which a raw loop has to divide as well unless all have as many.
         assert sent[f"{engine} mean"] == sent[f"{engine} mean raw"] == plus(sent[f"{engine} uncounted raw"], count)
     assert sent["ddp pieces"] == sent["ddp pieces raw"] == sent["ddp mean"]
-    # And their weight, where the loss has one: a raw loop needs that alone, and no state.samples. With one microbatch, both
-    # go in one all-reduce, where a raw loop has one too, and of several the weight goes after the last.
+    # And their weight, where the loss has one: a raw loop needs that alone, and no state.samples. It goes after the
+    # forward pass, or after that of the last microbatch.
     for engine in ("ddp", "fsdp"):
         assert sent[f"{engine} weighed raw"] == plus(sent[f"{engine} uncounted raw"], count)
-        assert sent[f"{engine} weighed"] == plus(sent[f"{engine} uncounted raw"], sent["pair"])
+        assert sent[f"{engine} weighed"] == plus(sent[f"{engine} uncounted raw"], count, count)
     assert sent["ddp weighed pieces"] == plus(sent["ddp weighed pieces raw"], count)
     assert sent["ddp buffers"] == sent["ddp buffers raw"]
     assert sent["ddp clipped"] == sent["ddp mean"]
@@ -306,7 +304,7 @@ def test_what_stands_around_a_step_sends_numbers_and_no_tensors(counted):
     assert sent["fsdp finite"] == sent["fsdp scaled"] == plus(sent["fsdp mean"], sent["flag"])
     # Samples, weight and one number for each tensor in one all-reduce; a weight on the device in one of its own.
     assert sent["reduce mean"] == sent["reduce pieces"] == plus(sent["ddp uncounted raw"], sent["reached"])
-    assert sent["reduce weighed"] == plus(sent["ddp uncounted raw"], sent["reached, weighed"], sent["count"])
+    assert sent["reduce weighed"] == plus(sent["ddp uncounted raw"], sent["reached"], sent["count"])
 
 
 def test_an_evaluation_sends_its_records_once_and_the_shards_for_each_batch(counted):

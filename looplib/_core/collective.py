@@ -8,11 +8,10 @@ raised: the others raise the same error, with that rank in the message.
 from __future__ import annotations
 
 import hashlib
-import operator
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -75,40 +74,27 @@ class RankGroup:
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""
-        if not self.is_distributed:
-            return work()
-        result, failure = self._tried(work) if self.first else (None, None)
-        answers: list[Any] = [(result, failure)]
-        distributed.broadcast_object_list(answers, group=self.group, group_src=0)
-        result, sent = answers[0]
-        self._raise_first([sent], failure)
-        return cast(T, result)
+        return self.gather(self.all_or_raise(lambda: work() if self.first else cast(T, None)))[0]
 
     def all_or_raise(self, work: Callable[[], T]) -> T:
-        """Result of this rank's work, after all ranks have succeeded."""
+        """Result of this rank's work, after all ranks have succeeded.
+
+        Otherwise the error of the first rank that failed is raised on all. An interrupt stays one on its own rank.
+        """
         if not self.is_distributed:
             return work()
-        result, failure = self._tried(work)
-        self._raise_first(self.gather(failure), failure)
-        return cast(T, result)
-
-    def _tried(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Result of the work, or the error to send to the others, which has the original one as its cause."""
+        own: BaseException | None = None
         try:
-            return work(), None
+            result = work()
         except BaseException as error:
-            failure = named(self.rank, error)
-            failure.__cause__ = error
-            return None, failure
-
-    def _raise_first(self, failures: Sequence[Exception | None], own: Exception | None) -> None:
-        """Raise the error of the first rank that failed, if any. An interrupt stays an interrupt on its own rank."""
-        cause = own.__cause__ if own is not None else None
-        if cause is not None and not isinstance(cause, Exception):
-            raise cause
+            own = error
+        failures = self.gather(None if own is None else named(self.rank, own))
+        if own is not None and not isinstance(own, Exception):
+            raise own
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise failure from (cause if rank == self.rank else None)
+                raise failure from (own if rank == self.rank else None)
+        return result
 
     def gather(self, value: T) -> list[T]:
         """Values of all ranks in order, on each rank."""
@@ -118,10 +104,10 @@ class RankGroup:
 
     def check_alike(self, facts: Mapping[str, Any], title: str, brief: Callable[[Any], str] = str) -> None:
         """Raise ValueError on all ranks if a fact differs on one of them. Facts are sent only if their digests differ."""
-        text = repr(sorted(facts.items(), key=operator.itemgetter(0))).encode()
+        text = repr(sorted(facts.items())).encode()
         if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
             return
-        everyone = self.gather(dict(facts))
+        everyone = self.gather(facts)
         different = [
             f"{name} is {brief(first)} on rank 0, {brief(value)} on rank {rank}"
             for rank, others in enumerate(everyone)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -35,20 +35,15 @@ class RunningSum:
         normalizer: divisor of each microbatch's summed loss, which keeps half-precision gradients as small as those of a
             mean. None until the first microbatch has chosen it: `samples`, or its own weight (at least 1).
         ranks: number of ranks over which an engine averages.
-        grads: gradients so far, for a function or an engine that adds to them in place; else None.
-        written: those that an engine has added up, with the number of writes to each, so that a wrapper that changes
-            them is refused.
-        last: True if no further microbatch follows, so an engine now reduces the gradients.
         local: True if the caller adds up the ranks' gradients itself.
+        wrapper: name of the wrapper that is called for each microbatch by itself; "" if one call makes all passes.
     """
 
     samples: int | None = None
     normalizer: Tensor | float | None = None
     ranks: int = 1
-    grads: Mapping[str, Tensor] | None = None
-    written: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)
-    last: bool = True
     local: bool = False
+    wrapper: str = ""
 
 
 class Sync:
@@ -62,52 +57,31 @@ class Sync:
         batches: Sequence[Any],
         batch_size: Callable[[Any], int],
     ) -> None:
-        self.engine, self.ranks, self.total = engine, ranks, total
-        self.own: list[float] = []
-        self.counted: Sums | None = None
-        self.passes = self.needed = len(batches)  # of this call, with those that only other ranks need
-        if total is None or total.normalizer is None:  # no microbatch of this step has run yet
-            known = None if total is None else total.samples
-            self.own = [sum(map(batch_size, batches)) if known is None else known]
-            if total is not None or not engine.weighed:
-                # Sent during the first forward pass, unless a weight, known only afterwards, must be sent too.
-                self.counted = Sums(self.own)
+        self.engine, self.ranks = engine, ranks
+        known = None if total is None else total.samples
+        # Sent during the first forward pass.
+        self._counted = Sums([sum(map(batch_size, batches)) if known is None else known])
+        self.passes = self.needed = len(batches)
         if total is not None:
             total.ranks = ranks
             # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
             if engine.passes_together():
-                self.passes = round(largest_over_ranks([self.needed])[0])
+                self.passes = largest_over_ranks(self.needed)
+
+    def samples(self) -> int:
+        """Samples of the whole step, on all ranks."""
+        return round(self._counted.read()[0])
 
     def make(self, number: int, one: Callable[[], Any]) -> Any:
-        """Make one pass."""
-        last = self.total is None or self.total.last
-        self.engine.sync(last and number == self.passes - 1)
+        """Make one pass. The first one counts the samples of all."""
+        self.engine.sync(number == self.passes - 1)
         out = one()
-        counted, self.counted = self.counted, None
-        return out._replace(samples=0 if counted is None else round(counted.read()[0]))
+        return out._replace(samples=0 if number else self.samples())
 
     def pad(self, one: Callable[[], Any]) -> None:
         """Make the passes that only other ranks need."""
         for number in range(self.needed, self.passes):
             self.make(number, one)
-
-    def note(self, grads: Mapping[str, Tensor]) -> None:
-        """Remember the gradients added up so far, so that a wrapper that changes them is refused."""
-        if self.total is not None:
-            self.total.written = {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
-
-    def agree(self, weight: list[float]) -> tuple[float | None, float | None]:
-        """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
-        total = None
-        if self.total is None:
-            if self.counted is None:
-                self.counted = Sums([*self.own, *weight])
-                total = next(iter(self.counted.read()[1:]), None)
-            elif weight:
-                total = Sums(weight).read()[0]
-            self.engine.weighed = bool(weight)
-        # With this divisor, the engine's average over ranks is the mean over all samples.
-        return None if self.counted is None else self.counted.read()[0] / self.ranks, total
 
     def end(self) -> None:
         self.engine.sync(True)
@@ -139,6 +113,13 @@ def sync_over_ranks(
             f"reduce_gradients around a model in {engine.name}, which reduces its gradients itself: leave one of "
             "them out"
         )
+    if total is not None and total.wrapper:
+        raise RuntimeError(
+            f"accumulate calls {total.wrapper} for each microbatch, and {engine.name} adds up the gradients of all of them in "
+            "one call: put accumulate directly around make_grad_fn, and wrappers around it, "
+            f"{total.wrapper}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
+            "ll.grads.reduce_gradients(accumulate(...))"
+        )
     if not engine.compared:
         compare(state)
         engine.compared = True  # only now, since all ranks compare again after one that was not in this step
@@ -158,15 +139,12 @@ def _warn_of_lone_ranks(ranks: int) -> None:
 class Engine:
     """A module in DistributedDataParallel, or sharded by FSDP2."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self.name = name
+    def __init__(self, replicas: list[DistributedDataParallel], shards: list[nn.Module]) -> None:
+        self.replicas, self.shards = replicas, shards
+        self.name = type([*replicas, *shards][0]).__name__
         self.compared = False  # True after the first step, if there are several ranks
-        self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
-        modules = list(model.modules())
-        self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
-        self.shards = [module for module in modules if _is_sharded(module)]
 
     def refuse_strangers(self, in_place: bool) -> None:
         if tracing():
@@ -203,12 +181,18 @@ class Engine:
 
         Returns this rank's parts of these with copies of their values, if it has written them.
         """
-        if is_alone():
-            self._run_alone()
-        elif not torch.is_grad_enabled():
+        alone = is_alone()
+        if alone and self.shards:
+            raise RuntimeError(
+                f"{self.name} gathers its shards in each forward pass, on all ranks together: one rank cannot run the "
+                "model alone. Call this on all ranks, without ll.distributed.rank_zero_only"
+            )
+        if alone or not torch.is_grad_enabled():
             # After a pass without gradients, DDP takes the first rank's buffers as sent. These went into copies, so the
-            # next pass has to send them again.
-            self.sends = [(replica, replica.require_forward_param_sync) for replica in self.replicas]
+            # next pass has to send them again. A rank that is alone sends none, for which the others would have to be here.
+            for replica in self.replicas:
+                self.sends.append((replica, replica.require_forward_param_sync))
+                replica.require_forward_param_sync &= not alone
         if not self.shards:
             return None
         own_params = module_params()
@@ -218,17 +202,6 @@ class Engine:
             lent = with_copies(shards(own_params.values()))
             torch_private.foreach_copy_([part for part, _ in lent], shards(params[name] for name in own_params))
         return lent
-
-    def _run_alone(self) -> None:
-        """Keep replicas from sending the first rank's buffers, for which the other ranks would have to be here."""
-        if self.shards:
-            raise RuntimeError(
-                f"{self.name} gathers its shards in each forward pass, on all ranks together: one rank cannot run the "
-                "model alone. Call this on all ranks, without ll.distributed.rank_zero_only"
-            )
-        self.sends = [(replica, replica.require_forward_param_sync) for replica in self.replicas]
-        for replica in self.replicas:
-            replica.require_forward_param_sync = False
 
     def restore(self, lent: list[tuple[Tensor, Tensor]] | None) -> None:
         while self.sends:
@@ -240,14 +213,11 @@ class Engine:
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that a module is wrapped in, or None."""
-    owners = [module for module in model.modules() if _owns_parameters(module)]
-    return Engine(model, type(owners[0]).__name__) if owners else None
-
-
-def _owns_parameters(module: nn.Module) -> bool:
-    """True for an engine that silently uses its own parameters, whatever is in the slots."""
-    return isinstance(module, DistributedDataParallel) or _is_sharded(module)
+    """The engine that a module is wrapped in, or None. It uses its own parameters, whatever is in the slots."""
+    modules = list(model.modules())
+    replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    shards = [module for module in modules if _is_sharded(module)]
+    return Engine(replicas, shards) if replicas or shards else None
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -286,25 +256,16 @@ def compare(state: Any) -> None:
     together_with_data().barrier()
     _warn_of_split_layers(state.params)
     known = lease.provenance(state)
-    optimizer = trees.leaves((known and known.optimizer) or {})
+    # With another seed or order on each rank, some samples would come to several ranks, and others to none.
+    loaders = [loader for loader in (known.loaders if known else ()) if loader.get("divide", True)]
+    settings = {"the optimizer's": (known and known.optimizer) or {}}
+    settings |= {f"loader {number}'s": loader for number, loader in enumerate(loaders, 1)}
     tensors = {**state.params, **state.buffers}
     facts = {
         "torch": torch.__version__,
         "looplib": sys.modules["looplib"].__version__,
-        **{f"the optimizer's {' '.join(map(str, path))}": value for path, value in optimizer},
+        **{" ".join(map(str, path)): value for path, value in trees.leaves(settings)},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
         **{name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for name, each in tensors.items()},
-        **_of_loaders(known.loaders if known else ()),
     }
     together_with_data().check_alike(facts, "the ranks do not run the same program:\n  ")
-
-
-def _of_loaders(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Facts about the loaders whose batches the ranks divide, of these.
-
-    With another seed or order on each rank, some samples would come to several ranks, and others to none.
-    """
-    divided = [loader for loader in loaders if loader.get("divide", True)]
-    return {
-        f"loader {number}'s {key}": value for number, loader in enumerate(divided, 1) for key, value in loader.items()
-    }

@@ -20,7 +20,6 @@ from looplib._core.ranks import rank
 from looplib._core.records import MANY, described, differences, settings_of
 
 _MOST_STEPS = 8  # on one batch, of several networks
-_DATA = ("dataset", "samples")  # of a loader's description
 _KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
 
 
@@ -90,7 +89,7 @@ def warn_of_two_steps(state: Any) -> None:
 def note_loader(state: Any, description: Mapping[str, Any]) -> None:
     """Record the loader that yields batches for a state.
 
-    If the state was restored from a checkpoint, warn about a loader that differs from those of the saved run. Later
+    If the state was restored from a checkpoint, warn about a loader that differs from the last of the saved run. Later
     states may use different loaders, as they could have without the restore.
     """
     known = provenance_of(state)
@@ -98,11 +97,9 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
     if description in loaders:
         return
     if known.restored and known.at_step == state.step:
-        same_data = [each for each in loaders if all(each.get(key) == description.get(key) for key in _DATA)]
-        before = (same_data or loaders)[-1]
-        changed = differences({"loader": before}, {"loader": description})
+        changed = differences({"loader": loaders[-1]}, {"loader": description})
         if changed:
-            loaders = tuple(loader for loader in loaders if loader != before)
+            loaders = loaders[:-1]
             if rank() == 0:
                 warn(other_settings(known.restored, changed))
     lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))

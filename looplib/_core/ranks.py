@@ -134,17 +134,12 @@ def all_ranks(flag: Tensor) -> Tensor:
     """True if the flag is set on every process, as a tensor on its device, without waiting on the host."""
     if not (running() and distributed.get_world_size() > 1):
         return flag
-    votes = flag.float().reshape(1)
-    world = distributed.group.WORLD
-    _all_reduce(votes, distributed.ReduceOp.MIN, host_group(world) if votes.device.type == "cpu" else world)
-    return votes[0] > 0
+    return _all_reduce(flag.float(), distributed.ReduceOp.MIN, distributed.group.WORLD) > 0
 
 
-def largest_over_ranks(values: Sequence[float]) -> list[float]:
-    """Elementwise maximum of a few numbers over all ranks, the same on each."""
-    largest = torch.tensor(values, dtype=torch.float64)
-    _all_reduce(largest, distributed.ReduceOp.MAX, host_group())
-    return cast(list[float], largest.tolist())
+def largest_over_ranks(count: int) -> int:
+    """The largest of all ranks' counts, on each of them."""
+    return int(_all_reduce(torch.tensor(count), distributed.ReduceOp.MAX, group())) if is_distributed() else count
 
 
 _BUCKET = 25 << 20  # bytes, as in DistributedDataParallel
@@ -164,32 +159,28 @@ def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one device and dtype each, up to a number of bytes together."""
-    kinds: dict[Any, list[Tensor]] = {}
+    buckets: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for alike in kinds.values():
-        bucket: list[Tensor] = []
-        for tensor in alike:
-            if bucket and sum(held.nbytes for held in bucket) + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(tensor)
-        yield bucket
+        kind = tensor.device, tensor.dtype
+        bucket = buckets.setdefault(kind, [])
+        if bucket and sum(held.nbytes for held in bucket) + tensor.nbytes > _BUCKET:
+            yield buckets.pop(kind)
+        buckets.setdefault(kind, []).append(tensor)
+    yield from buckets.values()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over all ranks, in place. All ranks pass the same shape and dtype."""
-    if is_distributed():
-        _all_reduce(values, distributed.ReduceOp.SUM, group())
-    return values
+    return _all_reduce(values, distributed.ReduceOp.SUM, group()) if is_distributed() else values
 
 
-def _all_reduce(values: Tensor, op: Any, on: Any) -> None:
-    """All-reduce, watched on the CPU. On a device the host does not wait for it."""
+def _all_reduce(values: Tensor, op: Any, on: Any) -> Tensor:
+    """All-reduce in place, watched on the CPU. On a device the host does not wait for it."""
     if values.device.type == "cpu":
-        wait(distributed.all_reduce(values, op, on, async_op=True))
+        wait(distributed.all_reduce(values, op, host_group(on), async_op=True))
     else:
         distributed.all_reduce(values, op, on)
+    return values
 
 
 def total_over_ranks(value: Tensor | float) -> Tensor | float:
@@ -207,10 +198,8 @@ class Sums:
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._work: Any = None
-        if is_distributed():
-            self._work = distributed.all_reduce(self._values, group=host_group(), async_op=True)
-            watch.begin(self._work)
+        self._work: Any = distributed.all_reduce(self._values, group=host_group(), async_op=True)
+        watch.begin(self._work)
 
     def read(self) -> list[float]:
         if self._work is not None:

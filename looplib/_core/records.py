@@ -71,7 +71,6 @@ class Made(NamedTuple):
         scaled: True if it also makes sense for the gradients of a scaled loss.
         per_sample: True if its gradients are those of each sample.
         max_norm: bound on the norm of each sample's gradient before they were added up.
-        adds: True if it accumulates into given gradients of earlier microbatches itself.
         microbatches: the same function for several microbatches at once, which is faster.
         model: the module whose gradients it computes.
         batch_norms: layers that normalize a sample by the others of its batch.
@@ -87,7 +86,6 @@ class Made(NamedTuple):
     scaled: bool = False
     per_sample: bool = False
     max_norm: float | None = None
-    adds: bool = False
     microbatches: Callable[..., Any] | None = None
     model: nn.Module | None = None
     batch_norms: tuple[str, ...] = ()

@@ -131,7 +131,7 @@ def _embedded(
     params, buffers, _ = trees_of(state)
     host.check(params, buffers)
     seeds = [mix(state.seed, state.step, rank(), index) for index in indices(request, len(batches))]
-    passes = round(largest_over_ranks([len(batches)])[0]) if is_distributed() else len(batches)
+    passes = largest_over_ranks(len(batches))
     embeddings: list[Any] = []
 
     def body() -> None:

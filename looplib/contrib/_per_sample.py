@@ -243,6 +243,4 @@ def _together(out: Gradients, grads: Grads, request: GradRequest, metrics: dict[
     if total.normalizer is None:
         total.normalizer = max(samples if total.samples is None else total.samples, 1)
     multiply(grads, 1 / total.normalizer)
-    if into := total.grads:
-        grads = {name: into[name].add_(grad) for name, grad in grads.items()}
     return Gradients(grads, metrics, out.buffers, samples, samples)

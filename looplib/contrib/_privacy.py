@@ -67,7 +67,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         }
         return _together(out, sums, request, metrics)
 
-    made = mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm, adds=True))
+    made = mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
     return with_repr(made, clip_per_sample, grad_fn, max_norm)
 
 

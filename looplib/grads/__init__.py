@@ -4,7 +4,6 @@ from looplib.grads._accumulation import accumulate
 from looplib.grads._clipping import clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from looplib.grads._loss_scale import scale_loss
 from looplib.grads._map_batch import map_batch
-from looplib.grads._oom import retry_on_oom
 from looplib.grads._over_ranks import reduce_gradients
 from looplib.grads._wrapper import wrapper
 
@@ -16,7 +15,6 @@ __all__ = [
     "global_norm",
     "map_batch",
     "reduce_gradients",
-    "retry_on_oom",
     "scale_loss",
     "wrapper",
 ]

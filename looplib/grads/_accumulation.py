@@ -20,7 +20,7 @@ from looplib._core.mappings import pick, subset, without
 from looplib._core.records import made, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
-from looplib._objective import mean_of_sums, sum_of_weights
+from looplib._objective import mean_of_sums
 from looplib.gradients import indices
 from looplib.grads._wrapper import check_parts, kept, name_of
 from looplib.metrics._mean import merge
@@ -55,6 +55,9 @@ def accumulate(
     index, so with dropout the result depends on how the batch is split. BatchNorm normalizes each microbatch
     separately and updates its running statistics once per microbatch, as in a raw loop.
 
+    `accumulate` goes directly around `make_grad_fn` if the model is in DDP or FSDP2, which add up the gradients of all
+    microbatches in one place. Wrappers go around it.
+
     Gradients are added in the dtype in which `grad_fn` returns them, that of the parameters. In bfloat16, many small ones
     are rounded away: keep the weights in float32 and use `autocast`, or wrap `grad_fn` in a function of your own that
     returns float32 gradients (`ll.grads.wrapper`).
@@ -71,13 +74,15 @@ def accumulate(
         ValueError: `microbatches` or `size` is below 1, or both are given; a batch is empty, has tensors of different
             lengths, or is of a type that cannot be split; or `grad_fn` has a wrapper that belongs around `accumulate`
             (clipping, `scale_loss`).
+        RuntimeError: at the first step, if the model is in DDP or FSDP2 on several ranks and `grad_fn` has a wrapper.
         TypeError: neither `microbatches` nor `size` is given and the batch is not a list.
     """
     check(microbatches is None or size is None, f"give microbatches={microbatches} or size={size}, not both")
     check_optional_count("microbatches", microbatches)
     check_optional_count("size", size)
     grad_fn = check_parts(grad_fn, "accumulate")
-    add_up = added_up(grad_fn)
+    record = made(grad_fn)
+    all_at_once = None if record is None else record.microbatches
 
     def accumulated(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if microbatches is None and size is None:
@@ -87,35 +92,20 @@ def accumulate(
             count = batch_size(batch)
             sizes = size if size is not None else _even(count, microbatches or 1)
             pieces = split(batch, count, sizes, batch_size)
-        return add_up(state, pieces, count, request)
-
-    made = kept(accumulated, "accumulate", grad_fn)
-    return with_repr(made, accumulate, grad_fn, microbatches=microbatches, size=size, batch_size=batch_size)
-
-
-def added_up(grad_fn: GradFn) -> Callable[[TrainState, Sequence[Any], int, GradRequest], Gradients]:
-    """The function that adds up the gradients of microbatches, which hold `count` samples together.
-
-    A function of looplib's adds to the gradients so far itself, in place. So does an engine, which must find them in
-    `.grad`, where it reduces them over the ranks. For others they are added here: a user's wrapper may change the
-    gradients that it receives, which would be wrong for those of earlier microbatches.
-    """
-    record = made(grad_fn)
-    adds = record is not None and record.adds
-    all_at_once = None if record is None else record.microbatches
-
-    def add_up(state: TrainState, pieces: Sequence[Any], count: int, request: GradRequest) -> Gradients:
-        total, samples = request.sum or RunningSum(), count if type(count) is int else None
-        if total.samples is None:
-            total.samples = samples
+        total = request.sum or RunningSum()
+        if total.samples is None and type(count) is int:
+            total.samples = count
         inner = dataclasses.replace(request, sum=total)
         if all_at_once is not None:
-            out = _joined(all_at_once(state, pieces, inner))
+            outs = all_at_once(state, pieces, inner)
         else:
-            out = _joined(_one_by_one(grad_fn, adds, state, pieces, inner, total))
+            total.wrapper = name_of(grad_fn)
+            outs = _one_by_one(grad_fn, state, pieces, inner)
+        out = _joined(outs)
         return out if total is request.sum else mean_of_sums(out, total)
 
-    return add_up
+    marked = kept(accumulated, "accumulate", grad_fn)
+    return with_repr(marked, accumulate, grad_fn, microbatches=microbatches, size=size, batch_size=batch_size)
 
 
 def _joined(outs: Sequence[Gradients]) -> Gradients:
@@ -124,71 +114,25 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
     return outs[-1]._replace(
         metrics=merge(*[out.metrics for out in outs]),
         samples=sum([out.samples for out in outs]),
-        weight=sum_of_weights(weights) if weights else None,
+        weight=sum(weights) if weights else None,
     )
 
 
-def _one_by_one(
-    grad_fn: GradFn,
-    adds: bool,
-    state: TrainState,
-    pieces: Sequence[Any],
-    request: GradRequest,
-    total: RunningSum,
-) -> list[Gradients]:
-    """Call the gradient function once per microbatch and add up the gradients."""
-    earlier, last = total.grads, total.last
+def _one_by_one(grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], request: GradRequest) -> list[Gradients]:
+    """Call a wrapper, which may change the gradients that it receives, once per microbatch, and add up what it returns."""
+    outs = []
     grads: dict[str, Tensor] = {}
-    _add(grads, earlier or {})
-    outs: list[Gradients] = []
-    try:
-        for index, piece in zip(indices(request, len(pieces)), pieces, strict=True):
-            total.grads = grads if adds or total.ranks > 1 else None
-            total.last = last and len(outs) == len(pieces) - 1
-            out = grad_fn(state, piece, dataclasses.replace(request, index=index))
-            _check_summed(grad_fn, out, total)
-            if adds or total.ranks > 1:
-                grads = out.grads
-            else:
-                _add(grads, out.grads)
-            outs.append(out._replace(grads={}))
-            state = _moved_on(state, out)
-    finally:
-        total.grads, total.last = earlier, last
-    outs[-1] = outs[-1]._replace(grads=grads)
-    return outs
-
-
-def _check_summed(grad_fn: GradFn, out: Gradients, total: RunningSum) -> None:
-    """Raise if a microbatch's gradients cannot be added to those of others."""
-    if total.ranks == 1:
+    for index, piece in zip(indices(request, len(pieces)), pieces, strict=True):
+        out = grad_fn(state, piece, dataclasses.replace(request, index=index))
         if out.weight is None:
             raise TypeError(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
                 "accumulated hands its `request` on to the one that it wraps (see ll.types.GradRequest)"
             )
-        return
-    if not _untouched(out.grads, total.written):
-        raise RuntimeError(
-            f"{name_of(grad_fn)} changes gradients within accumulate, and DDP and FSDP2 add up those of all "
-            "microbatches in one place, so those of earlier microbatches would be changed again: put it around, "
-            f"{name_of(grad_fn)}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
-            "ll.grads.reduce_gradients(accumulate(...))"
-        )
-
-
-def _untouched(grads: Mapping[str, Tensor], added: Mapping[str, tuple[Tensor, int]]) -> bool:
-    """True if these are the gradients that an engine has accumulated, unwritten since."""
-    return added.keys() == grads.keys() and all(
-        grads[name] is grad and torch_private.version(grad) == writes for name, (grad, writes) in added.items()
-    )
-
-
-def _moved_on(state: TrainState, out: Gradients) -> TrainState:
-    """The state for the next microbatch: with the buffers after the forward pass of this one."""
-    if all(tensor is state.buffers.get(name) for name, tensor in out.buffers.items()):
-        return state
-    return state.replace(buffers=out.buffers)
+        _add(grads, out.grads)
+        outs.append(out._replace(grads=grads))
+        state = state.replace(buffers=out.buffers)
+    return outs
 
 
 def _given(batch: Any) -> Sequence[Any]:

@@ -28,11 +28,11 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
     {'loss': 0.0}
 
     Use it for a loss that depends on the step (KL annealing, a teacher's temperature), on the epoch, or on what you
-    keep in `state.extra`. It works inside `accumulate` and around it: numbers and other leaves without samples belong
-    to each microbatch. In steps that run as graphs (`compile_step`, `vmap_step`, `differentiable`), the counts of the
-    state have no value while the graph is traced. Compute what depends on them with `ll.transforms.on_host`, which
-    elsewhere only calls the function. The same holds for `extra`, `on_host(function, state.extra)`; in an ensemble,
-    the function gets that of the whole stack.
+    keep in `state.extra`. It works inside `accumulate` and around it, for models in DDP and FSDP2 around it only:
+    numbers and other leaves without samples belong to each microbatch. In steps that run as graphs (`compile_step`,
+    `vmap_step`, `differentiable`), the counts of the state have no value while the graph is traced. Compute what depends
+    on them with `ll.transforms.on_host`, which elsewhere only calls the function. The same holds for `extra`,
+    `on_host(function, state.extra)`; in an ensemble, the function gets that of the whole stack.
 
     Args:
         grad_fn: the gradient function that gets the new batch.

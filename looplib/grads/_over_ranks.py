@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from looplib._core import engines
 from looplib._core import ranks as _ranks
+from looplib._core.checks import is_column
 from looplib._core.records import with_repr
-from looplib._core.trees import batch_size, leaves, padding_batch
+from looplib._core.trees import leaves, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib.grads._wrapper import check_parts, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -29,7 +28,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     DistributedDataParallel sends gradients while the backward pass is still running, which is faster.
     `reduce_gradients` sends them afterwards and is a function like any other: states need not be bound or donated, so
     you can keep and branch them, and it can go around functions that need a whole rank's batch, such as
-    `retry_on_oom` and `clip_per_sample`.
+    `clip_per_sample`.
 
     The result is the gradient of the global batch even if the ranks' batches differ in weight: the weights, in
     samples or of a loss `Mean(total, weight)`, are summed first, and then the gradients, in buckets of 25 MiB. A
@@ -43,7 +42,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
         ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
         RuntimeError: at the first step, if the model is in DDP or FSDP2, where gradients would be reduced twice.
     """
-    grad_fn, compared = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom"), False
+    grad_fn, compared = check_parts(grad_fn, "reduce_gradients"), False
 
     def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         nonlocal compared
@@ -73,15 +72,9 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
 
 
 def _is_empty(batch: Any) -> bool:
-    """True if this rank has no sample of the batch. Batches that cannot be counted are not empty."""
-    try:
-        counted = batch_size(batch)
-    except TypeError:
-        return False
-    # Of a list of microbatches, only the first was counted.
-    return not counted and not any(
-        leaf.size(0) for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
-    )
+    """True if this rank has no sample of the batch, or of any microbatch in a list of them."""
+    columns = [leaf for _, leaf in leaves(batch) if is_column(leaf)]
+    return bool(columns) and not any(map(len, columns))
 
 
 def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:

@@ -55,12 +55,10 @@ def wrapper(
     return decorate
 
 
-def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
+def kept(function: Any, name: str, inner: GradFn) -> GradFn:
     """Mark a wrapper that leaves the gradients as they are, but for their sum."""
     known = made(inner) or Made("grad_fn", name)
-    record = Made(
-        "grad_fn", name, inner, whole_step, adds=known.adds, per_sample=known.per_sample, max_norm=known.max_norm
-    )
+    record = Made("grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm)
     return mark(function, record)  # type: ignore[no-any-return]
 
 
@@ -100,11 +98,11 @@ def check_whole(grad_fn: GradFn, who: str) -> GradFn:
     return checked
 
 
-def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
+def check_parts(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
     checked = check_whole(grad_fn, who)
     for record in chain(grad_fn):
-        check(not record.whole_step or record.name == but, _order(record, who))
+        check(not record.whole_step, _order(record, who))
     return checked
 
 

@@ -90,7 +90,6 @@ def expected_grads(data):
         "whole": lambda grad_fn: grad_fn,
         "microbatches": lambda grad_fn: ll.accumulate(grad_fn, 3),
         "size": lambda grad_fn: ll.accumulate(grad_fn, size=2),
-        "retry_on_oom": lambda grad_fn: ll.grads.retry_on_oom(grad_fn, 3),
     }.items(),
     ids=lambda item: item[0],
 )

@@ -77,7 +77,7 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def same_bits_whatever_ran_before():  # a weight goes with the count of the examples once there has been one
+def same_bits_whatever_ran_before():
     model = wrap(Model(), "ddp")
     request = ll.types.GradRequest(donate=True, scale=torch.tensor(3.0))
     used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
@@ -169,10 +169,7 @@ def alone(tmp_path_factory):
 def test_ranks_train_as_one_process_does(tmp_path, alone, ranks):
     engines = [*ENGINES, "fsdp-copies"] if ranks == 4 else ENGINES
     cases = [f"{engine}:{way}" for engine in engines for way in WAYS]
-    cases += [
-        "ddp:tokens wrapped",
-        *(["fsdp:tokens wrapped"] if ranks == 2 else []),
-    ]  # if ranks have the same number of microbatches
+    cases.append("reduce:tokens wrapped")  # which accumulates what a user's function returns
     for case, (log, found) in trained(tmp_path, ranks, cases).items():
         expected_log, expected = alone[case.partition(":")[2]]
         for one, other in zip(expected_log, log, strict=True):
@@ -468,37 +465,6 @@ def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
     missing = r"^LOCAL_RANK, MASTER_ADDR, MASTER_PORT not in the environment"
     with pytest.raises(RuntimeError, match=missing), ll.distributed.setup(required=False):
         pass
-
-
-REFUSED = """
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-import looplib as ll
-
-
-def refusal(model):
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).mean()), 2)
-    try:
-        ll.grads.retry_on_oom(grad_fn)
-    except RuntimeError as error:
-        return str(error)
-
-
-with ll.distributed.setup():
-    mesh = init_device_mesh("cpu", (2,))
-    assert "DistributedDataParallel waits" in refusal(DistributedDataParallel(nn.Linear(2, 2)))
-    assert "DTensors waits" in refusal(fully_shard(nn.Linear(2, 2), mesh=mesh))
-    assert "SyncBatchNorm waits" in refusal(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
-    assert "reduce_gradients(ll.grads.retry_on_oom" in refusal(DistributedDataParallel(nn.Linear(2, 2)))
-    assert refusal(nn.Linear(2, 2)) is None
-"""
-
-
-def test_a_model_whose_passes_need_all_ranks_cannot_be_retried_on_one(tmp_path):
-    launch(tmp_path, 2, REFUSED)
 
 
 ELASTIC = """

@@ -5,7 +5,6 @@ reason in `EXCEPTIONS`.
 
 import functools
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
@@ -203,20 +202,6 @@ for name, wrappers in WRAPPED.items():
 @case("grads.global_norm")
 def _(device):
     return ll.grads.global_norm(started(device)[1].params.values())
-
-
-@case("grads.retry_on_oom")
-def _(device):
-    failing = [True]
-
-    def loss(model, batch):
-        if len(batch[0]) > 4 and failing:
-            failing.clear()
-            raise torch.OutOfMemoryError("out of memory")
-        return loss_fn(model, batch)
-
-    with warnings.catch_warnings(action="ignore"):  # the function's own tests look at its warning
-        return train(device, ll.grads.retry_on_oom, loss=loss)
 
 
 @case("grads.scale_loss", "optim.dynamic_loss_scale")

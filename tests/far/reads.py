@@ -80,7 +80,6 @@ TABLES = {
         Row("ll.grads.clip_by_value(grad_fn, 0.1)", 0),
         Row("ll.grads.map_batch(grad_fn, lambda state, batch: batch)", 0),
         Row("ll.grads.reduce_gradients(grad_fn)", 0),
-        Row("ll.grads.retry_on_oom(grad_fn)", 0),
         Row("ll.grads.scale_loss(grad_fn)", 1, "For `dynamic_loss_scale`.", "ll.optim.dynamic_loss_scale({})"),
         Row("ll.contrib.sam(grad_fn)", 0),
         Row("ll.contrib.add_noise(ll.contrib.clip_per_sample(per_sample, 1.0), 1.0, noise_multiplier=1.1)", 0),

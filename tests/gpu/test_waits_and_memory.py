@@ -126,22 +126,28 @@ def test_a_real_out_of_memory_is_retried_with_less_and_leaves_nothing_behind(dev
         return F.cross_entropy(model[3](model[1](hidden)), y)
 
     optimizer = adamw()
-    step = ll.make_train_step(ll.grads.retry_on_oom(ll.make_grad_fn(model, greedy)), optimizer, donate=True)
-    plain = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, greedy), size=4), optimizer)
+    grad_fn = ll.make_grad_fn(model, greedy)
+    steps = [ll.make_train_step(ll.accumulate(grad_fn, n), optimizer, donate=True) for n in (1, 2, 4)]
+
+    def step(state, batch):  # the cookbook's
+        while True:
+            try:
+                return steps[0](state, batch)
+            except RuntimeError:  # on a CPU, it is not torch.OutOfMemoryError
+                if len(steps) == 1:
+                    raise
+            del steps[0]
+
+    plain = ll.make_train_step(ll.accumulate(grad_fn, size=4), optimizer)
     state, batch = ll.init_state(model, optimizer), batch_on(device, 16)
     expected, _ = plain(ll.copy_state(state), batch)
     seen.clear()
     before = allocated(device)
-    with pytest.warns(UserWarning, match="out of memory on a batch of 16: from now on in microbatches of 4"):
-        state, metrics = step(state, batch)
-    assert ll.compute(metrics)["microbatch_size"] == 4
+    state, _ = step(state, batch)
     assert [size for size, _ in seen] == [16, 8, 4, 4, 4, 4]
     assert [hidden() for _, hidden in seen] == [None] * 6
     assert allocated(device) - before < 2**20
     torch.testing.assert_close(state.params, expected.params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(state, batch)  # which remembers the size
 
 
 def test_a_spent_state_and_kept_metrics_pin_nothing(device):

@@ -1,12 +1,6 @@
 """Pieces against the whole: in float64, by a raw loop of backward calls, and by an allocator that refuses."""
 
 import collections
-import os
-import resource
-import subprocess
-import sys
-import textwrap
-import warnings
 
 import numpy as np
 import pytest
@@ -173,17 +167,16 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     grad_fn = ll.make_grad_fn(model, mean_loss)
 
     def watched(state, batch, request=None):
-        parts.append((request.index, request.sum.last, request.sum.grads is None, len(batch[0])))
+        parts.append((request.index, len(batch[0])))
         return grad_fn(state, batch, request)
 
     batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
     ll.accumulate(watched, microbatches=4)(ll.init_state(model), batch)
-    assert parts == [(0, False, True, 3), (1, False, True, 3), (2, False, True, 2), (3, True, True, 2)]
+    assert parts == [(0, 3), (1, 3), (2, 2), (3, 2)]
     parts.clear()
     ll.accumulate(ll.accumulate(watched, size=2), size=4)(ll.init_state(model), batch)
-    assert [n for *_, n in parts] == [2, 2, 2, 2, 2]
-    assert len({index for index, *_ in parts}) == 5
-    assert [last for _, last, *_ in parts] == [False] * 4 + [True]
+    assert [n for _, n in parts] == [2, 2, 2, 2, 2]
+    assert len({index for index, _ in parts}) == 5
 
 
 def saved_at_most(function):
@@ -286,7 +279,7 @@ def test_what_cannot_be_cut_is_named():
         ll.accumulate(grad_fn, microbatches=2)(state, batch)
     with pytest.raises(ValueError, match=r"batch\['rows'\] has shape \(3,\)"):
         ll.accumulate(grad_fn, size=2)(state, {"x": torch.zeros(8, 5), "rows": np.zeros(3)})
-    for wrapped in (ll.accumulate(grad_fn, size=3), ll.accumulate(grad_fn, 2), ll.grads.retry_on_oom(grad_fn, 4)):
+    for wrapped in (ll.accumulate(grad_fn, size=3), ll.accumulate(grad_fn, 2)):
         with pytest.raises(ValueError, match=r"a Opaque of 5 samples cannot be cut: its parts would have 5, 5\."):
             wrapped(state, Opaque(torch.zeros(5, 5)))
     with pytest.raises(TypeError, match="takes a list of pieces; this batch is a Tensor"):
@@ -304,12 +297,11 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match="whole number"):
             ll.accumulate(grad_fn, wrong)
         with pytest.raises(ValueError, match="whole number"):
-            ll.grads.retry_on_oom(grad_fn, size=wrong)
+            ll.accumulate(grad_fn, size=wrong)
     with pytest.raises(TypeError, match="accumulate got a Sequential; give a grad_fn"):
         ll.accumulate(model, 2)
-    for wrapper in (ll.accumulate, ll.grads.retry_on_oom):
-        with pytest.raises(ValueError, match=rf"put it around, scale_loss\({wrapper.__name__}\(grad_fn"):
-            wrapper(ll.grads.scale_loss(grad_fn))
+    with pytest.raises(ValueError, match=r"put it around, scale_loss\(accumulate\(grad_fn"):
+        ll.accumulate(ll.grads.scale_loss(grad_fn))
 
     def deaf(state, batch, request=None):
         return grad_fn(state, batch)
@@ -317,129 +309,3 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
     batch = torch.randn(4, 5, dtype=torch.double), torch.randint(0, 3, (4,))
     with pytest.raises(TypeError, match=r"deaf gave no weight.*hands its `request` on"):
         ll.accumulate(deaf, 2)(ll.init_state(model), batch)
-
-
-# retry_on_oom
-
-
-class Refusing(Net):
-    """Runs out of memory half-way through the forward pass, or in the backward pass, for more than a number of samples."""
-
-    def __init__(self, room, where):
-        super().__init__()
-        self.room, self.where, self.calls = room, where, []
-
-    def forward(self, x):
-        self.calls.append(len(x))
-        out = self.norm(self.first(x))
-        if len(x) > self.room:
-            if self.where == "forward":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            out.register_hook(self.refuse)
-        return self.last(self.dropout(out))
-
-    def refuse(self, grad):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("donate", [False, True])
-def test_running_out_of_memory_halves_the_pieces_and_loses_nothing(where, donate):
-    torch.manual_seed(0)
-    model = Refusing(4, where)
-    reference = Refusing(100, where)
-    reference.load_state_dict(model.state_dict())
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
-    batches = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (14, 14, 3)]
-
-    retrying = ll.grads.retry_on_oom(ll.make_grad_fn(model, mean_loss))
-    step = ll.make_train_step(retrying, optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-    metrics = []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for batch in batches:
-            state, found = step(state, batch)
-            metrics.append(ll.compute(found))
-    assert [str(w.message) for w in warned] == [
-        f"out of memory on a batch of 14: from now on in microbatches of {size}" for size in (7, 4)
-    ]
-    assert model.calls == [14, 7, 4, 4, 4, 2, 4, 4, 4, 2, 3]  # what fits is remembered
-
-    in_fours = ll.make_train_step(ll.accumulate(ll.make_grad_fn(reference, mean_loss), size=4), optimizer)
-    expected = ll.init_state(reference, optimizer)
-    for batch, found in zip(batches, metrics, strict=True):
-        expected, other = in_fours(expected, batch)
-        assert found["loss"] == ll.compute(other)["loss"]
-        assert found["microbatch_size"] == min(4, len(batch[0]))
-    for tree in ("params", "buffers"):
-        for name, tensor in getattr(expected, tree).items():
-            assert torch.equal(getattr(state, tree)[name], tensor), name
-    assert state.samples == 31
-
-
-def test_one_example_that_does_not_fit_and_other_errors_are_raised():
-    model = Refusing(0, "forward")
-    model.norm = nn.Identity()  # which takes one example
-    batch = torch.randn(4, 5), torch.randint(0, 3, (4,))
-    with (
-        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
-        pytest.warns(UserWarning, match="microbatches of [21]"),
-    ):
-        ll.grads.retry_on_oom(ll.make_grad_fn(model, mean_loss))(ll.init_state(model), batch)
-    assert model.calls == [4, 2, 1]
-    broken = ll.grads.retry_on_oom(ll.make_grad_fn(mlp(), mean_loss))
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        broken(ll.init_state(mlp()), (torch.zeros(4, 6, dtype=torch.double), torch.zeros(4, dtype=torch.long)))
-
-
-def test_retry_goes_around_accumulate_and_not_into_it():
-    model = Refusing(2, "forward")
-    batch = torch.randn(8, 5), torch.randint(0, 3, (8,))
-    grad_fn = ll.make_grad_fn(model, mean_loss)
-    with pytest.warns(UserWarning, match="in microbatches of 4"):
-        found = ll.grads.retry_on_oom(ll.accumulate(grad_fn, microbatches=2))(ll.init_state(model), batch)
-    assert found.samples == 8
-    with pytest.raises(ValueError, match=r"put it around, retry_on_oom\(accumulate"):
-        ll.accumulate(ll.grads.retry_on_oom(grad_fn), 2)
-
-
-LIMITED = """
-    import resource, sys, warnings
-    import torch
-    import looplib as ll
-
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)])
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
-    step = ll.make_train_step(grad_fn, optimizer, donate=True)
-    state = ll.init_state(model, optimizer)
-    state, _ = step(state, torch.randn(64, 64))
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    x = torch.randn(200_000, 64)  # 51 MB, and 1.6 GB of activations
-    resource.setrlimit(resource.RLIMIT_AS, (now + 400 * 2**20, -1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            state, metrics = step(state, x)
-    print(state.step, state.samples, len(caught), ll.compute(metrics)["microbatch_size"])
-"""
-
-
-@pytest.mark.slow
-def test_with_a_real_allocator_that_refuses():
-    assert resource.getrlimit(resource.RLIMIT_AS)  # what the process below is limited by
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    step, samples, warned, size = done.stdout.split()
-    assert (step, samples) == ("3", "400064")
-    assert int(warned) >= 1
-    assert float(size) <= 100_000

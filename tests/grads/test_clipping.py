@@ -122,13 +122,12 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_within_pieces_they_are_refused_when_made(name):
     wrapped = WRAPPERS[name](ll.make_grad_fn(net(), loss_fn))
-    for outer in (ll.accumulate, ll.grads.retry_on_oom):
-        message = (
-            rf"{name} within {outer.__name__} would act on each microbatch alone: put it around, "
-            rf"{name}\({outer.__name__}\(grad_fn, \.\.\.\), \.\.\.\)"
-        )
-        with pytest.raises(ValueError, match=message):
-            outer(wrapped)
+    message = (
+        rf"{name} within accumulate would act on each microbatch alone: put it around, "
+        rf"{name}\(accumulate\(grad_fn, \.\.\.\), \.\.\.\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        ll.accumulate(wrapped)
     with pytest.raises(ValueError, match=rf"{name} within accumulate would act on each microbatch alone"):
         wrapped(ll.init_state(net()), batches(1)[0], ll.types.GradRequest(sum=RunningSum()))
 
@@ -138,7 +137,7 @@ def test_around_pieces_they_clip_the_whole(name):
     grad_fn, state = ll.make_grad_fn(net(torch.float64), loss_fn), ll.init_state(net(torch.float64))
     x = batches(1, torch.float64)[0]
     whole = WRAPPERS[name](grad_fn)(state, x)
-    pieces = WRAPPERS[name](ll.grads.retry_on_oom(ll.accumulate(grad_fn, size=2)))(state, x)
+    pieces = WRAPPERS[name](ll.accumulate(grad_fn, size=2))(state, x)
     torch.testing.assert_close(pieces.grads, whole.grads, rtol=1e-12, atol=1e-15)
     assert pieces.samples == 5
 
@@ -156,12 +155,11 @@ def test_arguments_out_of_range_are_named():
 
 def test_a_metric_whose_name_a_wrapper_takes_is_refused():
     state, x = ll.init_state(net()), batches(1)[0]
-    with_norm = ll.make_grad_fn(net(), lambda model, x: (loss_fn(model, x), {"grad_norm": 1.0, "microbatch_size": 1}))
+    with_norm = ll.make_grad_fn(net(), lambda model, x: (loss_fn(model, x), {"grad_norm": 1.0}))
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(net(), loss_fn), 1.0)
     for grad_fn, name in (
         (ll.clip_by_global_norm(with_norm, 1.0), "grad_norm"),
         (ll.clip_by_global_norm(clipped, 0.1), "grad_norm"),
-        (ll.grads.retry_on_oom(with_norm), "microbatch_size"),
     ):
         with pytest.raises(ValueError, match=f"the metrics have a '{name}' .* another name"):
             grad_fn(state, x)

@@ -68,8 +68,7 @@ REFUSED = [
     (ValueError, "0.weight 'matrices', rest, x", lambda: labelled(rest=adamw(), x=sgd())),
     (ValueError, "'x', 'y'", lambda: labelled(matrices=sgd(), x=sgd(), rest=adamw(), y=sgd())),
     (TypeError, "'rest' AdamW ll.optimizer", lambda: split(matrices=sgd(), rest=raw_adamw(net()))),
-    *((ValueError, f"sam {outer.__name__}", lambda outer=outer: outer(ll.contrib.sam(ll.make_grad_fn(net(), loss_fn))))
-      for outer in (ll.accumulate, ll.grads.retry_on_oom)),
+    (ValueError, "sam accumulate", lambda: ll.accumulate(ll.contrib.sam(ll.make_grad_fn(net(), loss_fn)))),
     *((ValueError, f"rho {rho}", lambda rho=rho: ll.contrib.sam(ll.make_grad_fn(net(), loss_fn), rho))
       for rho in (0, -1.0, float("nan"))),
 ]  # fmt: skip

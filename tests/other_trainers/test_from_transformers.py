@@ -108,7 +108,7 @@ CHECKS = {
     "Trainer.push_to_hub(blocking)": with_the_hub,
     "Trainer.push_to_hub(commit_message)": with_the_hub,
     "Trainer._determine_best_metric": values(is_new_best=True),
-    "Trainer._update_auto_batch_size": values(size=5),
+    "Trainer._update_auto_batch_size": values(microbatches=2),
     "Trainer._wrap_model": in_one_process,
     "Trainer.get_num_trainable_parameters": values(count=4 * 8 + 8 + 8 * 3 + 3),
     "Trainer.num_examples": values(examples=40, batch_size=8, total=15),

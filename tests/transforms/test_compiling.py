@@ -403,7 +403,6 @@ REFUSED = {  # name -> (arguments of `refused`, what the message names)
     "computed": ({"loss": asking_for_what_it_computes}, ["on_host", "computed"]),
     "array": ({"batch": (np.ones((2, 4)), 0)}, ["ndarray", "torch.from_numpy"]),
     "sparse": ({"model": embedding, "loss": squares}, ["0.weight", "sparse=True"]),
-    "retries": ({"wrap": ll.grads.retry_on_oom}, ["retry_on_oom", "ll.accumulate(grad_fn, size="]),
     "numbers of its own": ({"optimizer": schedule_free}, ["AdamWScheduleFree"]),
 }
 
