@@ -54,10 +54,10 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             accept, such as GaLore's `rank`; those are passed to it in the group.
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
-            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW, Adagrad and SGD for tensors
-            that torch supports and that are dense and share their strides, and torch's default otherwise, as for
-            SGD with dampening.
-            `repr(optimizer)` says which.
+            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW, Adagrad and SGD for
+            dense tensors of the dtypes and devices that torch supports, and torch's default otherwise, as for SGD with
+            dampening and for sparse gradients. Gradients are brought to the strides of their parameters, as fused kernels
+            need them. `repr(optimizer)` says which kernel is used.
 
     Raises:
         TypeError: `cls` is not an optimizer class, or needs a closure and is not LBFGS; `lr` is missing; a

@@ -25,7 +25,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check
 from looplib._core.mappings import in_dtypes_of, pick, subset, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._kernels import FUSED, aligned, columns_of, parts_of
+from looplib.optim._kernels import FUSED, columns_of, laid_out_like, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
@@ -186,7 +186,7 @@ def _by_kernels(
     """
     given = pick(params, grads)
     calls = []
-    for number, names, kernel, _ in parts_of(recipe, given, recipe.members(given)):
+    for number, names, kernel in parts_of(recipe, given, recipe.members(given)):
         values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         one_moves = any(isinstance(beta, Tensor) for beta in values.get("betas", ()))
@@ -217,9 +217,7 @@ def fused_update(
     values = {**_values(settled), **dict(zip(moving, (number.item() for number in numbers), strict=True))}
     count = len(params)
     columns = {key: entries[place * count : (place + 1) * count] for place, key in enumerate(keys)}
-    if not aligned([params, grads]):  # the kernel pairs elements by their position in memory
-        grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
-    FUSED[getattr(torch.optim, cls)](values, params, grads, columns)
+    FUSED[getattr(torch.optim, cls)](values, params, laid_out_like(params, grads), columns)
 
 
 _values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)

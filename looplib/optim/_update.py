@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import few, warn
+from looplib._core.checks import check, few, warn
 from looplib._core.mappings import detached_copies, mapped, pick, subset, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
@@ -37,8 +37,7 @@ Members = Sequence[Sequence[str]]  # names of the parameters of each group
 Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
 _dtype = operator.attrgetter("dtype")
-_is_sparse = operator.attrgetter("is_sparse")
-_TAKE_BOTH: set[Any] = {torch.optim.SGD, torch.optim.Adagrad}
+_shape = operator.attrgetter("shape")
 _SETTLED = (int, float, complex, str, type(None))
 
 
@@ -51,7 +50,7 @@ class Plan:
         parts: parameters that are updated together, each with its kernel.
         probe: what a third party's class keeps.
         keys: keys under which the class keeps the state of the first parameter of each group.
-        dense: parameters whose gradients have to be dense, for classes that else take both kinds.
+        dense: parameters whose gradients have to be dense.
         step: the class's step, for torch's classes without its hooks.
         attributes: those that the class's constructor gives an instance beside its state and its groups; None if some of
             them may change.
@@ -63,15 +62,14 @@ class Plan:
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
-        self.dense = _dense(recipe, self.members) if recipe.cls in _TAKE_BOTH else frozenset()
-        first = [[*names[:1]] for names in self.members]
+        self.dense = _dense(recipe, self.members)
         if recipe.is_torch_optim:
-            states = states_of_torch(recipe, {name: _tiny(params[name]) for (name,) in filter(None, first)}, first)
+            states = states_of_torch(recipe, mapped(_tiny, params), self.members)
             self.probe, self.step = Probe(), inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
             states = self.probe.state
-        self.keys = {name: states[name].keys() for (name,) in filter(None, first)}
+        self.keys = {names[0]: states[names[0]].keys() for names in self.members if names}
         attributes = without(vars(made), {"state", "param_groups"})
         own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
         self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
@@ -85,12 +83,16 @@ class Plan:
 
 
 def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
-    """Parameters that a fused kernel updates, or Nesterov's momentum, which is dense here and which torch adds to them."""
-    groups = [
-        names
-        for values, names in zip(recipe.values, members, strict=True)
-        if values.get("fused") or (values.get("nesterov") and values.get("momentum"))
-    ]
+    """Parameters whose gradients have to be dense.
+
+    SGD and Adagrad take sparse ones too, but not by a fused kernel, nor by Nesterov's momentum, which is dense here and
+    which torch adds to them.
+    """
+    if recipe.cls is torch.optim.SparseAdam or not recipe.is_torch_optim:
+        return frozenset()
+    of_groups = zip(recipe.values, members, strict=True)
+    takes_both = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad)
+    groups = [names for values, names in of_groups if not takes_both or values.get("fused") or values.get("nesterov")]
     return frozenset(chain.from_iterable(groups))
 
 
@@ -103,12 +105,9 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     """The plan for these parameters, created if none of the most recent ones fits."""
     names = [*names]
     tensors = [*map(params.__getitem__, names)]
-    # Predicates of groups may depend on shapes, and so may the entries that Adafactor or a third party's class keeps.
-    by_shape = recipe.groups or not recipe.is_torch_optim or recipe.cls is torch.optim.Adafactor
-    shapes = [tensor.shape for tensor in tensors] if by_shape else None
-    # Models with the same names may be sharded or not, and their kernels differ.
-    foreign = None if PLAIN.issuperset(map(type, tensors)) else {*map(type, tensors)} - PLAIN
-    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, foreign
+    # Predicates of groups may depend on shapes, and so may the entries that a class keeps. Models with the same names may
+    # be sharded or not, and their kernels differ.
+    key = names, [*map(_dtype, tensors)], [*map(_shape, tensors)], tensors[0].device, {*map(type, tensors)} - PLAIN
     for plan in plans:
         if plan.key == key:
             return plan
@@ -216,18 +215,13 @@ def decide(
             raise wrong_state(opt_state, cls, kept)
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
-    unfit = recipe.cls is not torch.optim.SparseAdam  # what `is_sparse` is for a gradient that the class cannot take
-    if recipe.is_torch_optim and recipe.cls not in _TAKE_BOTH and unfit in map(_is_sparse, grads.values()):
-        kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
+    sparse = [name for name, grad in grads.items() if grad.is_sparse]
+    takes_sparse = recipe.cls is torch.optim.SparseAdam
+    if unfit := grads.keys() - sparse if takes_sparse else plan.dense.intersection(sparse):
         raise ValueError(
-            f"{cls} cannot take these gradients: {kinds}. Sparse ones come from "
-            "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
-            "SGD and Adagrad take both kinds, the others dense ones only"
-        )
-    if plan.dense and (sparse := [name for name in plan.dense & grads.keys() if grads[name].is_sparse]):
-        raise ValueError(
-            f"{cls} cannot take the sparse gradient of {few(sorted(sparse))} with nesterov=True or fused=True: leave these out, "
-            "in a group of its own if others are to have them, or leave out Embedding(sparse=True)"
+            f"{cls} cannot take the {'dense' if takes_sparse else 'sparse'} gradient of {few(sorted(unfit))}. Sparse ones come "
+            "from Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), SGD and "
+            "Adagrad take both kinds, but in groups with nesterov=True or fused=True, as the others, dense ones only"
         )
     return True, opt_state
 
@@ -272,28 +266,26 @@ def update_(
         return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
     states: States = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
-    grad_mode = torch.is_grad_enabled()
-    torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
-    try:
-        constant = "groups" not in opt_state and not any(recipe.moving)
-        values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
-        ready: list[Any] = []
-        left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
-        for number, names, kernel, asked in plan.parts:
+    constant = "groups" not in opt_state and not any(recipe.moving)
+    values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
+    left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
+    with torch.set_grad_enabled(bool(recipe.defaults.get("differentiable"))):
+        for number, names, kernel in plan.parts:
             if len(grads) < len(states):
                 names = [name for name in names if name in grads]
-            columns = columns_of(names, params, grads, states, asked) if kernel and names else None
-            if columns is None:
-                left[number] += names
-            else:
-                ready.append((kernel, values[number], columns))
-        for kernel, numbers, columns in ready:  # after all parts were looked at
-            kernel(numbers, *columns)
+            columns = columns_of(names, params, grads, states) if kernel and names else None
+            if columns and kernel:
+                kernel(values[number], *columns)
+                continue
+            check(
+                not (kernel and names and values[number].get("fused")),
+                f"fused=True for {few(names)}, whose strides are not those of their entries in the state; fused kernels need "
+                "the same. Leave fused= out, or create the state again with ll.init_state",
+            )
+            left[number] += names
         if any(left):
             opt_state = _by_class(plan, values, left, grads, opt_state, params, mix(seed, step, STREAM))
-        return params, opt_state
-    finally:
-        torch_private.set_grad_enabled(grad_mode)
+    return params, opt_state
 
 
 def _by_class(
@@ -310,7 +302,7 @@ def _by_class(
         for numbers, names in zip(values, members, strict=True):
             for name in names:
                 tensor, grad = params[name], grads[name]
-                tensor.grad = laid_out_like(tensor, grad) if numbers.get("fused") else grad
+                (tensor.grad,) = laid_out_like([tensor], [grad]) if numbers.get("fused") else [grad]
         plan.step(instance)
     return opt_state if of_torch and not first else _kept_by(instance, plan, opt_state, tensors, first)
 

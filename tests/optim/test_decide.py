@@ -389,7 +389,7 @@ def test_gradients_that_a_class_cannot_take_are_refused(donate):
     fused = ll.optimizer(torch.optim.Adagrad, lr=0.1, fused=True)
     for optimizer, words in (
         (adamw(), "AdamW"),
-        (sparse, "SparseAdam 'dense'"),
+        (sparse, "SparseAdam dense first.weight"),
         (rms, "RMSprop"),
         (swapped, "take"),
         (nesterov, "SGD words.weight nesterov=True"),
