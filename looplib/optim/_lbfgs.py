@@ -18,14 +18,14 @@ from looplib._objective import loss_over_ranks
 from looplib.optim._recipe import Recipe, drop_grads, restored_grads
 from looplib.types import Grads, Params
 
-_NUMBERS = ("func_evals", "n_iter")
+_NUMBERS = ("func_evals", "n_iter", "t", "prev_loss")
 _FLAT = ("d", "prev_flat_grad", "H_diag")  # tensors; the history is in tensors of `history_size` rows
 _ROWS = ("old_dirs", "old_stps", "ro")
 
 
 def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any) -> dict[str, dict[str, Any]]:
     """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
-    size = int(recipe.build(params, members).param_groups[0]["history_size"])
+    size = recipe.build(params, members).param_groups[0]["history_size"]
     flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
     zeros, count = flat.new_zeros, flat.numel()
     state = {
@@ -77,25 +77,21 @@ def lbfgs_update(
 
 
 def _unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as LBFGS expects it, with the history in lists.
+    """The state as LBFGS expects it, with the history in lists. Before its first iteration, LBFGS reads none of it.
 
     The tensors are copies, since BLAS may round a dot product differently if a vector is not aligned in memory.
     """
-    if not kept["n_iter"]:
-        return pick(kept, _NUMBERS)
     rows = {key: [*map(Tensor.clone, kept[key][: kept["history"]])] for key in _ROWS}
-    return {**pick(kept, (*_NUMBERS, "t", "prev_loss")), **rows, **mapped(Tensor.clone, pick(kept, _FLAT))}
+    return {**kept, **mapped(Tensor.clone, pick(kept, _FLAT)), **rows}
 
 
 def _packed_into(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The state in its existing tensors of fixed shapes, which are overwritten."""
-    packed = {**kept, **pick(state, _NUMBERS)}
-    if "d" not in state:
-        return packed  # it started at an optimum and has no direction
     with torch.no_grad():
         for key in _FLAT:
-            packed[key].copy_(torch.as_tensor(state[key]))
+            kept[key].copy_(torch.as_tensor(state[key]))
         for key in _ROWS:
-            for into, row in zip(packed[key], state[key], strict=False):
+            for into, row in zip(kept[key], state[key], strict=False):
                 into.copy_(row)
-    return {**packed, "history": len(state["old_dirs"]), **mapped(float, pick(state, ("t", "prev_loss")))}
+    numbers = {key: type(kept[key])(state[key]) for key in _NUMBERS}  # torch has tensors for some of them
+    return {**kept, **numbers, "history": len(state["old_dirs"])}

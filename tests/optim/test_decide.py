@@ -414,20 +414,6 @@ def test_where_takes_trees_of_one_kind(flag):
     assert ll.optim.where(torch.tensor(flag), nn.Parameter(torch.ones(2)), torch.zeros(2)).requires_grad
 
 
-def test_a_users_wrapper_on_the_state_of_another_optimizer_is_refused_by_name():
-    def wrapped(optimizer):
-        def decide(grads, opt_state, metrics, **info):
-            flag, inner = optimizer.decide(grads, opt_state["inner_state"], metrics, **info)
-            return flag, {**opt_state, "inner_state": inner}
-
-        return dataclasses.replace(optimizer, decide=decide)
-
-    model, optimizer = net(), adamw()
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), wrapped(optimizer))
-    with pytest.raises(ValueError, match="opt_state holds state, and no inner_state"):
-        step(ll.init_state(model, optimizer), batches(1)[0])
-
-
 def with_weights_before(optimizer):
     """The weights at the last decision, made or not, which `decide` puts into the state as they are."""
 
