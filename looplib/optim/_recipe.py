@@ -120,12 +120,10 @@ class Recipe:
         """True if the values of a parameter's state are known only in its own first update.
 
         Of torch's classes, these are SGD with dampening, whose first momentum buffer is not an average with zeros, and
-        those whose state begins with the learning rate, if that moves.
+        those whose state begins with the learning rate, which may move.
         """
-        if self.cls is torch.optim.SGD:
-            return any(values.get("dampening") for values in self.values)
-        holds_rate = self.cls in (torch.optim.ASGD, torch.optim.Rprop) and any("lr" in group for group in self.moving)
-        return holds_rate or not self.is_torch_optim
+        dampened = any(values.get("dampening") for values in self.values)
+        return dampened or self.cls in (torch.optim.ASGD, torch.optim.Rprop) or not self.is_torch_optim
 
     def values_at(
         self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int

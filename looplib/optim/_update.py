@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,13 +73,6 @@ class Plan:
         attributes = without(vars(made), {"state", "param_groups"})
         own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
         self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
-
-    def instance(self) -> Any:
-        """An instance for one update, so that updates in several threads share none. Calling the class takes longer."""
-        instance = object.__new__(self.recipe.cls)
-        groups: list[dict[str, Any]] = [{} for _ in self.members]
-        vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=groups)
-        return instance
 
 
 def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
@@ -291,61 +284,62 @@ def update_(
 def _by_class(
     plan: Plan, values: Values, members: Members, grads: Grads, opt_state: Any, params: Params, seed: int
 ) -> Any:
-    """Update these parameters of each group by the class's step, and return a state with what it keeps."""
-    of_torch = plan.recipe.is_torch_optim
+    """Update these parameters of each group by the class's step, and return a state with what it keeps.
+
+    Where the class has created no state yet, the old values stay.
+    """
     first = without_state(opt_state) & grads.keys()
     instance = _instance(plan, values, members, opt_state, params, first)
     tensors = {name: params[name] for names in members for name in names}
     if plan.probe.writes_grads:
         grads = copy_tree(grads)
-    with restored_grads(tensors.values()), nullcontext() if of_torch else streams_at(seed, params.values()):
+    streams = nullcontext() if plan.recipe.is_torch_optim else streams_at(seed, params.values())
+    with restored_grads(tensors.values()), streams:
         for numbers, names in zip(values, members, strict=True):
             for name in names:
                 tensor, grad = params[name], grads[name]
                 (tensor.grad,) = laid_out_like([tensor], [grad]) if numbers.get("fused") else [grad]
         plan.step(instance)
-    return opt_state if of_torch and not first else _kept_by(instance, plan, opt_state, tensors, first)
+    if plan.recipe.is_torch_optim and not first:
+        return opt_state
+    old, makers = opt_state["state"], plan.probe.makers
+    states: States = dict(old)
+    for name, tensor in tensors.items():
+        kept = instance.state[tensor]
+        if name in first or makers.get(name):
+            kept, makers[name] = packed(plan.recipe, name, kept)
+        if kept or not old[name]:
+            states[name] = kept
+    if first:
+        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])
+    new = {**opt_state, "state": states}
+    if "groups" in opt_state:
+        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
+        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
+    return new
 
 
 def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, params: Params, first: Set[str]) -> Any:
-    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor."""
+    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor.
+
+    Each update has an instance of its own, so that updates in several threads share none.
+    """
     if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
         instance = plan.recipe.build(params, plan.members)
-    else:
-        instance = plan.instance()
+    else:  # without calling the class, which takes longer
+        instance = object.__new__(plan.recipe.cls)
+        vars(instance).update(plan.attributes, state={}, param_groups=[{} for _ in members])
     of_constructor, instance.state = instance.state, defaultdict(dict)
-    of_torch = plan.recipe.is_torch_optim
     for group, names, numbers in zip(instance.param_groups, members, values, strict=True):
         for key, value in numbers.items():  # containers of its own, which a third party's class may change
             group[key] = deepcopy(value) if isinstance(value, (list, dict, set)) else value
         group["params"] = [params[name] for name in names]
         for name in names:
             kept = of_constructor[params[name]] if name in first else opt_state["state"][name]
-            if not of_torch and name not in first:
-                made = plan.probe.makers[name]
+            if name not in first and (made := plan.probe.makers.get(name)):
                 kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
             instance.state[params[name]] = kept
     return instance
-
-
-def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
-    """A new record with what an instance keeps after its step. Where it has created no state yet, the old values stay."""
-    old, makers = opt_state["state"], plan.probe.makers
-    states: States = dict(old)
-    for name, tensor in tensors.items():
-        kept = instance.state[tensor]
-        if not plan.recipe.is_torch_optim and (name in first or makers[name]):
-            kept, makers[name] = packed(plan.recipe, name, kept)
-        if kept or not old[name]:
-            states[name] = kept
-    for index, name in enumerate(old if first else ()):
-        if name in first and states[name] is not old[name]:
-            opt_state["started"][index] = True
-    new = {**opt_state, "state": states}
-    if "groups" in opt_state:
-        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
-    return new
 
 
 def evaluated(plan: Plan, params: Params, opt_state: Any) -> Params:
@@ -373,30 +367,9 @@ def without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
 # Conversion to and from plain torch
 
 
-class ClassState(NamedTuple):
-    """State that a class keeps for parameters.
-
-    Attributes:
-        entries: for each parameter, values with the keys and types of the real ones.
-        late: parameters without state so far, because they have had no update.
-        empty: True if no parameter has state yet, although a state has the structure.
-    """
-
-    entries: States
-    late: frozenset[str]
-    empty: bool
-
-
-def state_of_class(
-    cls: type,
-    group: Mapping[str, Any],
-    params: Mapping[str, Tensor],
-    names: Iterable[str],
-    opt_state: Mapping[str, Any],
-    step: int,
-) -> ClassState:
-    """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
+def state_of_class(cls: type, group: Mapping[str, Any], params: Mapping[str, Tensor], names: Iterable[str]) -> States:
+    """Values with the keys and types of those that a class keeps for these parameters; `group` is one of its `param_groups`."""
     recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
     tiny = mapped(_tiny, pick(params, names))
     entries: States = first_state(Plan(recipe, tiny), tiny)["state"]
-    return ClassState(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)
+    return entries
