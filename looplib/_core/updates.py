@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.mappings import stacked
+from looplib._core.mappings import mapped, stacked
 from looplib._core.records import parameters_of
 from looplib._core.tracing import afterwards, current, tracing, where
 
@@ -53,6 +54,13 @@ def _both(one: Any, other: Any) -> Any:
 def flags_of(decision: Any) -> Any:
     """The flags of a decision, which are tensors while they have not been read."""
     return decision.flag if isinstance(decision, Decision) else decision
+
+
+def of_parts(decisions: Mapping[str, Any]) -> Any:
+    """The decision for all parts of a partition together, which has a flag for each."""
+    flags = mapped(flags_of, decisions)
+    checks = [decision.checks for decision in decisions.values() if isinstance(decision, Decision)]
+    return all(flag is True for flag in flags.values()) or Decision(flags, [*chain.from_iterable(checks)])
 
 
 leaves_of: Callable[[Any], list[Any]] = torch_private.pytree.tree_leaves  # the flags of all parts

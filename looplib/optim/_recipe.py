@@ -179,16 +179,15 @@ class Recipe:
                 raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
 
 
-def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> dict[str, Any]:
-    """Choice for each parameter. Raise if it depends on the identity of a tensor, since each update makes new ones."""
-    choices = {name: choose(name, tensor) for name, tensor in params.items()}
+def check_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> None:
+    """Raise for a choice that depends on the identity of a tensor, since each update makes new ones."""
     for name, tensor in sorted(params.items()):
+        choice = choose(name, tensor)
         check(
-            choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) == choices[name],
-            f"{what} {choices[name]!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
+            choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) == choice,
+            f"{what} {choice!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
             "tensors: choose a parameter by its name, shape or dtype",
         )
-    return choices
 
 
 def value_at(value: Any, step: int) -> Any:

@@ -90,12 +90,11 @@ def _leaves(params: Params) -> Params:
 
 
 def sample_gradient(tensor: Tensor, phase: int) -> Tensor:
-    """Noise-like numbers, none of them 0, the same at each call."""
+    """Noise, the same at each call."""
     if is_sharded(tensor):
         return torch.full_like(tensor, 0.1)
-    count = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float32)
-    values = 0.1 * torch.sin(count * 1.7 + phase).reshape(tensor.shape)
-    return torch.empty_like(tensor).copy_(values)
+    generator = torch.Generator(tensor.device).manual_seed(phase)
+    return torch.empty_like(tensor).normal_(0, 0.1, generator=generator)
 
 
 def _raw_step(made: Any, params: Params, phase: int) -> None:

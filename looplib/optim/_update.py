@@ -27,7 +27,7 @@ from looplib._core.tracing import entered, tracing
 from looplib._core.updates import copy_tree
 from looplib.optim._kernels import PLAIN, columns_of, laid_out_like, parts_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
-from looplib.optim._recipe import Recipe, chosen_by_kind, injected, restored_grads
+from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
 from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Metrics, Params
@@ -118,7 +118,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     update. `groups` holds what the class keeps for a group, and `hyperparameters` the injected ones.
     """
     recipe, found = plan.recipe, plan.probe
-    chosen_by_kind(recipe.group_of, params, "group")
+    check_by_kind(recipe.group_of, params, "group")
     kept: dict[str, Any] = {}
     if recipe.is_torch_optim:
         fused = {part.group for part in plan.parts if part.kernel}
@@ -284,10 +284,7 @@ def update_(
 def _by_class(
     plan: Plan, values: Values, members: Members, grads: Grads, opt_state: Any, params: Params, seed: int
 ) -> Any:
-    """Update these parameters of each group by the class's step, and return a state with what it keeps.
-
-    Where the class has created no state yet, the old values stay.
-    """
+    """Update these parameters of each group by the class's step, and return a state with what it keeps."""
     first = without_state(opt_state) & grads.keys()
     instance = _instance(plan, values, members, opt_state, params, first)
     tensors = {name: params[name] for names in members for name in names}
@@ -300,23 +297,9 @@ def _by_class(
                 tensor, grad = params[name], grads[name]
                 (tensor.grad,) = laid_out_like([tensor], [grad]) if numbers.get("fused") else [grad]
         plan.step(instance)
-    if plan.recipe.is_torch_optim and not first:
-        return opt_state
-    old, makers = opt_state["state"], plan.probe.makers
-    states: States = dict(old)
-    for name, tensor in tensors.items():
-        kept = instance.state[tensor]
-        if name in first or makers.get(name):
-            kept, makers[name] = packed(plan.recipe, name, kept)
-        if kept or not old[name]:
-            states[name] = kept
-    if first:
-        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])
-    new = {**opt_state, "state": states}
-    if "groups" in opt_state:
-        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
-    return new
+    return (
+        opt_state if plan.recipe.is_torch_optim and not first else _kept_by(instance, plan, opt_state, tensors, first)
+    )
 
 
 def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, params: Params, first: Set[str]) -> Any:
@@ -340,6 +323,25 @@ def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, para
                 kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
             instance.state[params[name]] = kept
     return instance
+
+
+def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: Set[str]) -> dict[str, Any]:
+    """A new record with what an instance keeps after its step. Where it has created no state yet, the old values stay."""
+    old, makers = opt_state["state"], plan.probe.makers
+    states: States = dict(old)
+    for name, tensor in tensors.items():
+        kept = instance.state[tensor]
+        if name in first or makers.get(name):
+            kept, makers[name] = packed(plan.recipe, name, kept)
+        if kept or not old[name]:
+            states[name] = kept
+    if first:
+        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])
+    new = {**opt_state, "state": states}
+    if "groups" in opt_state:
+        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
+        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
+    return new
 
 
 def evaluated(plan: Plan, params: Params, opt_state: Any) -> Params:
