@@ -148,7 +148,7 @@ def _matched(
     title, params = f"this {type(torch_optimizer).__name__}", _params_of(torch_optimizer)
     check(
         not isinstance(torch_optimizer, torch.optim.LBFGS),
-        "LBFGS keeps its history in lists that grow, and the state in tensors of fixed shapes, which are not converted: "
+        "LBFGS keeps its history in lists that grow, and the state in lists of a fixed length, which are not converted: "
         "continue with the library that began the run, or load the weights alone",
     )
     check(

@@ -78,8 +78,7 @@ class Recipe:
     @cached_property
     def is_torch_optim(self) -> bool:
         """True for torch's own classes, whose behavior is known."""
-        module: str = self.cls.__module__
-        return module == "torch.optim" or module.startswith("torch.optim.")
+        return f"{self.cls.__module__}.".startswith("torch.optim.")
 
     @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
@@ -133,8 +132,7 @@ class Recipe:
         injected, kept = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
         numbers = []
         for values, moving, mine, own in zip(groups, self.moving, injected, kept, strict=True):
-            now = values_at(moving, step)
-            now |= {key: value.item() for key, value in mine.items()}
+            now = values_at(moving, step) | {key: value.item() for key, value in mine.items()}
             now |= {key: value for key, value in own.items() if value is not None}
             numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
@@ -262,13 +260,6 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     check(
         callable(getattr(cls, "step", None)),
         f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
-        TypeError,
-    )
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    check(
-        cls is torch.optim.LBFGS or closure is None or closure.default is not inspect.Parameter.empty,
-        f"{cls.__name__}.step needs a closure, by which it evaluates the loss itself; of such classes ll.optimizer takes "
-        "torch.optim.LBFGS",
         TypeError,
     )
     taken = [*inspect.signature(cls).parameters]

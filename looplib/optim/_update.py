@@ -48,7 +48,7 @@ class Plan:
         members: parameter names in each group.
         values: for each group, its hyperparameters as completed by the class.
         parts: parameters that are updated together, each with its kernel.
-        probe: what a third party's class keeps.
+        probe: what the class keeps; of torch's, for tensors of one element.
         keys: keys under which the class keeps the state of the first parameter of each group.
         dense: parameters whose gradients have to be dense.
         step: the class's step, for torch's classes without its hooks.
@@ -64,12 +64,11 @@ class Plan:
         self.parts = parts_of(recipe, params, self.members)
         self.dense = _dense(recipe, self.members)
         if recipe.is_torch_optim:
-            states = states_of_torch(recipe, mapped(_tiny, params), self.members)
-            self.probe, self.step = Probe(), inspect.unwrap(recipe.cls.step)
+            tiny = states_of_torch(recipe, mapped(_tiny, params), self.members)
+            self.probe, self.step = Probe(tiny, {}, [], False), inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
-            states = self.probe.state
-        self.keys = {names[0]: states[names[0]].keys() for names in self.members if names}
+        self.keys = {names[0]: self.probe.state[names[0]].keys() for names in self.members if names}
         attributes = without(vars(made), {"state", "param_groups"})
         own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
         self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
