@@ -236,18 +236,12 @@ _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
-    name = type(cls).__name__
-    check(
-        not isinstance(cls, torch.optim.Optimizer),
-        f"ll.optimizer needs the class, found an instance of {name}: write ll.optimizer(torch.optim.{name}, lr=...)"
-        ", without the parameters. They are in the state",
-        TypeError,
-    )
+    name = type(cls).__name__ if isinstance(cls, torch.optim.Optimizer) else "AdamW"
     in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
     check(
         isinstance(cls, type),
-        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.AdamW, "
-        f"lr=...). {in_the_state}",
+        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.{name}, "
+        f"lr=...), without parameters. {in_the_state}",
         TypeError,
     )
     check(

@@ -37,7 +37,7 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     """Update these tensors in place, as operations of a graph."""
     _check(recipe, grads)
     states, tensors = opt_state["state"], pick(params, grads)
-    instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
+    instance, numbers = _lent(recipe, tensors, opt_state, step)
     if _tracing.takes_kernel(len(grads)):
         grads = pick(grads, _by_kernels(recipe, grads, states, tensors, instance.param_groups))
     for name, grad in grads.items():
@@ -67,17 +67,13 @@ def _check(recipe: Recipe, grads: Grads) -> None:
     )
 
 
-def _lent(
-    recipe: Recipe, params: Params, tensors: Params, opt_state: Mapping[str, Any], step: int
-) -> tuple[Any, _Numbers]:
+def _lent(recipe: Recipe, tensors: Params, opt_state: Mapping[str, Any], step: int) -> tuple[Any, _Numbers]:
     """An instance over the tensors, with changing hyperparameters as tensors."""
-    members = recipe.members(params)
     with torch_private.disable_current_modes():  # where a schedule's tensor has a value that the class can check
-        instance = recipe.build(params, members)
+        instance = recipe.build(tensors, recipe.members(tensors))
     numbers = _Numbers()
-    given = opt_state.get("hyperparameters") or [{}] * len(members)
-    for group, names, moving, own in zip(instance.param_groups, members, recipe.moving, given, strict=True):
-        group["params"] = [tensors[name] for name in names if name in tensors]
+    given = opt_state.get("hyperparameters") or [{}] * len(recipe.moving)
+    for group, moving, own in zip(instance.param_groups, recipe.moving, given, strict=True):
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
