@@ -87,15 +87,6 @@ def zero_count(params: Params, **extra: Any) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
-def kept_by_wrappers(opt_state: Any, name: str) -> Any:
-    """The entry `name` that a wrapper, or one inside it, keeps next to `inner_state`; None if there is none."""
-    while isinstance(opt_state, dict):
-        if name in opt_state:
-            return opt_state[name]
-        opt_state = opt_state.get("inner_state")
-    return None
-
-
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
     """Parameter groups with different optimizers, chosen by a label.
 
