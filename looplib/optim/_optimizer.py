@@ -61,9 +61,9 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             need them. `repr(optimizer)` says which kernel is used.
 
     Raises:
-        TypeError: `cls` is not an optimizer class, or needs a closure and is not LBFGS; `lr` is missing; a
-            hyperparameter is unknown, or, in a group of a third-party class, almost spelled like a known one. From
-            `init`: the class keeps state outside `state` and `param_groups`, for all parameters together, or in types
+        TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
+            third-party class, almost spelled like a known one. From `init`: the class's `step` needs a closure and it is
+            not LBFGS; it keeps state outside `state` and `param_groups`, for all parameters together, or in types
             other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few updates
             than after one; or it draws from Python's or NumPy's random streams. This is found by three steps on the
             smallest parameters, which are compared with a raw loop.

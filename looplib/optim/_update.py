@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, few, warn
+from looplib._core.checks import few, warn
 from looplib._core.mappings import detached_copies, mapped, pick, subset, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
@@ -269,11 +269,11 @@ def update_(
             if columns and kernel:
                 kernel(values[number], *columns)
                 continue
-            check(
-                not (kernel and names and values[number].get("fused")),
-                f"fused=True for {few(names)}, whose strides are not those of their entries in the state; fused kernels need "
-                "the same. Leave fused= out, or create the state again with ll.init_state",
-            )
+            if kernel and names and values[number].get("fused"):
+                raise ValueError(
+                    f"fused=True for {few(names)}, whose strides are not those of their entries in the state; fused kernels "
+                    "need the same. Leave fused= out, or create the state again with ll.init_state"
+                )
             left[number] += names
         if any(left):
             opt_state = _by_class(plan, values, left, grads, opt_state, params, mix(seed, step, STREAM))

@@ -182,10 +182,10 @@ def _parts(
     """Label, gradients and parameters of each optimizer that has a gradient."""
     for key, members in _labelled(label, params).items():
         if mine := {name: grads[name] for name in members if name in grads}:  # those not trained need no optimizer
-            check(
-                key in optimizers,
-                f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}",
-            )
+            if key not in optimizers:
+                raise ValueError(
+                    f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
+                )
             yield key, mine, members
 
 
