@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.mappings import mapped, stacked
 from looplib._core.records import parameters_of
 from looplib._core.tracing import afterwards, current, tracing, where
 
@@ -44,16 +46,21 @@ def _both(one: Any, other: Any) -> Any:
         return {label: _both(flag, other) for label, flag in one.items()}
     if isinstance(other, dict):
         return _both(other, one)
-    if isinstance(one, bool):
-        return other if one else False
-    if isinstance(other, bool):
-        return one if other else False
-    return one & other.to(one.device)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        other = other.to(one.device)
+    return one & other
 
 
 def flags_of(decision: Any) -> Any:
     """The flags of a decision, which are tensors while they have not been read."""
     return decision.flag if isinstance(decision, Decision) else decision
+
+
+def of_parts(decisions: Mapping[str, Any]) -> Any:
+    """The decision for all parts of a partition together, which has a flag for each."""
+    flags = mapped(flags_of, decisions)
+    checks = [decision.checks for decision in decisions.values() if isinstance(decision, Decision)]
+    return all(flag is True for flag in flags.values()) or Decision(flags, [*chain.from_iterable(checks)])
 
 
 leaves_of: Callable[[Any], list[Any]] = torch_private.pytree.tree_leaves  # the flags of all parts
@@ -67,7 +74,7 @@ def any_of(flags: Any) -> Any:
     tensors = [flag for flag in leaves if isinstance(flag, Tensor)]
     if any(flag is True for flag in leaves):
         return True
-    return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any() if tensors else False
+    return stacked(tensors).any() if tensors else False
 
 
 def read(decision: Any) -> Any:
@@ -76,10 +83,7 @@ def read(decision: Any) -> Any:
         return True
     flags, structure = torch_private.pytree.tree_flatten(flags_of(decision))
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
-    if len(tensors) == 1:
-        values = iter([bool(tensors[0])])
-    else:
-        values = iter(torch.stack([flag.to(tensors[0].device) for flag in tensors]).tolist() if tensors else [])
+    values = iter(stacked(tensors).tolist() if tensors else [])
     known = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
     if isinstance(decision, Decision) and not all(known):
         for check, arguments in decision.checks:
@@ -97,15 +101,7 @@ def check_flag(flag: Any) -> None:
 
 def call_decide(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: Any, step: int) -> tuple[Any, Any]:
     """Decision of an optimizer and its state, after checking that there are two values, and that the first is a flag."""
-    try:
-        out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
-    except KeyError as error:
-        if error.args == ("inner_state",) and isinstance(opt_state, dict) and "inner_state" not in opt_state:
-            raise ValueError(
-                f"opt_state holds {', '.join(opt_state)}, and no inner_state, which this optimizer's wrapper reads: the state "
-                "was made by another optimizer. Make it with this one, ll.init_state(model, optimizer)"
-            ) from error
-        raise
+    out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
     if type(out) is not tuple or len(out) != 2:
         raise TypeError(f"an optimizer's decide returned {_kind(out)}; it returns two values, (flag, opt_state)")
     if out[0] is not True:
@@ -157,13 +153,13 @@ def _kind(out: Any) -> str:
 def update_where(
     flags: Any, optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """An update on copies, of which tensors choose whether it is made: for graphs, whose host reads no flag."""
-    if flags is False:
+    """An update on copies, if a flag is set; in graphs, whose host reads no flag, tensors choose whether it is made."""
+    flag = any_of(flags)
+    if flag is False:
         return params, opt_state
     copies = copy_params(grads, params), copy_tree(opt_state)
     new_params, new_state = call_update(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
     new_tensors(new_params, params, grads)  # raises if they do not fit
-    flag = any_of(flags)
     return where(flag, new_params, params), where(flag, new_state, opt_state)
 
 
@@ -173,17 +169,9 @@ def update_by_hand(
     """A pure update: decide, copy, update."""
     info = {"report": {}, **info}
     decision, opt_state = call_decide(optimizer, grads, opt_state, info.get("metrics") or {}, params, step)
-    if tracing():
-        flags = flags_in_graph(decision)
-        new, opt_state = update_where(flags, optimizer, grads, opt_state, params, step, info)
-        return {**params, **new}, opt_state, any_of(flags)
-    applied = read(decision)
-    if not any_of(applied):
-        return params, opt_state, False
-    own = copy_params(grads, params), copy_tree(opt_state)
-    new, opt_state = call_update(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
-    new_tensors(new, params, grads)  # raises if they do not fit
-    return {**params, **new}, opt_state, True
+    flags = flags_in_graph(decision) if tracing() else read(decision)
+    new, opt_state = update_where(flags, optimizer, grads, opt_state, params, step, info)
+    return {**params, **new}, opt_state, any_of(flags)
 
 
 def flags_in_graph(decision: Any) -> Any:

@@ -16,7 +16,7 @@ from looplib._core.checks import check, check_type, few
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
 from looplib.checkpoint._state_dict import check_state
-from looplib.optim._update import state_of_class
+from looplib.optim._update import state_of_class, without_state
 from looplib.types import TrainState
 
 
@@ -70,11 +70,11 @@ def optimizer_state_dict(
         trained = [name for name in numbers if name in opt_state["state"]]
         if not trained:
             continue
-        kept = state_of_class(cls, group, state.params, trained, opt_state, state.step)
-        for name in trained if not kept.empty else ():
+        kept, late = state_of_class(cls, group, state.params, trained), without_state(opt_state)
+        for name in trained:
             entry = opt_state["state"][name]
-            entry = _converted(name, entry, kept.entries[name], "the state", cls.__name__, exported)
-            if entry and name not in kept.late:  # a torch optimizer has no entry for a parameter without state
+            entry = _converted(name, entry, kept[name], "the state", cls.__name__, exported)
+            if entry and name not in late:  # a torch optimizer has no entry for a parameter without state
                 packed["state"][numbers[name]] = entry
     return packed
 
@@ -148,7 +148,7 @@ def _matched(
     title, params = f"this {type(torch_optimizer).__name__}", _params_of(torch_optimizer)
     check(
         not isinstance(torch_optimizer, torch.optim.LBFGS),
-        "LBFGS keeps its history in lists that grow, and the state in tensors of fixed shapes, which are not converted: "
+        "LBFGS keeps its history in lists that grow, and the state in lists of a fixed length, which are not converted: "
         "continue with the library that began the run, or load the weights alone",
     )
     check(

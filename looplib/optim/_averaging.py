@@ -93,11 +93,15 @@ def ema(
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
 
     def first_average(params: Params, buffers: Tensors | None = None, **extra: Any) -> dict[str, Tensors]:
-        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
+        averaged = {"params": params}
         if settings["buffers"]:
-            floats = {name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()}
-            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floats.items()}
-        return averaged
+            averaged["buffers"] = {
+                name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()
+            }
+        return {
+            kind: {name: _wide(tensor).clone() for name, tensor in tensors.items()}
+            for kind, tensors in averaged.items()
+        }
 
     keeps: dict[str, First] = {"average": first_average, "updates": lambda params, **extra: torch.tensor(0)}
     return wrap(optimizer, ema, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer, start))

@@ -6,7 +6,7 @@ correct only if all of these are dense, do not overlap themselves, and share the
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -37,14 +37,12 @@ class Part(NamedTuple):
     Attributes:
         group: number of the group.
         names: names of the parameters.
-        kernel: the fused kernel that updates them if their strides permit, or None for the class's own step.
-        asked: True if the user has asked for the fused kernel, so that strides that do not permit it are an error.
+        kernel: the fused kernel that updates them, or None for the class's own step.
     """
 
     group: int
     names: list[str]
     kernel: Kernel | None
-    asked: bool
 
 
 def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[Part]:
@@ -54,14 +52,17 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         alike: dict[Any, list[str]] = {}
         for name in names:
             alike.setdefault((params[name].device, params[name].dtype), []).append(name)
-            if values.get("fused") and recipe.is_torch_optim:
-                _check_dense(name, params[name])
-        special = recipe.makes_state_late or values.get("differentiable") or values.get("capturable")
-        asked = bool(values.get("fused")) and not special
-        chosen = may_choose(recipe) and KERNEL_OPTIONS.isdisjoint(values)
+        asked = recipe.is_torch_optim and values.get("fused")
         for some in alike.values():
-            fused = asked or (chosen and _permit(recipe, [params[name] for name in some]))
-            parts.append(Part(number, some, FUSED.get(recipe.cls) if fused else None, asked))
+            tensors = [params[name] for name in some]
+            gaps = [name for name, shard in zip(some, shards(tensors), strict=True) if not is_dense(shard)]
+            check(
+                not (asked and gaps),
+                f"fused=True for {few(gaps)}, whose strides leave gaps or overlap: fused kernels read dense memory. Leave "
+                "fused= out, or make the parameter contiguous",
+            )
+            chosen = KERNEL_OPTIONS.isdisjoint(values) and not gaps and _permit(recipe, tensors)
+            parts.append(Part(number, some, FUSED[recipe.cls] if may_choose(recipe) and (asked or chosen) else None))
     return parts
 
 
@@ -70,19 +71,20 @@ def may_choose(recipe: Recipe) -> bool:
     return recipe.cls in FUSED and not recipe.makes_state_late
 
 
-def _permit(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
-    """True if torch has a correct fused kernel for these tensors of one device and dtype."""
+def _permit(recipe: Recipe, tensors: Tensors) -> bool:
+    """True if torch has a correct fused kernel for such dense tensors of one device and dtype."""
     device, dtype = tensors[0].device, tensors[0].dtype
     # SGD's on a CPU handles half precision in vectors, and from the first full vector on moves parameters by as much as
     # their size. Of torch's, Adam's alone also update DTensors.
     wrong = recipe.cls is torch.optim.SGD and device.type == "cpu" and dtype.itemsize == 2
     sharded = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad) and any(map(is_sharded, tensors))
-    known = device.type in torch_private.fused_devices() and dtype in _DTYPES
-    return known and not wrong and not sharded and all(map(is_dense, shards(tensors)))
+    return device.type in torch_private.fused_devices() and dtype in _DTYPES and not (wrong or sharded)
 
 
 _strides_of = Tensor.stride
 _is_contiguous = Tensor.is_contiguous
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+_is_sparse = operator.attrgetter("is_sparse")
 
 
 def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
@@ -98,35 +100,14 @@ def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """True if a tensor fills one contiguous range of memory without overlap."""
-    if tensor.layout is not torch.strided:
-        return False
-    return tensor.is_contiguous() or _dense(tuple(tensor.shape), tensor.stride())
+    return tensor.layout is torch.strided and (tensor.is_contiguous() or _is_dense(tensor))
 
 
-@functools.lru_cache(maxsize=4096)
-def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _check_dense(name: str, tensor: Tensor) -> None:
-    """Raise for `fused=True` with a parameter on which a fused kernel would be wrong."""
-    if not is_sharded(tensor) and not is_dense(tensor):
-        raise ValueError(
-            f"fused=True for {name}, whose strides {tensor.stride()} leave gaps or overlap (shape {tuple(tensor.shape)}): "
-            "fused kernels read dense memory. Leave fused= out, or make the parameter contiguous"
-        )
-
-
-def laid_out_like(param: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with the parameter's strides, for a user's `fused=True`."""
-    if grad.layout is not torch.strided or aligned([[param], [grad]]):
-        return grad
-    return torch.empty_like(param).copy_(grad)
+def laid_out_like(params: Tensors, grads: Tensors) -> Tensors:
+    """Gradients with the strides of their parameters, since fused kernels pair elements by their position in memory."""
+    if aligned([params, grads]):
+        return grads
+    return [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
 
 
 def kernel_name(recipe: Recipe, plans: Sequence[Any]) -> str:
@@ -138,45 +119,36 @@ def kernel_name(recipe: Recipe, plans: Sequence[Any]) -> str:
         return "torch's default" if recipe.is_torch_optim else "the class's own"
     if not plans:
         return "fused where torch has one for the parameters and strides permit, else torch's default"
-    taken = {part.kernel is not None for plan in plans for part in plan.parts}
-    return " and ".join(["fused"] * (True in taken) + ["torch's default"] * (False in taken))
+    taken = {"fused" if part.kernel else "torch's default" for plan in plans for part in plan.parts}
+    return " and ".join(sorted(taken))
 
 
 # Calls of fused kernels, whose own functions first sort the lists again by device and dtype
 
 
 def columns_of(
-    names: Sequence[str], params: Params, grads: Params, states: Mapping[str, Mapping[str, Any]], asked: bool = False
+    names: Sequence[str], params: Params, grads: Params, states: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Tensors, Tensors, dict[str, Any]] | None:
     """This rank's parameters, gradients and entries of the state, each as a list, as fused kernels take them.
 
-    None if a kernel would pair their elements wrongly. If the user has asked for it, that is an error instead, but
-    gradients are brought to the strides of their parameters.
+    Gradients are brought to the strides of their parameters. None if some are sparse, or if a kernel would pair elements of
+    the state wrongly.
     """
     rows = [*map(states.__getitem__, names)]
-    keys = rows[0].keys()
-    if {*map(len, rows)} != {len(keys)}:
-        return None
     try:
-        entries: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
+        entries: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[0]}
     except KeyError:
         return None
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
     if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
         own, given = shards(own), shards(given)
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
-    moments = {key: column for key, column in entries.items() if key != "step"}
-    if aligned([own, given, *moments.values()]):
+    moments = [column for key, column in entries.items() if key != "step"]
+    if aligned([own, given, *moments]):
         return own, given, entries
-    if not asked:
+    if any(map(_is_sparse, given)) or not aligned([own, *moments]):
         return None
-    for key, column in moments.items():
-        check(
-            aligned([own, column]),
-            f"fused=True for {few(names)}, whose strides are not those of their {key} in the state; fused kernels need "
-            "the same. Leave fused= out, or create the state again with ll.init_state",
-        )
-    return own, [*map(laid_out_like, own, given)], entries
+    return own, laid_out_like(own, given), entries
 
 
 _ONE = torch.ones(())

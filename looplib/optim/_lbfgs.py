@@ -1,7 +1,7 @@
 """LBFGS, which evaluates the loss at different parameters.
 
-For this, `update` is given `evaluate(params) -> (loss, grads)`, as `optax.lbfgs` is given `value_fn`. LBFGS's state is
-kept in tensors of fixed shapes, although torch's history grows.
+For this, `update` is given `evaluate(params) -> (loss, grads)`, as `optax.lbfgs` is given `value_fn`. LBFGS's history is
+kept in lists of a fixed length, although torch's grows.
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.mappings import mapped, pick
+from looplib._core.mappings import pick
 from looplib._objective import loss_over_ranks
 from looplib.optim._recipe import Recipe, drop_grads, restored_grads
 from looplib.types import Grads, Params
 
-_NUMBERS = ("func_evals", "n_iter")
-_FLAT = ("d", "prev_flat_grad", "H_diag")  # tensors; the history is in tensors of `history_size` rows
-_ROWS = ("old_dirs", "old_stps", "ro")
+_NUMBERS = ("func_evals", "n_iter", "t", "prev_loss", "H_diag")
+_ROWS = ("old_dirs", "old_stps", "ro")  # the history: lists of `history_size` tensors, of which the first are in use
 
 
 def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any) -> dict[str, dict[str, Any]]:
-    """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
-    size = int(recipe.build(params, members).param_groups[0]["history_size"])
+    """LBFGS state before the first update, with a full history, stored with the first parameter."""
+    size = recipe.build(params, members).param_groups[0]["history_size"]
     flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
-    zeros, count = flat.new_zeros, flat.numel()
+    zero, vector = flat.new_zeros(()), torch.zeros_like(flat)
     state = {
-        **{"func_evals": 0, "n_iter": 0, "history": 0, "t": 0.0, "prev_loss": 0.0},
-        **{"d": zeros(count), "prev_flat_grad": zeros(count), "H_diag": zeros(())},
-        **{"old_dirs": zeros(size, count), "old_stps": zeros(size, count), "ro": zeros(size)},
+        **{"func_evals": 0, "n_iter": 0, "history": 0, "t": 0.0, "prev_loss": 0.0, "H_diag": 0.0},
+        **{"d": vector, "prev_flat_grad": vector.clone()},
+        **{key: [(zero if key == "ro" else vector).clone() for _ in range(size)] for key in _ROWS},
     }
     return {**{name: {} for name in params}, next(iter(params)): state}
 
@@ -72,30 +70,18 @@ def lbfgs_update(
 
     with restored_grads(tensors.values()):
         instance.step(closure)
-    states[first] = _packed_into(states[first], instance.state[tensors[first]])
+    states[first] = _packed(states[first], instance.state[tensors[first]])
     return params, opt_state
 
 
 def _unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as LBFGS expects it, with the history in lists.
-
-    The tensors are copies, since BLAS may round a dot product differently if a vector is not aligned in memory.
-    """
-    if not kept["n_iter"]:
-        return pick(kept, _NUMBERS)
-    rows = {key: [*map(Tensor.clone, kept[key][: kept["history"]])] for key in _ROWS}
-    return {**pick(kept, (*_NUMBERS, "t", "prev_loss")), **rows, **mapped(Tensor.clone, pick(kept, _FLAT))}
+    """The state as LBFGS expects it, with its history alone in the lists. Before its first iteration, it reads none of it."""
+    return {**kept, **{key: kept[key][: kept["history"]] for key in _ROWS}}
 
 
-def _packed_into(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state in its existing tensors of fixed shapes, which are overwritten."""
-    packed = {**kept, **pick(state, _NUMBERS)}
-    if "d" not in state:
-        return packed  # it started at an optimum and has no direction
-    with torch.no_grad():
-        for key in _FLAT:
-            packed[key].copy_(torch.as_tensor(state[key]))
-        for key in _ROWS:
-            for into, row in zip(packed[key], state[key], strict=False):
-                into.copy_(row)
-    return {**packed, "history": len(state["old_dirs"]), **mapped(float, pick(state, ("t", "prev_loss")))}
+def _packed(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state after a step, with the structure of the one before it."""
+    history = len(state["old_dirs"])
+    rows = {key: [*state[key], *kept[key][history:]] for key in _ROWS}
+    numbers = {key: type(kept[key])(state[key]) for key in _NUMBERS}  # torch has tensors for some of them
+    return {**pick(state, kept), **rows, **numbers, "history": history}

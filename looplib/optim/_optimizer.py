@@ -16,6 +16,7 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.errors import explain_arguments
+from looplib._core.mappings import mapped
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
@@ -54,15 +55,15 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             accept, such as GaLore's `rank`; those are passed to it in the group.
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
-            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW, Adagrad and SGD for tensors
-            that torch supports and that are dense and share their strides, and torch's default otherwise, as for
-            SGD with dampening.
-            `repr(optimizer)` says which.
+            or in a group. If none of these is given, looplib uses the fused kernels of Adam, AdamW, Adagrad and SGD for
+            dense tensors of the dtypes and devices that torch supports, and torch's default otherwise, as for SGD with
+            dampening and for sparse gradients. Gradients are brought to the strides of their parameters, as fused kernels
+            need them. `repr(optimizer)` says which kernel is used.
 
     Raises:
-        TypeError: `cls` is not an optimizer class, or needs a closure and is not LBFGS; `lr` is missing; a
-            hyperparameter is unknown, or, in a group of a third-party class, almost spelled like a known one. From
-            `init`: the class keeps state outside `state` and `param_groups`, for all parameters together, or in types
+        TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
+            third-party class, almost spelled like a known one. From `init`: the class's `step` needs a closure and it is
+            not LBFGS; it keeps state outside `state` and `param_groups`, for all parameters together, or in types
             other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few updates
             than after one; or it draws from Python's or NumPy's random streams. This is found by three steps on the
             smallest parameters, which are compared with a raw loop.
@@ -177,13 +178,11 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
     values = recipe.values_at(recipe.values, opt_state, step)
-    for number in (-1, *range(len(recipe.groups))):  # defaults come first
-        moving, given = recipe.moving[number], recipe.values[number]
-        suffix, own = (f"/{number}", recipe.overrides[number]) if number >= 0 else ("", given)
-        for key in dict.fromkeys(["lr", *moving]):
-            if key in own or isinstance(moving.get(key), injected):
-                value = values[number][key]
-                numbers |= {key + suffix: float(value)} if isinstance(value, (Real, Tensor)) else {}
+    for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
+        for key in dict.fromkeys(["lr", *recipe.moving[number]]):
+            value, own = values[number][key], key in given or isinstance(recipe.moving[number].get(key), injected)
+            if own and isinstance(value, (Real, Tensor)):
+                numbers[key if number < 0 else f"{key}/{number}"] = float(value)
     return numbers
 
 
@@ -219,19 +218,17 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     unknown = set(values)
 
     def changed(record: Any) -> Any:
-        match record:
-            case {"inner_state": inner}:
-                return {**record, "inner_state": changed(inner)}
-            case {"inner_states": members}:
-                return {"inner_states": {key: changed(member) for key, member in members.items()}}
-            case {"hyperparameters": groups}:
-                unknown.difference_update(*groups)
-                new = [
-                    {**group, **{key: _alike(key, values[key], group[key]) for key in group.keys() & values.keys()}}
-                    for group in groups
-                ]
-                return {**record, "hyperparameters": new}
-        return record
+        if not isinstance(record, dict):
+            return record
+        groups = record.get("hyperparameters")
+        if not isinstance(groups, list):  # what a wrapper or a partition keeps
+            return mapped(changed, record)
+        unknown.difference_update(*groups)
+        new = [
+            {key: _alike(key, values[key], old) if key in values else old for key, old in group.items()}
+            for group in groups
+        ]
+        return {**record, "hyperparameters": new}
 
     opt_state = changed(state.opt_state)
     if unknown:

@@ -78,8 +78,7 @@ class Recipe:
     @cached_property
     def is_torch_optim(self) -> bool:
         """True for torch's own classes, whose behavior is known."""
-        module: str = self.cls.__module__
-        return module == "torch.optim" or module.startswith("torch.optim.")
+        return f"{self.cls.__module__}.".startswith("torch.optim.")
 
     @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
@@ -120,12 +119,10 @@ class Recipe:
         """True if the values of a parameter's state are known only in its own first update.
 
         Of torch's classes, these are SGD with dampening, whose first momentum buffer is not an average with zeros, and
-        those whose state begins with the learning rate, if that moves.
+        those whose state begins with the learning rate, which may move.
         """
-        if self.cls is torch.optim.SGD:
-            return any(values.get("dampening") for values in self.values)
-        holds_rate = self.cls in (torch.optim.ASGD, torch.optim.Rprop) and any("lr" in group for group in self.moving)
-        return holds_rate or not self.is_torch_optim
+        dampened = any(values.get("dampening") for values in self.values)
+        return dampened or self.cls in (torch.optim.ASGD, torch.optim.Rprop) or not self.is_torch_optim
 
     def values_at(
         self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int
@@ -135,8 +132,7 @@ class Recipe:
         injected, kept = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
         numbers = []
         for values, moving, mine, own in zip(groups, self.moving, injected, kept, strict=True):
-            now = values_at(moving, step)
-            now |= {key: value.item() for key, value in mine.items()}
+            now = values_at(moving, step) | {key: value.item() for key, value in mine.items()}
             now |= {key: value for key, value in own.items() if value is not None}
             numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
@@ -181,16 +177,15 @@ class Recipe:
                 raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
 
 
-def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> dict[str, Any]:
-    """Choice for each parameter. Raise if it depends on the identity of a tensor, since each update makes new ones."""
-    choices = {name: choose(name, tensor) for name, tensor in params.items()}
+def check_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> None:
+    """Raise for a choice that depends on the identity of a tensor, since each update makes new ones."""
     for name, tensor in sorted(params.items()):
+        choice = choose(name, tensor)
         check(
-            choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) == choices[name],
-            f"{what} {choices[name]!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
+            choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) == choice,
+            f"{what} {choice!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
             "tensors: choose a parameter by its name, shape or dtype",
         )
-    return choices
 
 
 def value_at(value: Any, step: int) -> Any:
@@ -241,18 +236,12 @@ _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
-    name = type(cls).__name__
-    check(
-        not isinstance(cls, torch.optim.Optimizer),
-        f"ll.optimizer needs the class, found an instance of {name}: write ll.optimizer(torch.optim.{name}, lr=...)"
-        ", without the parameters. They are in the state",
-        TypeError,
-    )
+    name = type(cls).__name__ if isinstance(cls, torch.optim.Optimizer) else "AdamW"
     in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
     check(
         isinstance(cls, type),
-        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.AdamW, "
-        f"lr=...). {in_the_state}",
+        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.{name}, "
+        f"lr=...), without parameters. {in_the_state}",
         TypeError,
     )
     check(
@@ -265,13 +254,6 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     check(
         callable(getattr(cls, "step", None)),
         f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
-        TypeError,
-    )
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    check(
-        cls is torch.optim.LBFGS or closure is None or closure.default is not inspect.Parameter.empty,
-        f"{cls.__name__}.step needs a closure, by which it evaluates the loss itself; of such classes ll.optimizer takes "
-        "torch.optim.LBFGS",
         TypeError,
     )
     taken = [*inspect.signature(cls).parameters]

@@ -20,7 +20,7 @@ from looplib._core.mappings import stacked
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import tracing
 from looplib._core.updates import Decision
-from looplib.optim._wrap import kept_by_wrappers, wrap, zero_count
+from looplib.optim._wrap import wrap, zero_count
 from looplib.types import Grads, Metrics, Optimizer
 
 
@@ -108,13 +108,16 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
 
 
 def _scale_of(opt_state: Any) -> Tensor:
-    scale: Tensor | None = kept_by_wrappers(opt_state, "loss_scale")
-    if scale is None:
-        raise ValueError(
-            "scale_loss found no loss scale in the state: wrap the optimizer as well, "
-            "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
-        )
-    return scale
+    """The loss scale that `dynamic_loss_scale` keeps, whatever wraps it."""
+    while isinstance(opt_state, dict):
+        if "loss_scale" in opt_state:
+            scale: Tensor = opt_state["loss_scale"]
+            return scale
+        opt_state = opt_state.get("inner_state")
+    raise ValueError(
+        "scale_loss found no loss scale in the state: wrap the optimizer as well, "
+        "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
+    )
 
 
 def dynamic_loss_scale(

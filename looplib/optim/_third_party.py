@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from looplib._core import random as draws
 from looplib._core import torch_private, trees
 from looplib._core.checks import check, few
-from looplib._core.mappings import mapped, subset
+from looplib._core.mappings import mapped, subset, without
 from looplib._core.modules import _generators
 from looplib._core.random import mix, restored
 from looplib._core.ranks import is_sharded, shards
@@ -36,8 +35,7 @@ _PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
 # What a class keeps
 
 
-@dataclass
-class Probe:
+class Probe(NamedTuple):
     """Record of what a class keeps after a step on copies.
 
     Attributes:
@@ -48,10 +46,10 @@ class Probe:
         writes_grads: True if the class writes into the gradients, as schedule-free optimizers do.
     """
 
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    makers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    writes_grads: bool = False
+    state: dict[str, dict[str, Any]]
+    makers: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    writes_grads: bool
 
 
 def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Probe:
@@ -70,17 +68,18 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
     # Those that a class hands on to the one that it inherits from, by **kwargs, are the user's as well.
     constructors = [inspect.signature(kind.__init__).parameters for kind in recipe.cls.__mro__]
     known = {*chain.from_iterable([*constructors, recipe.defaults, *recipe.overrides])}
-    found = Probe()
+    kept = []
     for old, group, moving in zip(groups, made.param_groups, recipe.moving, strict=True):
-        numbers = [
-            key for key, value in group.items() if isinstance(value, (int, float, Tensor)) and key not in moving
-        ]
-        own = [key for key in numbers if key not in known or old.get(key) != group[key]]
-        found.groups.append({key: copy_tree(old.get(key)) for key in own})
+        numbers = without(
+            {key: value for key, value in group.items() if isinstance(value, (int, float, Tensor))}, moving
+        )
+        own = [key for key, value in numbers.items() if key not in known or old.get(key) != value]
+        kept.append({key: copy_tree(old.get(key)) for key in own})
+    found = Probe({}, {}, kept, writes_grads=False)
     for name, tensor in copies.items():
         found.state[name], found.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
-        written = tensor.grad is not None and not trees.same(*shards([tensor.grad, sample_gradient(tensor, 0)]))
-        found.writes_grads |= written
+        if tensor.grad is not None and not trees.same(*shards([tensor.grad, sample_gradient(tensor, 0)])):
+            found = found._replace(writes_grads=True)
     return found
 
 
@@ -90,12 +89,11 @@ def _leaves(params: Params) -> Params:
 
 
 def sample_gradient(tensor: Tensor, phase: int) -> Tensor:
-    """Noise-like numbers, none of them 0, the same at each call."""
+    """Noise, the same at each call."""
     if is_sharded(tensor):
         return torch.full_like(tensor, 0.1)
-    count = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float32)
-    values = 0.1 * torch.sin(count * 1.7 + phase).reshape(tensor.shape)
-    return torch.empty_like(tensor).copy_(values)
+    generator = torch.Generator(tensor.device).manual_seed(phase)
+    return torch.empty_like(tensor).normal_(0, 0.1, generator=generator)
 
 
 def _raw_step(made: Any, params: Params, phase: int) -> None:

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check
-from looplib._core.mappings import in_dtypes_of, pick, subset, without
+from looplib._core.mappings import in_dtypes_of, pick, subset, wide_dtype, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._kernels import FUSED, aligned, columns_of, parts_of
+from looplib.optim._kernels import FUSED, columns_of, laid_out_like, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
@@ -37,16 +37,16 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     """Update these tensors in place, as operations of a graph."""
     _check(recipe, grads)
     states, tensors = opt_state["state"], pick(params, grads)
-    instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
-    if _tracing.takes_kernel(len(grads)) and _by_kernels(recipe, grads, states, params, instance.param_groups):
-        return params, opt_state
+    instance, numbers = _lent(recipe, tensors, opt_state, step)
+    if _tracing.takes_kernel(len(grads)):
+        grads = pick(grads, _by_kernels(recipe, grads, states, tensors, instance.param_groups))
     for name, grad in grads.items():
         tensors[name].grad = grad
         instance.state[tensors[name]] = _working(states[name])
     with torch.no_grad(), numbers:
         inspect.unwrap(recipe.cls.step)(instance)
     drop_grads(tensors.values())
-    made = {name: in_dtypes_of(instance.state[tensor], states[name]) for name, tensor in tensors.items()}
+    made = {name: in_dtypes_of(instance.state[tensors[name]], states[name]) for name in grads}
     return params, {**opt_state, "state": {**states, **made}}
 
 
@@ -67,17 +67,13 @@ def _check(recipe: Recipe, grads: Grads) -> None:
     )
 
 
-def _lent(
-    recipe: Recipe, params: Params, tensors: Params, opt_state: Mapping[str, Any], step: int
-) -> tuple[Any, _Numbers]:
+def _lent(recipe: Recipe, tensors: Params, opt_state: Mapping[str, Any], step: int) -> tuple[Any, _Numbers]:
     """An instance over the tensors, with changing hyperparameters as tensors."""
-    members = recipe.members(params)
     with torch_private.disable_current_modes():  # where a schedule's tensor has a value that the class can check
-        instance = recipe.build(params, members)
+        instance = recipe.build(tensors, recipe.members(tensors))
     numbers = _Numbers()
-    given = opt_state.get("hyperparameters") or [{}] * len(members)
-    for group, names, moving, own in zip(instance.param_groups, members, recipe.moving, given, strict=True):
-        group["params"] = [tensors[name] for name in names if name in tensors]
+    given = opt_state.get("hyperparameters") or [{}] * len(recipe.moving)
+    for group, moving, own in zip(instance.param_groups, recipe.moving, given, strict=True):
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
@@ -90,7 +86,7 @@ def _lent(
 def _working(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state to update in a trace, with counts in double precision, from which bias corrections are computed."""
     count = state.get("step")
-    return {**state} if count is None or count.device.type == "mps" else {**state, "step": count.double()}
+    return {**state} if count is None else {**state, "step": count.to(wide_dtype(count.device))}
 
 
 class _Numbers(TorchFunctionMode):
@@ -118,7 +114,17 @@ class _Numbers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _COMPARISONS and id(args[0]) in self.known and not isinstance(args[1], Tensor):
             return self._compared(name, args)
-        return _WITH_TENSORS[name](func, *args, **kwargs) if name in _WITH_TENSORS else func(*args, **kwargs)
+        if name == "item":
+            return args[0]
+        if name == "lerp_" and isinstance(args[2], Tensor):
+            into, end, weight = args
+            return into.add_((end - into) * weight)
+        factor = kwargs.get("alpha", kwargs.get("value"))
+        if name in _SCALED and isinstance(factor, Tensor):
+            into, first, *others = args
+            wide = torch.promote_types(into.dtype, first.dtype)  # in which torch's kernel multiplies, for Muon
+            return func(into, first.to(wide) * factor, *others)
+        return func(*args, **kwargs)
 
     def _compared(self, name: str, args: Any) -> Any:
         _, value, source = self.known[id(args[0])]
@@ -137,32 +143,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     form: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge") for form in (name, f"__{name}__")
 }
 
-# What torch's functions do with numbers, for tensors in place of the numbers.
-
-
-def _addc(func: Any, into: Tensor, one: Any, two: Any, **kwargs: Any) -> Any:
-    if not isinstance(kwargs.get("value"), Tensor):
-        return func(into, one, two, **kwargs)
-    return into.add_((one / two if func.__name__ == "addcdiv_" else one * two) * kwargs["value"])
-
-
-def _add(func: Any, into: Any, other: Any, **kwargs: Any) -> Any:
-    if not isinstance(kwargs.get("alpha"), Tensor):
-        return func(into, other, **kwargs)
-    wide = torch.promote_types(into.dtype, other.dtype)  # the dtype in which torch's kernel multiplies, for Muon
-    return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
-
-
-def _lerp(func: Any, into: Tensor, end: Tensor, weight: Any) -> Any:
-    return into.add_((end - into) * weight) if isinstance(weight, Tensor) else func(into, end, weight)
-
-
-_WITH_TENSORS: dict[str, Callable[..., Any]] = {
-    "item": lambda func, number: number,
-    **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
-    **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
-    "lerp_": _lerp,
-}
+# Functions that multiply their first operand by a number, `alpha` or `value`.
+_SCALED = {"add", "add_", "sub", "sub_", "addcdiv_", "addcmul_"}
 
 
 # Fused kernels in graphs: the update of a group as one operation
@@ -179,28 +161,23 @@ def _by_kernels(
     states: Mapping[str, dict[str, Any]],
     params: Params,
     groups: Sequence[dict[str, Any]],
-) -> bool:
-    """Update all parameters in place, by one operation for each call of a kernel in the eager step.
-
-    Returns False, and does nothing, if they cannot all be updated so.
-    """
-    given = pick(params, grads)
-    calls = []
-    for number, names, kernel, _ in parts_of(recipe, given, recipe.members(given)):
+) -> list[str]:
+    """Update in place, by one operation for each call of a kernel in the eager step. Returns the parameters that are left."""
+    left = []
+    for number, names, kernel in parts_of(recipe, params, recipe.members(params)):
         values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         one_moves = any(isinstance(beta, Tensor) for beta in values.get("betas", ()))
         # The operation copies gradients with other strides.
         columns = columns_of(names, params, params, states) if kernel and not one_moves else None
         if columns is None or params[names[0]].device.type != "cpu":
-            return False
+            left += names
+            continue
         constant, (own, _, entries) = json.dumps(without(values, moving), default=float), columns
-        ordered = [grads[name] for name in names]
         of_state = [*chain.from_iterable(entries.values())]
-        calls.append((constant, [*moving], [*moving.values()], ordered, own, [*entries], of_state))
-    for call in calls:
-        FUSED_UPDATE(recipe.cls.__name__, *call)
-    return True
+        given = [*pick(grads, names).values()]
+        FUSED_UPDATE(recipe.cls.__name__, constant, [*moving], [*moving.values()], given, own, [*entries], of_state)
+    return left
 
 
 def fused_update(
@@ -217,9 +194,7 @@ def fused_update(
     values = {**_values(settled), **dict(zip(moving, (number.item() for number in numbers), strict=True))}
     count = len(params)
     columns = {key: entries[place * count : (place + 1) * count] for place, key in enumerate(keys)}
-    if not aligned([params, grads]):  # the kernel pairs elements by their position in memory
-        grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
-    FUSED[getattr(torch.optim, cls)](values, params, grads, columns)
+    FUSED[getattr(torch.optim, cls)](values, params, laid_out_like(params, grads), columns)
 
 
 _values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from looplib._core.tracing import entered, tracing
 from looplib._core.updates import copy_tree
 from looplib.optim._kernels import PLAIN, columns_of, laid_out_like, parts_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
-from looplib.optim._recipe import Recipe, chosen_by_kind, injected, restored_grads
+from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
 from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Metrics, Params
@@ -37,8 +37,7 @@ Members = Sequence[Sequence[str]]  # names of the parameters of each group
 Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
 _dtype = operator.attrgetter("dtype")
-_is_sparse = operator.attrgetter("is_sparse")
-_TAKE_BOTH: set[Any] = {torch.optim.SGD, torch.optim.Adagrad}
+_shape = operator.attrgetter("shape")
 _SETTLED = (int, float, complex, str, type(None))
 
 
@@ -49,9 +48,9 @@ class Plan:
         members: parameter names in each group.
         values: for each group, its hyperparameters as completed by the class.
         parts: parameters that are updated together, each with its kernel.
-        probe: what a third party's class keeps.
+        probe: what the class keeps; of torch's, for tensors of one element.
         keys: keys under which the class keeps the state of the first parameter of each group.
-        dense: parameters whose gradients have to be dense, for classes that else take both kinds.
+        dense: parameters whose gradients have to be dense.
         step: the class's step, for torch's classes without its hooks.
         attributes: those that the class's constructor gives an instance beside its state and its groups; None if some of
             them may change.
@@ -63,34 +62,29 @@ class Plan:
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
-        self.dense = _dense(recipe, self.members) if recipe.cls in _TAKE_BOTH else frozenset()
-        first = [[*names[:1]] for names in self.members]
+        self.dense = _dense(recipe, self.members)
         if recipe.is_torch_optim:
-            states = states_of_torch(recipe, {name: _tiny(params[name]) for (name,) in filter(None, first)}, first)
-            self.probe, self.step = Probe(), inspect.unwrap(recipe.cls.step)
+            tiny = states_of_torch(recipe, mapped(_tiny, params), self.members)
+            self.probe, self.step = Probe(tiny, {}, [], False), inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
-            states = self.probe.state
-        self.keys = {name: states[name].keys() for (name,) in filter(None, first)}
+        self.keys = {names[0]: self.probe.state[names[0]].keys() for names in self.members if names}
         attributes = without(vars(made), {"state", "param_groups"})
         own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
         self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
 
-    def instance(self) -> Any:
-        """An instance for one update, so that updates in several threads share none. Calling the class takes longer."""
-        instance = object.__new__(self.recipe.cls)
-        groups: list[dict[str, Any]] = [{} for _ in self.members]
-        vars(instance).update(self.attributes or {}, state=defaultdict(dict), param_groups=groups)
-        return instance
-
 
 def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
-    """Parameters that a fused kernel updates, or Nesterov's momentum, which is dense here and which torch adds to them."""
-    groups = [
-        names
-        for values, names in zip(recipe.values, members, strict=True)
-        if values.get("fused") or (values.get("nesterov") and values.get("momentum"))
-    ]
+    """Parameters whose gradients have to be dense.
+
+    SGD and Adagrad take sparse ones too, but not by a fused kernel, nor by Nesterov's momentum, which is dense here and
+    which torch adds to them.
+    """
+    if recipe.cls is torch.optim.SparseAdam or not recipe.is_torch_optim:
+        return frozenset()
+    of_groups = zip(recipe.values, members, strict=True)
+    takes_both = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad)
+    groups = [names for values, names in of_groups if not takes_both or values.get("fused") or values.get("nesterov")]
     return frozenset(chain.from_iterable(groups))
 
 
@@ -103,12 +97,9 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     """The plan for these parameters, created if none of the most recent ones fits."""
     names = [*names]
     tensors = [*map(params.__getitem__, names)]
-    # Predicates of groups may depend on shapes, and so may the entries that Adafactor or a third party's class keeps.
-    by_shape = recipe.groups or not recipe.is_torch_optim or recipe.cls is torch.optim.Adafactor
-    shapes = [tensor.shape for tensor in tensors] if by_shape else None
-    # Models with the same names may be sharded or not, and their kernels differ.
-    foreign = None if PLAIN.issuperset(map(type, tensors)) else {*map(type, tensors)} - PLAIN
-    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, foreign
+    # Predicates of groups may depend on shapes, and so may the entries that a class keeps. Models with the same names may
+    # be sharded or not, and their kernels differ.
+    key = names, [*map(_dtype, tensors)], [*map(_shape, tensors)], tensors[0].device, {*map(type, tensors)} - PLAIN
     for plan in plans:
         if plan.key == key:
             return plan
@@ -126,7 +117,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     update. `groups` holds what the class keeps for a group, and `hyperparameters` the injected ones.
     """
     recipe, found = plan.recipe, plan.probe
-    chosen_by_kind(recipe.group_of, params, "group")
+    check_by_kind(recipe.group_of, params, "group")
     kept: dict[str, Any] = {}
     if recipe.is_torch_optim:
         fused = {part.group for part in plan.parts if part.kernel}
@@ -216,18 +207,13 @@ def decide(
             raise wrong_state(opt_state, cls, kept)
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
-    unfit = recipe.cls is not torch.optim.SparseAdam  # what `is_sparse` is for a gradient that the class cannot take
-    if recipe.is_torch_optim and recipe.cls not in _TAKE_BOTH and unfit in map(_is_sparse, grads.values()):
-        kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
+    sparse = [name for name, grad in grads.items() if grad.is_sparse]
+    takes_sparse = recipe.cls is torch.optim.SparseAdam
+    if unfit := grads.keys() - sparse if takes_sparse else plan.dense.intersection(sparse):
         raise ValueError(
-            f"{cls} cannot take these gradients: {kinds}. Sparse ones come from "
-            "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
-            "SGD and Adagrad take both kinds, the others dense ones only"
-        )
-    if plan.dense and (sparse := [name for name in plan.dense & grads.keys() if grads[name].is_sparse]):
-        raise ValueError(
-            f"{cls} cannot take the sparse gradient of {few(sorted(sparse))} with nesterov=True or fused=True: leave these out, "
-            "in a group of its own if others are to have them, or leave out Embedding(sparse=True)"
+            f"{cls} cannot take the {'dense' if takes_sparse else 'sparse'} gradient of {few(sorted(unfit))}. Sparse ones come "
+            "from Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), SGD and "
+            "Adagrad take both kinds, but in groups with nesterov=True or fused=True, as the others, dense ones only"
         )
     return True, opt_state
 
@@ -272,65 +258,67 @@ def update_(
         return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
     states: States = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
-    grad_mode = torch.is_grad_enabled()
-    torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
-    try:
-        constant = "groups" not in opt_state and not any(recipe.moving)
-        values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
-        ready: list[Any] = []
-        left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
-        for number, names, kernel, asked in plan.parts:
+    constant = "groups" not in opt_state and not any(recipe.moving)
+    values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
+    left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
+    with torch.set_grad_enabled(bool(recipe.defaults.get("differentiable"))):
+        for number, names, kernel in plan.parts:
             if len(grads) < len(states):
                 names = [name for name in names if name in grads]
-            columns = columns_of(names, params, grads, states, asked) if kernel and names else None
-            if columns is None:
-                left[number] += names
-            else:
-                ready.append((kernel, values[number], columns))
-        for kernel, numbers, columns in ready:  # after all parts were looked at
-            kernel(numbers, *columns)
+            columns = columns_of(names, params, grads, states) if kernel and names else None
+            if columns and kernel:
+                kernel(values[number], *columns)
+                continue
+            if kernel and names and values[number].get("fused"):
+                raise ValueError(
+                    f"fused=True for {few(names)}, whose strides are not those of their entries in the state; fused kernels "
+                    "need the same. Leave fused= out, or create the state again with ll.init_state"
+                )
+            left[number] += names
         if any(left):
             opt_state = _by_class(plan, values, left, grads, opt_state, params, mix(seed, step, STREAM))
-        return params, opt_state
-    finally:
-        torch_private.set_grad_enabled(grad_mode)
+    return params, opt_state
 
 
 def _by_class(
     plan: Plan, values: Values, members: Members, grads: Grads, opt_state: Any, params: Params, seed: int
 ) -> Any:
     """Update these parameters of each group by the class's step, and return a state with what it keeps."""
-    of_torch = plan.recipe.is_torch_optim
     first = without_state(opt_state) & grads.keys()
     instance = _instance(plan, values, members, opt_state, params, first)
     tensors = {name: params[name] for names in members for name in names}
     if plan.probe.writes_grads:
         grads = copy_tree(grads)
-    with restored_grads(tensors.values()), nullcontext() if of_torch else streams_at(seed, params.values()):
+    streams = nullcontext() if plan.recipe.is_torch_optim else streams_at(seed, params.values())
+    with restored_grads(tensors.values()), streams:
         for numbers, names in zip(values, members, strict=True):
             for name in names:
                 tensor, grad = params[name], grads[name]
-                tensor.grad = laid_out_like(tensor, grad) if numbers.get("fused") else grad
+                (tensor.grad,) = laid_out_like([tensor], [grad]) if numbers.get("fused") else [grad]
         plan.step(instance)
-    return opt_state if of_torch and not first else _kept_by(instance, plan, opt_state, tensors, first)
+    return (
+        opt_state if plan.recipe.is_torch_optim and not first else _kept_by(instance, plan, opt_state, tensors, first)
+    )
 
 
 def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, params: Params, first: Set[str]) -> Any:
-    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor."""
+    """An instance over these tensors, with what the state keeps for them, or for a first update, its constructor.
+
+    Each update has an instance of its own, so that updates in several threads share none.
+    """
     if first or plan.attributes is None:  # the constructor may make state, and attributes that the class changes
         instance = plan.recipe.build(params, plan.members)
-    else:
-        instance = plan.instance()
+    else:  # without calling the class, which takes longer
+        instance = object.__new__(plan.recipe.cls)
+        vars(instance).update(plan.attributes, state={}, param_groups=[{} for _ in members])
     of_constructor, instance.state = instance.state, defaultdict(dict)
-    of_torch = plan.recipe.is_torch_optim
     for group, names, numbers in zip(instance.param_groups, members, values, strict=True):
         for key, value in numbers.items():  # containers of its own, which a third party's class may change
             group[key] = deepcopy(value) if isinstance(value, (list, dict, set)) else value
         group["params"] = [params[name] for name in names]
         for name in names:
             kept = of_constructor[params[name]] if name in first else opt_state["state"][name]
-            if not of_torch and name not in first:
-                made = plan.probe.makers[name]
+            if name not in first and (made := plan.probe.makers.get(name)):
                 kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
             instance.state[params[name]] = kept
     return instance
@@ -342,13 +330,12 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
     states: States = dict(old)
     for name, tensor in tensors.items():
         kept = instance.state[tensor]
-        if not plan.recipe.is_torch_optim and (name in first or makers[name]):
+        if name in first or makers.get(name):
             kept, makers[name] = packed(plan.recipe, name, kept)
         if kept or not old[name]:
             states[name] = kept
-    for index, name in enumerate(old if first else ()):
-        if name in first and states[name] is not old[name]:
-            opt_state["started"][index] = True
+    if first:
+        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])
     new = {**opt_state, "state": states}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
@@ -381,30 +368,9 @@ def without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
 # Conversion to and from plain torch
 
 
-class ClassState(NamedTuple):
-    """State that a class keeps for parameters.
-
-    Attributes:
-        entries: for each parameter, values with the keys and types of the real ones.
-        late: parameters without state so far, because they have had no update.
-        empty: True if no parameter has state yet, although a state has the structure.
-    """
-
-    entries: States
-    late: frozenset[str]
-    empty: bool
-
-
-def state_of_class(
-    cls: type,
-    group: Mapping[str, Any],
-    params: Mapping[str, Tensor],
-    names: Iterable[str],
-    opt_state: Mapping[str, Any],
-    step: int,
-) -> ClassState:
-    """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
+def state_of_class(cls: type, group: Mapping[str, Any], params: Mapping[str, Tensor], names: Iterable[str]) -> States:
+    """Values with the keys and types of those that a class keeps for these parameters; `group` is one of its `param_groups`."""
     recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
     tiny = mapped(_tiny, pick(params, names))
     entries: States = first_state(Plan(recipe, tiny), tiny)["state"]
-    return ClassState(entries, without_state(opt_state), empty=step == 0 and cls is torch.optim.SGD)
+    return entries

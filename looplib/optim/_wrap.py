@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from looplib._core.checks import check, check_type
 from looplib._core.mappings import mapped
 from looplib._core.records import described, with_repr
 from looplib._core.tracing import tracing
-from looplib._core.updates import Decision, any_of, call_decide, call_update, flags_of, update_where
-from looplib.optim._recipe import chosen_by_kind
+from looplib._core.updates import any_of, call_decide, call_update, of_parts, update_where
+from looplib.optim._recipe import check_by_kind
 from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params, TrainState
 
 Updated = tuple[Params, Any]
@@ -87,15 +87,6 @@ def zero_count(params: Params, **extra: Any) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
-def kept_by_wrappers(opt_state: Any, name: str) -> Any:
-    """The entry `name` that a wrapper, or one inside it, keeps next to `inner_state`; None if there is none."""
-    while isinstance(opt_state, dict):
-        if name in opt_state:
-            return opt_state[name]
-        opt_state = opt_state.get("inner_state")
-    return None
-
-
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
     """Parameter groups with different optimizers, chosen by a label.
 
@@ -129,92 +120,73 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     for key, member in optimizers.items():
         check_type(f"{key!r} in a partition is", member, Optimizer, "give what ll.optimizer returns")
 
-    parts, numbers = partial(_parts, optimizers, label), partial(_hyperparameters, optimizers)
+    parts_of = partial(_parts, optimizers, label)
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        chosen_by_kind(label, params, "label")
-        members = parts(params, params)
+        check_by_kind(label, params, "label")
+        members = {key: subset for key, _, subset in parts_of(params, params)}
         empty = [key for key in optimizers if key not in members]
         check(not empty, f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
-        return {"inner_states": {key: one.init(members[key][1], **extra) for key, one in optimizers.items()}}
+        return {"inner_states": {key: one.init(members[key], **extra) for key, one in optimizers.items()}}
 
     def decide(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[Any, Any]:
         match opt_state:
             case {"inner_states": dict(before), **more} if before.keys() == optimizers.keys() and not more:
-                states, flags = dict(before), {}
+                states, decisions = dict(before), {}
             case _:
                 own = ["inner_states of " + ", ".join(optimizers)]
                 raise wrong_state(opt_state, repr(made), own)
-        checks: list[Any] = []
-        for key, (mine, subset) in parts(grads, params).items():
-            decision, states[key] = call_decide(optimizers[key], mine, states[key], metrics, subset, step)
-            flags[key] = flags_of(decision)
-            checks += decision.checks if isinstance(decision, Decision) else ()
-        return all(flag is True for flag in flags.values()) or Decision(flags, checks), {"inner_states": states}
+        for key, mine, members in parts_of(grads, params):
+            decisions[key], states[key] = call_decide(optimizers[key], mine, states[key], metrics, members, step)
+        return of_parts(decisions), {"inner_states": states}
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
         states, reports = opt_state["inner_states"], info.pop("report", {})
-        for key, (mine, subset) in parts(grads, params).items():
+        for key, mine, members in parts_of(grads, params):
             flag = applied[key] if isinstance(applied, dict) else applied
             report: dict[str, Any] = {}
-            new, states[key] = _update_part(
-                flag, optimizers[key], mine, states[key], subset, step, {**info, "report": report}
-            )
-            params.update(new)
+            own = {**info, "report": report, "applied": flag}
+            # In a graph a tensor may be the flag, which chooses between copies.
+            update = call_update if flag is True or not tracing() else partial(update_where, flag)
+            if any_of(flag) is not False:
+                new, states[key] = update(optimizers[key], mine, states[key], members, step, own)
+                params.update(new)
             reports.update({_name_within(key, name): value for name, value in report.items()})
         return params, opt_state
 
+    def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
+        members = _labelled(label, params)
+        for key, state in opt_state["inner_states"].items():
+            averaged, buffers = optimizers[key].evaluation(members[key], buffers, state)
+            params = params if averaged is members[key] else {**params, **averaged}
+        return params, buffers
+
     description = mapped(operator.attrgetter("description"), optimizers)
-    evaluation = partial(_evaluated_parts, optimizers, label)
-    made = Optimizer(init, update_, decide, evaluation, numbers, description)
+    made = Optimizer(init, update_, decide, evaluation, partial(_hyperparameters, optimizers), description)
     return with_repr(made, partition, optimizers, label)
 
 
-def _update_part(
-    flag: Any, optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, info: Mapping[str, Any]
-) -> Updated:
-    """Update a part if its flag is set, or where it is set in a graph."""
-    if flag is not True and tracing():
-        return update_where(flag, optimizer, grads, opt_state, params, step, info)
-    if not any_of(flag):
-        return params, opt_state
-    return call_update(optimizer, grads, opt_state, params, step, {**info, "applied": flag})
+def _labelled(label: Callable[[str, Tensor], str], params: Params) -> dict[str, Params]:
+    """The parameters with each label."""
+    members: dict[str, Params] = {}
+    for name, tensor in params.items():
+        members.setdefault(label(name, tensor), {})[name] = tensor
+    return members
 
 
 def _parts(
     optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str], grads: Grads, params: Params
-) -> dict[str, tuple[Grads, Params]]:
-    """The gradients and parameters of each optimizer that has a gradient."""
-    members: dict[str, Params] = {}
-    for name, tensor in params.items():
-        members.setdefault(label(name, tensor), {})[name] = tensor
-    parts = {}
-    for key, subset in members.items():
-        mine = {name: grads[name] for name in subset if name in grads}
-        if mine and key not in optimizers:
-            raise ValueError(
-                f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
-            )
-        if mine:  # a parameter that is not trained needs no optimizer
-            parts[key] = mine, subset
-    return parts
-
-
-def _evaluated_parts(
-    optimizers: Mapping[str, Optimizer],
-    label: Callable[[str, Tensor], str],
-    params: Params,
-    buffers: dict[str, Tensor],
-    opt_state: Any,
-) -> tuple[Params, dict[str, Tensor]]:
-    chosen = params
-    for key, state in opt_state["inner_states"].items():
-        subset = {name: tensor for name, tensor in params.items() if label(name, tensor) == key}
-        mine, buffers = optimizers[key].evaluation(subset, buffers, state)
-        chosen = chosen if mine is subset else {**chosen, **mine}
-    return chosen, buffers
+) -> Iterator[tuple[str, Grads, Params]]:
+    """Label, gradients and parameters of each optimizer that has a gradient."""
+    for key, members in _labelled(label, params).items():
+        if mine := {name: grads[name] for name in members if name in grads}:  # those not trained need no optimizer
+            if key not in optimizers:
+                raise ValueError(
+                    f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
+                )
+            yield key, mine, members
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:

@@ -123,6 +123,15 @@ def test_dtype_and_place_stay_and_nothing_is_shared(value):
     assert stood(state.opt_state) == [{"lr": 2.0}]
 
 
+def test_a_parameter_may_have_the_name_of_the_entry():
+    net = nn.Module()
+    net.hyperparameters = nn.Parameter(torch.ones(2))
+    state = ll.init_state(net, ll.ema(sgd(ll.optim.injected(0.1))))
+    moved = ll.optim.set_hyperparameters(state, lr=0.2)
+    assert stood(moved.opt_state["inner_state"]) == [{"lr": 0.2}]
+    assert moved.opt_state["inner_state"]["state"] == state.opt_state["inner_state"]["state"]
+
+
 def prepared(wrap=ll.ema, **values):
     options = {"eps": ll.optim.injected(1e-8), "weight_decay": ll.optim.injected(0.1)}
     return ll.optim.set_hyperparameters(

@@ -134,8 +134,8 @@ REFUSED = {
         lambda: ll.optimizer(SGD, lr=0.1, groups=[(is_vector, {"weight_decai": 0.9})]),
     ),
     "by identity": (ValueError, "group 4. name, shape dtype", by_identity),
-    "gaps": (ValueError, "fused=True w, (6, 1)", lambda: adamw(fused=True).init({"w": torch.ones(4, 6)[:, :3]})),
-    "strides": (ValueError, "fused=True w exp_avg init_state", fused_with_other_strides),
+    "gaps": (ValueError, "fused=True w, gaps", lambda: adamw(fused=True).init({"w": torch.ones(4, 6)[:, :3]})),
+    "strides": (ValueError, "fused=True w, init_state", fused_with_other_strides),
     "a gradient": (ValueError, "'other' trainable=", unknown_gradient),
 }
 for name in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):

@@ -234,7 +234,7 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         (Queue, "last deque"),
         (Drawing, "raw loop"),
         (Counting, "raw loop"),
-        (Closed, "closure LBFGS"),
+        (Closed, "step() closure"),
         (ForAll, "together count"),
         (InAList, "raw loop"),
         (OnItsClass, "raw loop"),
