@@ -5,19 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, named
+from looplib._core.checks import check, check_optional_count
 from looplib._core.lease import overlapping, same_value
 from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
-from looplib._core.records import described
+from looplib._core.records import check_kind, described
 from looplib._core.torch_private import functorch_level_of, pytree
 from looplib.types import (
     TREES,
@@ -58,24 +58,17 @@ def init_state(
             (`torch.from_numpy`). For global random streams and objects with a `state_dict`, see `ll.checkpoint.capture`.
 
     Raises:
-        TypeError: `model` is not a module, or `optimizer` is not an `ll.optimizer(...)`.
-        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, or a trained
-            parameter is on the meta device or shares memory with another tensor of the module.
+        TypeError: `model` is not a module, `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
+        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, a trained parameter
+            is on the meta device, or what is trained or kept by the optimizer shares memory with another tensor.
     """
-    swapped = isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module)
-    check(not swapped, "init_state takes the model first: write ll.init_state(model, optimizer)", TypeError)
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     opt_state = None
     if optimizer is not None:
-        check(
-            hasattr(optimizer, "init"),
-            f"optimizer is {named(optimizer)}; init_state needs what ll.optimizer returns, such as "
-            "ll.optimizer(torch.optim.AdamW, lr=1e-3)",
-            TypeError,
-        )
+        check_kind(optimizer, "init_state", "optimizer")
         check(
             functorch_level_of(torch.empty(0)) < 1,
             "init_state inside torch.func.grad: make the state outside, with hyperparameters that it holds "
@@ -85,35 +78,28 @@ def init_state(
         names = _modules.trainable_names(model, trainable)
         trained = pick(params, names)
         _modules.check_materialized(trained)
-        if (pair := overlapping({**params, **buffers}, set(names))) is not None:
+        with torch.inference_mode(False):  # steps take no tensors made there
+            opt_state = optimizer.init(trained, buffers=buffers)
+        kept = dict(lease.named_tensors("opt_state", opt_state))
+        if (pair := overlapping({**params, **buffers, **kept}, {*names, *kept})) is not None:
             raise ValueError(
                 f"{pair[0]} and {pair[1]} are two tensors that share memory: training one in place would change the "
                 "other, and a copy of the state would part them. Register one tensor under both names "
-                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())"
-            )
-        with torch.inference_mode(False):  # steps take no tensors made there
-            opt_state = optimizer.init(trained, buffers=buffers)
-        kept = {"opt_state" + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(opt_state)[0]}
-        kept = {path: leaf for path, leaf in kept.items() if isinstance(leaf, Tensor)}
-        if (pair := overlapping(kept, set(kept))) is not None:
-            raise ValueError(
-                f"{pair[0]} and {pair[1]} share memory in what the optimizer keeps, so that an update in place would change "
-                "both: let its init make a tensor for each"
+                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
+                "an optimizer's init)"
             )
     state = TrainState(
-        epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
+        epoch_length=epoch_length,
+        params=params,
+        buffers=buffers,
+        opt_state=opt_state,
+        seed=operator.index(seed),
+        extra=extra,
     )
     description = getattr(optimizer, "description", None)
     made_with = Provenance(optimizer=described(description) if description else None, model=described_model(model))
     lease.note_provenance(state, made_with)
     return state
-
-
-def _whole(value: Any, name: str = "seed") -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {named(value)}; give a whole number") from None
 
 
 def copy_state(state: TrainState) -> TrainState:
@@ -173,12 +159,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         ValueError: names or shapes differ from the module's, or the state is a stack. Nothing is copied then.
         DonatedStateError: the state was donated to a step.
     """
-    check(not isinstance(model, TrainState), "bind takes the model first: write ll.bind(model, state)", TypeError)
     check_state(state, "ll.bind(model, state)")
-    check(
-        not isinstance(state.seed, tuple),
-        "the state is a stack, and a module has room for one member: ll.bind(model, ll.transforms.unstack_states(state)[0])",
-    )
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
@@ -258,8 +239,7 @@ def fold_in(state: TrainState, index: int) -> TrainState:
     Source: `jax.random.fold_in`.
     """
     check_state(state, "ll.state.fold_in(state, index)")
-    index = _whole(index, "index")
-    seeds: Any = state.seed
+    index, seeds = operator.index(index), cast(Any, state.seed)
     return state.replace(
         seed=tuple(mix(seed, index) for seed in seeds) if isinstance(seeds, tuple) else mix(seeds, index)
     )

@@ -17,7 +17,7 @@ from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
 from looplib._core.records import Call, instances_are
 from looplib._core.torch_private import pytree
-from looplib._core.trees import Attribute, Node, register
+from looplib._core.trees import by_fields
 
 __all__ = [
     "Decide",
@@ -124,13 +124,7 @@ class TrainState(lease.Leased):
         return _summary(self, lease.overwritten(self, trees) is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (lease.provenance(self), *(getattr(self, name) for name in FIELDS))
-
-
-def _unpickled(provenance: Any, *values: Any) -> TrainState:
-    state = TrainState(*values)
-    lease.note_provenance(state, provenance)
-    return state
+        return TrainState, tuple(getattr(self, name) for name in FIELDS)
 
 
 errors.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
@@ -174,7 +168,7 @@ def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
 
 def _unflatten(children: Iterable[Any], structure: Any) -> TrainState:
     present, counts = structure
-    return TrainState(**{**dict.fromkeys(TREES), **dict(zip(present, children, strict=True)), **counts})
+    return TrainState(**dict(zip(present, children, strict=True)), **counts)
 
 
 pytree.register_pytree_node(
@@ -184,11 +178,7 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
 )
-_ATTRIBUTES = [*map(Attribute, FIELDS)]
-register(
-    TrainState,
-    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
-)
+by_fields.add(TrainState)
 
 
 def _summary(state: Any, spent: bool) -> str:
@@ -229,8 +219,6 @@ def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
             "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
         )
     at += f": {writer.writer} has written over its tensors, and that run is at step {writer.step} now. "
-    if writer.writer.startswith("ll.bind"):
-        return f"{at}Copy a state before you bind another one (kept = ll.copy_state(state)), and bind it again to train it"
     return (
         f"{at}Continue with the state that it returned. If that is lost, as when a notebook cell begins with state = start, "
         "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "

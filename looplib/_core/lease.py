@@ -266,7 +266,7 @@ def _check_shared(trees: Mapping[str, Any]) -> None:
     """Raise if the optimizer's state or `extra` keeps memory that an in-place step would write as part of others."""
     seen: dict[Any, list[tuple[str, Tensor]]] = {}
     for root, tree in trees.items():
-        tensors = [*_named_tensors(root, tree)]
+        tensors = [*named_tensors(root, tree)]
         for name, tensor in tensors if root in _KEEP_INSTEAD else ():
             for path, other in seen.get(memory_of(tensor), ()):
                 check(
@@ -280,7 +280,8 @@ def _check_shared(trees: Mapping[str, Any]) -> None:
                 seen.setdefault(address, []).append((path, tensor))
 
 
-def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a tree by their paths, which begin with `root`."""
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
             yield root + pytree.keystr(path), leaf
