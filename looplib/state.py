@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,11 +13,11 @@ from looplib._core import lease, watches
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count
 from looplib._core.lease import overlapping, same_value
-from looplib._core.mappings import fields_of, mapped, pick
+from looplib._core.mappings import fields_of, pick
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
 from looplib._core.records import check_kind, described
-from looplib._core.torch_private import functorch_level_of, pytree
+from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
     Optimizer,
@@ -69,12 +68,6 @@ def init_state(
     opt_state = None
     if optimizer is not None:
         check_kind(optimizer, "init_state", "optimizer")
-        check(
-            functorch_level_of(torch.empty(0)) < 1,
-            "init_state inside torch.func.grad: make the state outside, with hyperparameters that it holds "
-            "(lr=ll.optim.injected(0.1)), and put a tensor there inside: ll.optim.set_hyperparameters(state, lr=lr)",
-            RuntimeError,
-        )
         names = _modules.trainable_names(model, trainable)
         trained = pick(params, names)
         _modules.check_materialized(trained)
@@ -122,15 +115,13 @@ def copy_state(state: TrainState) -> TrainState:
     check_state(state, "ll.copy_state(state)")
     copies: dict[int, Tensor] = {}
 
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return copies[id(leaf)]
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
 
     with torch.inference_mode(False):  # steps take no tensors made there
-        return state.replace(**mapped(partial(pytree.tree_map, copy), fields_of(state, TREES)))
+        return state.replace(**pytree.tree_map_only(Tensor, copy, fields_of(state, TREES)))
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:
@@ -163,26 +154,20 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
-    targets = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
-    if all(getattr(state, tree)[name] is targets[tree][name] for tree in targets for name in targets[tree]):
+    params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
+    targets, held = {**params, **buffers}, {**state.params, **state.buffers}
+    if all(held[name] is tensor for name, tensor in targets.items()):
         return state
     watches.bound(model)
     bound = copy_state(state)
+    values = {**bound.params, **bound.buffers}
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.
-    writes = [
-        (tensor, value)
-        for tree, values in targets.items()
-        for name, tensor in values.items()
-        if not same_value(tensor, value := getattr(bound, tree)[name])
-    ]
-    written = [tensor for tensor, _ in writes]
-    taken = lease.lease_over("ll.bind(model, state)", written)
+    writes = [(tensor, values[name]) for name, tensor in targets.items() if not same_value(tensor, values[name])]
+    taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
     taken.write()
-    with torch.no_grad():
-        for tensor, value in writes:
-            tensor.copy_(value)
+    lease.put_back(writes)
     taken.step = state.step
-    return bound.replace(**targets)
+    return bound.replace(params=params, buffers=buffers)
 
 
 def end_epoch(state: TrainState) -> TrainState:

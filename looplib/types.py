@@ -110,9 +110,7 @@ class TrainState(lease.Leased):
             TypeError: TrainState has no such field.
             DonatedStateError: a field that is not replaced was donated.
         """
-        if unknown := changes.keys() - set(FIELDS):
-            raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
-        new = TrainState(*(changes[name] if name in changes else getattr(self, name) for name in FIELDS))
+        new = TrainState(**fields_of(self, [name for name in FIELDS if name not in changes]), **changes)
         # With other tensors, the next donated step has to find out again what it writes, and what `extra` shares with it.
         written = changes.keys() & {"params", "buffers", "opt_state"}
         same = not written and not lease.lies_on(self._lease, changes.get("extra"))
@@ -120,8 +118,21 @@ class TrainState(lease.Leased):
         return new
 
     def __repr__(self) -> str:
-        trees = (self._params, self._buffers, self._opt_state, self._extra)  # type: ignore[attr-defined]
-        return _summary(self, lease.overwritten(self, trees) is not None)
+        """Position and size, in one line."""
+        position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
+        parts = [f"step={self.step}", f"epoch={self.epoch}", f"batch={position}", f"samples={self.samples}"]
+        if lease.overwritten(self, [getattr(self, f"_{name}") for name in TREES]) is not None:
+            return f"TrainState({', '.join(parts)}, donated)"
+        parts += [
+            f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
+            for name in ("params", "buffers")
+            if (tensors := getattr(self, name))
+        ]
+        parts.append(f"seed={self.seed}")
+        if self.extra is not None:
+            keys = f" of {', '.join(map(str, self.extra))}" if isinstance(self.extra, dict) else ""
+            parts.append(f"extra={type(self.extra).__name__}{keys}")
+        return f"TrainState({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainState, tuple(getattr(self, name) for name in FIELDS)
@@ -179,24 +190,6 @@ pytree.register_pytree_node(
     serialized_type_name="looplib.TrainState",
 )
 by_fields.add(TrainState)
-
-
-def _summary(state: Any, spent: bool) -> str:
-    """A state in one line: its position and its size."""
-    position = state.batch if state.epoch_length is None else f"{state.batch}/{state.epoch_length}"
-    parts = [f"step={state.step}", f"epoch={state.epoch}", f"batch={position}", f"samples={state.samples}"]
-    if spent:
-        return f"TrainState({', '.join(parts)}, donated)"
-    parts += [
-        f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
-        for name in ("params", "buffers")
-        if (tensors := getattr(state, name))
-    ]
-    parts.append(f"seed={state.seed}")
-    if state.extra is not None:
-        keys = f" of {', '.join(map(str, state.extra))}" if isinstance(state.extra, dict) else ""
-        parts.append(f"extra={type(state.extra).__name__}{keys}")
-    return f"TrainState({', '.join(parts)})"
 
 
 def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:

@@ -162,7 +162,6 @@ REFUSED = [
     ),
     (lambda: ll.accumulate(THINGS["train_step"], 2), r"accumulate.*train_step.*make_train_step\(accumulate"),
     (lambda: ll.make_train_step(loss_fn, SGD), r"loss_fn\(model, batch\).*loss"),
-    (lambda: ll.make_train_step(lambda m, b: None, SGD), r"\(m, b\).*grad_fn"),
     (lambda: ll.accumulate(loss_fn, 2), r"accumulate.*loss_fn\(model, batch\)"),
     # Wrappers of any step are of the step's kind, and name the function that the user gave.
     (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict got the eval_step of split_on_oom"),

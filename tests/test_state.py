@@ -38,7 +38,7 @@ def test_replace_shares_the_rest_and_names_what_is_unknown():
     for changed in (state.replace(step=7), dataclasses.replace(state, step=7)):
         assert (changed.step, state.step) == (7, 0)
         assert changed.params is state.params
-    with pytest.raises(TypeError, match=r"no field \['steps'\]; it has step, epoch"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
         state.replace(steps=3)
 
 

@@ -199,27 +199,23 @@ def _public_name(thing: Any) -> str:
 # Kinds of functions: gradient function, step, predicate, logger, and so on
 
 
-# Kinds of arguments: the number of arguments that a function of the kind takes, and what to give.
-KINDS: dict[str, tuple[int | None, str]] = {
-    "grad_fn": (3, "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns"),
-    "train_step": (
-        2,
-        "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
-    ),
-    "eval_step": (
-        2,
-        'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) returns',
-    ),
-    "predict_step": (2, "a predict step, as ll.make_predict_step(model, predict_fn) returns"),
-    "optimizer": (None, "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"),
-    "model": (None, "a torch.nn.Module"),
-    "loss_fn": (2, "a function (model, batch) -> loss"),
-    "predicate": (1, "a predicate, such as ll.every_n_steps(100)"),
-    "schedule": (1, "a number or a schedule, such as ll.warmup_cosine(...)"),
-    "logger": (2, "a logger, such as ll.jsonl(path)"),
-    "loader": (1, "a loader, as ll.make_loader returns"),
-    "state": (None, "a state, as ll.init_state returns"),
+# Kinds of arguments, and what to give.
+KINDS = {
+    "grad_fn": "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
+    "train_step": "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
+    "eval_step": 'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) '
+    "returns",
+    "predict_step": "a predict step, as ll.make_predict_step(model, predict_fn) returns",
+    "optimizer": "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    "model": "a torch.nn.Module",
+    "loss_fn": "a function (model, batch) -> loss",
+    "predicate": "a predicate, such as ll.every_n_steps(100)",
+    "schedule": "a number or a schedule, such as ll.warmup_cosine(...)",
+    "logger": "a logger, such as ll.jsonl(path)",
+    "loader": "a loader, as ll.make_loader returns",
+    "state": "a state, as ll.init_state returns",
 }
+RECORDS = {"optimizer", "model", "state"}  # no plain function is one of these
 
 # Usual names of the first parameter of a function of a model.
 MODELS = {"model", "module", "net", "network"}
@@ -254,23 +250,11 @@ def check_kind(value: T, who: str, *expected: str, advice: str = "") -> T:
     """Return a value of one of these kinds, or a plain callable that may be. Raises TypeError for another."""
     __tracebackhide__ = True
     kind = kind_of(value)
-    plain = kind is None and callable(value) and not isinstance(value, type)
-    counts = [count for name in expected if (count := KINDS[name][0]) is not None]
-    if kind not in expected and not (plain and any(_takes(value, count) for count in counts)):
-        wanted = " or ".join(KINDS[name][1] for name in expected)
+    plain = kind is None and callable(value) and not isinstance(value, type) and not RECORDS & {*expected}
+    if kind not in expected and not plain:
+        wanted = " or ".join(KINDS[name] for name in expected)
         raise TypeError(f"{who} got {_called(value, kind)}; give {wanted}{advice}")
     return value
-
-
-def _takes(value: Any, count: int) -> bool:
-    """True if a function can be called with `count` arguments, as far as can be determined."""
-    try:
-        inspect.signature(value).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        return True  # it has no signature, as some functions in C
-    return True
 
 
 def _called(value: Any, kind: str | None) -> str:
@@ -368,8 +352,8 @@ def settings_of(value: Any) -> Mapping[str, Any] | None:
     if type(value) is partial:
         return {"function": value.func, "args": value.args, **value.keywords}
     if dataclasses.is_dataclass(value):
-        if type(value).__module__.startswith("looplib.") and not value.__dataclass_params__.repr:  # type: ignore[union-attr]
-            return None  # its repr is the code that makes it, as a predicate's
+        if not value.__dataclass_params__.repr:  # type: ignore[union-attr]
+            return None  # it has a repr of its own, as a predicate's, which is the code that makes it
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
     return None
