@@ -15,7 +15,7 @@ from looplib._core.checks import named
 from looplib._core.engines import RunningSum
 from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
-from looplib._core.records import Call, instances_are
+from looplib._core.records import Call, kinds_of_classes
 from looplib._core.torch_private import pytree
 from looplib._core.trees import by_fields
 
@@ -46,7 +46,6 @@ class DonatedStateError(RuntimeError):
     """A state was used after a donated step had overwritten its tensors."""
 
 
-@instances_are("state")
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrainState(lease.Leased):
     """Training state: an immutable record of a training run at one moment.
@@ -138,8 +137,7 @@ class TrainState(lease.Leased):
         return TrainState, tuple(getattr(self, name) for name in FIELDS)
 
 
-errors.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
-errors.explain_attributes(TrainState, "a TrainState", errors.OF_A_STATE)
+errors.explain(TrainState, "a TrainState", errors.OF_A_STATE, "write state = state.replace({name}=...)")
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
@@ -190,6 +188,7 @@ pytree.register_pytree_node(
     serialized_type_name="looplib.TrainState",
 )
 by_fields.add(TrainState)
+kinds_of_classes[TrainState] = "state"
 
 
 def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
@@ -435,20 +434,11 @@ Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, 
 Numbers = Callable[[Any, int], dict[str, float]]
 
 
-def _as_they_are(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
-    return params, buffers
-
-
-def _none_known(opt_state: Any, step: int) -> dict[str, float]:
-    return {}
-
-
 def always(grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple[Any, Any]:
     """The decision of an optimizer that skips no update."""
     return True, opt_state
 
 
-@instances_are("optimizer")
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
     """Optimizer: `init`, `decide` and `update_`.
@@ -469,8 +459,8 @@ class Optimizer:
     init: Callable[..., Any]
     update_: Callable[..., Any]
     decide: Callable[..., tuple[Any, Any]] = always
-    evaluation: Evaluation = _as_they_are
-    hyperparameters: Numbers = _none_known
+    evaluation: Evaluation = lambda params, buffers, opt_state: (params, buffers)
+    hyperparameters: Numbers = lambda opt_state, step: {}
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernel: Callable[[], str] | None = None
     call: Call | None = dataclasses.field(default=None, init=False, compare=False)
@@ -501,10 +491,11 @@ class Optimizer:
             object.__setattr__(self, name, updates.ignore_extra_kwargs(getattr(self, name)))
 
 
-errors.explain_attributes(Optimizer, "what ll.optimizer returns", errors.OF_AN_OPTIMIZER)
-errors.explain_assignment(
+kinds_of_classes[Optimizer] = "optimizer"
+errors.explain(
     Optimizer,
     "what ll.optimizer returns",
+    errors.OF_AN_OPTIMIZER,
     "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",
 )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from looplib._core.checks import is_plain
+from looplib._core.mappings import stacked
 from looplib._core.torch_private import functorch_level_of
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -50,7 +51,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Checksums of several tensors, copied to the CPU in one transfer."""
     sums = [checksum(tensor) for tensor in tensors]
-    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return stacked(sums).tolist() if sums else []
 
 
 def has_values(tensor: Tensor) -> bool:

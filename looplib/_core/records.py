@@ -36,7 +36,6 @@ from looplib._core.trees import leaves, map_leaves, paired
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-C = TypeVar("C")
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
 _SHOWN = 8  # number of entries of a container that are shown
@@ -220,27 +219,18 @@ RECORDS = {"optimizer", "model", "state"}  # no plain function is one of these
 # Usual names of the first parameter of a function of a model.
 MODELS = {"model", "module", "net", "network"}
 
-_classes: dict[type, str] = {nn.Module: "model"}
-
-
-def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
-    """Class decorator: set the kind of a class's instances."""
-
-    def register(cls: type[C]) -> type[C]:
-        _classes[cls] = kind
-        return cls
-
-    return register
+# Kinds of the instances of classes; each file that defines such a class adds it.
+kinds_of_classes: dict[type, str] = {nn.Module: "model"}
 
 
 def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
     for cls in type(value).__mro__:
-        if cls in _classes:
-            return _classes[cls]
+        if cls in kinds_of_classes:
+            return kinds_of_classes[cls]
     if (record := made(value)) is not None and record.kind is not None:
         return record.kind
-    first, second, *_ = [*_positional(value), "", ""]
+    first, second, *_ = [*({} if isinstance(value, type) else parameters_of(value)), "", ""]
     if second and first in MODELS:
         return "loss_fn"
     return "logger" if second == "values" else None
@@ -263,16 +253,8 @@ def _called(value: Any, kind: str | None) -> str:
         return f"the {kind or 'function'} of {record.name}"
     if not inspect.isroutine(value):
         return named(value)
-    called = f"{value.__name__}({', '.join(_positional(value))})"
+    called = f"{value.__name__}({', '.join(parameters_of(value))})"
     return called if kind is None else f"{called}, which looks like a {kind}"
-
-
-def _positional(value: Any) -> list[str]:
-    """Names of the parameters that can be passed by position."""
-    if isinstance(value, type) or not callable(value):
-        return []
-    parameters = parameters_of(value).values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -66,7 +66,7 @@ class Node(NamedTuple):
 
 # ---- containers ----
 
-_LEAVES = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
+_LEAVES = (Tensor, str, bytes, int, float, type(None), torch.Size, type)
 
 # Dataclasses that are walked by their fields although torch's pytrees know them.
 by_fields: set[type] = set()

@@ -408,4 +408,4 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
-errors.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)
+errors.explain(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)
