@@ -89,9 +89,8 @@ def init_state(
         seed=operator.index(seed),
         extra=extra,
     )
-    description = getattr(optimizer, "description", None)
-    made_with = Provenance(optimizer=described(description) if description else None, model=described_model(model))
-    lease.note_provenance(state, made_with)
+    description = None if optimizer is None else described(optimizer) or None
+    lease.note_provenance(state, Provenance(optimizer=description, model=described_model(model)))
     return state
 
 

@@ -231,7 +231,7 @@ def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Te
 
 
 # Also of a state that is spent: no step writes it.
-extra_of: Callable[[TrainState], Any] = operator.attrgetter("_extra")
+extra_of = operator.attrgetter("_extra")
 
 
 def check_state(value: Any, call: str) -> None:
@@ -431,12 +431,6 @@ class Decide(Protocol):
 
 
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
-Numbers = Callable[[Any, int], dict[str, float]]
-
-
-def always(grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple[Any, Any]:
-    """The decision of an optimizer that skips no update."""
-    return True, opt_state
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -458,9 +452,9 @@ class Optimizer:
 
     init: Callable[..., Any]
     update_: Callable[..., Any]
-    decide: Callable[..., tuple[Any, Any]] = always
+    decide: Callable[..., tuple[Any, Any]] = lambda grads, opt_state, metrics, **info: (True, opt_state)
     evaluation: Evaluation = lambda params, buffers, opt_state: (params, buffers)
-    hyperparameters: Numbers = lambda opt_state, step: {}
+    hyperparameters: Callable[[Any, int], dict[str, float]] = lambda opt_state, step: {}
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernel: Callable[[], str] | None = None
     call: Call | None = dataclasses.field(default=None, init=False, compare=False)

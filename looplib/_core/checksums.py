@@ -56,9 +56,4 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 def has_values(tensor: Tensor) -> bool:
     """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
-    return (
-        is_plain(tensor)
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and functorch_level_of(tensor) < 1
-    )
+    return is_plain(tensor) and not tensor.is_meta and not tensor.is_quantized and functorch_level_of(tensor) < 1

@@ -77,8 +77,7 @@ def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Modu
         layer = running[-1]
         name = names[id(layer)] or "the model itself"
         note += f" The layer was {name}: {type(layer).__name__}({layer.extra_repr()})."
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    error.add_note(note)
 
 
 def described_batch(batch: Any) -> str:

@@ -64,5 +64,4 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 def stacked(values: Sequence[Tensor]) -> Tensor:
     """Stack tensors of one shape on the device of the first."""
-    device = values[0].device
-    return torch.stack([value.to(device) for value in values])
+    return torch.stack([value.to(values[0].device) for value in values])

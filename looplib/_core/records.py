@@ -167,10 +167,9 @@ def shown(value: Any) -> str:
     if isinstance(call, Call):
         return str(call)
     name = type(value).__name__
-    if isinstance(value, nn.Module):
-        return name
-    if record is not None or isinstance(value, type) or inspect.isroutine(value):
-        return _name_of(value)
+    if record is not None or isinstance(value, (type, nn.Module)) or inspect.isroutine(value):
+        title: str = getattr(value, "__name__", name)
+        return f"lambda {', '.join(parameters_of(value))}: ..." if title == "<lambda>" else title
     if isinstance(value, (list, tuple, dict)):
         if len(value) > _SHOWN:
             return f"{name} of {len(value)}"
@@ -179,11 +178,6 @@ def shown(value: Any) -> str:
     if type(value).__module__.startswith("looplib.") and text.startswith(f"{name}("):
         return text.replace(name, _public_name(type(value)), 1)
     return f"{name}(...)" if re.search(ADDRESS, text) or len(text) > _LONG else text
-
-
-def _name_of(function: Any) -> str:
-    name: str = getattr(function, "__name__", type(function).__name__)
-    return f"lambda {', '.join(inspect.signature(function).parameters)}: ..." if name == "<lambda>" else name
 
 
 def _public_name(thing: Any) -> str:
@@ -275,9 +269,8 @@ _ENDINGS = {
 def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
     """Raise TypeError unless `who(model, function)` was given a module and a function `name(model, batch)`."""
     check_kind(model, who, "model", advice=f", and the function after it: {who}(model, {name})")
-    package = str(getattr(function, "__module__", "")).partition(".")[0]
     check(
-        package != "torch" and not isinstance(function, nn.Module),
+        not isinstance(function, nn.Module) and not str(getattr(function, "__module__", "")).startswith("torch."),
         f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
         f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
         f"        {_ENDINGS[name]}",
@@ -370,12 +363,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     Settings that only one of them describes are not compared.
     """
-    compared = [leaves({name: each[name] for name in old if name in new}, _is_setting) for each in (old, new)]
+    compared = [
+        leaves({name: each[name] for name in old if name in new}, lambda value: not isinstance(value, Mapping))
+        for each in (old, new)
+    ]
     return [f"{' '.join(path)} was {was}, is {now}" for path, was, now in paired(*compared) if was != now]
-
-
-def _is_setting(value: Any) -> bool:
-    return not isinstance(value, Mapping)
 
 
 LEFT_OUT = "***"

@@ -55,7 +55,7 @@ def without_dataset(iterator: Any) -> Any:
 
 # One call for many tensors. (`Any`: torch says "list or tuple", and calls of ours pass on sequences and settings.)
 foreach_add_: Any = torch._foreach_add_
-foreach_clone: Callable[..., list[Tensor]] = getattr(
+foreach_clone: Any = getattr(
     torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
 )  # later than torch 2.11
 foreach_clamp_max_ = torch._foreach_clamp_max_
@@ -97,13 +97,7 @@ def thread_value(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
-def set_thread_value(key: str, value: Any) -> None:
-    """Store an object for this thread, or delete it with None."""
-    remove = getattr(torch._C, "_remove_obj_from_tls", None)  # which torch 2.11 lacks
-    if value is not None or remove is None:
-        torch._C._stash_obj_in_tls(key, value)
-    elif torch._C._is_key_in_tls(key):
-        remove(key)
+set_thread_value = torch._C._stash_obj_in_tls
 
 
 def functorch_level() -> int:

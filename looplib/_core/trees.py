@@ -156,10 +156,10 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
     """Children of another container with the same names, in the order of this one."""
     other_node = _node_of(other)
-    if other_node is None or set(other_node.names) != set(node.names):
-        structure = f"a {type(other).__name__}" if other_node is None else str(list(other_node.names))
-        raise ValueError(f"two trees differ in their structure: {list(node.names)} and {structure}")
-    by_name = dict(zip(other_node.names, other_node.children, strict=True))
+    by_name = {} if other_node is None else dict(zip(other_node.names, other_node.children, strict=True))
+    if other_node is None or by_name.keys() != {*node.names}:
+        found = [*by_name] or f"a {type(other).__name__}"
+        raise ValueError(f"two trees differ in their structure: {[*node.names]} and {found}")
     return [by_name[name] for name in node.names]
 
 
@@ -239,14 +239,10 @@ def one_for_each(node: Any, count: int) -> bool:
 
     The items of a list as long as the batch are fields instead if every tensor in it has one row per sample.
     """
-    return _is_list(node) and len(node) == count and set(_lengths(node, count)) != {count}
-
-
-def _lengths(node: Any, count: int) -> Iterator[int]:
-    """Lengths of the tensors and arrays in a container, except those in lists with one item per sample."""
-    for _, leaf in leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count))):
-        if _is_array(leaf):
-            yield len(leaf)
+    if not _is_list(node) or len(node) != count:
+        return False
+    inside = leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count)))
+    return {len(leaf) for _, leaf in inside if _is_array(leaf)} != {count}
 
 
 def split(
@@ -279,25 +275,20 @@ def take(batch: Any, count: int, index: list[int]) -> Any:
     return taken
 
 
-def empty_batch(sample: Any) -> Any:
-    """A batch of no samples, from a batch of one: the same dtypes and further dimensions."""
-    return split(sample, 1, [0, 1])[0]
-
-
 def padding_batch(batch: Any) -> Any:
     """Two samples of ones in place of a batch of none, with its dtypes and further dimensions."""
-    [ones] = _cut(batch, 0, [_ones])
-    return ones
 
+    def ones(rows: Any) -> Tensor:
+        check(
+            isinstance(rows, Tensor),
+            f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
+            "place: give the loader drop_last=True, or another batch_size",
+            TypeError,
+        )
+        return rows.new_ones(2, *rows.shape[1:])  # type: ignore[no-any-return]
 
-def _ones(rows: Any) -> Tensor:
-    check(
-        isinstance(rows, Tensor),
-        f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
-        "place: give the loader drop_last=True, or another batch_size",
-        TypeError,
-    )
-    return rows.new_ones(2, *rows.shape[1:])  # type: ignore[no-any-return]
+    [padding] = _cut(batch, 0, [ones])
+    return padding
 
 
 def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
