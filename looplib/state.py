@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count
-from looplib._core.lease import overlapping, same_value
+from looplib._core.checks import check, check_optional_count, is_plain
+from looplib._core.lease import named_tensors, overlaps, same_value
 from looplib._core.mappings import fields_of, pick
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
@@ -73,13 +73,15 @@ def init_state(
         _modules.check_materialized(trained)
         with torch.inference_mode(False):  # steps take no tensors made there
             opt_state = optimizer.init(trained, buffers=buffers)
-        kept = dict(lease.named_tensors("opt_state", opt_state))
-        if (pair := overlapping({**params, **buffers, **kept}, {*names, *kept})) is not None:
-            raise ValueError(
-                f"{pair[0]} and {pair[1]} are two tensors that share memory: training one in place would change the "
+        plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
+        written = named_tensors("opt_state", opt_state)
+        for one, other in overlaps({**plain, **written}):
+            check(
+                not {one, other} & {*trained, *written},
+                f"{one} and {other} are two tensors that share memory: training one in place would change the "
                 "other, and a copy of the state would part them. Register one tensor under both names "
                 "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
-                "an optimizer's init)"
+                "an optimizer's init)",
             )
     state = TrainState(
         epoch_length=epoch_length,

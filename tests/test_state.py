@@ -241,6 +241,15 @@ def test_parameters_that_share_memory_are_refused(kind):
         ll.init_state(model, optimizer, trainable=lambda name, _: name == "one")
 
 
+@pytest.mark.parametrize(
+    "keep", [lambda params: [zeros := torch.zeros(2), zeros[:1]], lambda params: params["weight"]]
+)
+def test_an_optimizer_that_keeps_one_memory_twice_is_refused(keep):
+    optimizer = ll.types.Optimizer(init=keep, update_=lambda grads, opt_state, params, step: (params, opt_state))
+    with pytest.raises(ValueError, match=r"opt_state\S* are two tensors that share memory.*an optimizer's init"):
+        ll.init_state(nn.Linear(2, 1), optimizer)
+
+
 @pytest.mark.parametrize("kind", ["apart", "expanded apart"])
 def test_parameters_in_separate_ranges_of_one_storage_are_accepted(kind):
     assert ll.init_state(shares_memory(kind), ll.optimizer(torch.optim.SGD, lr=0.1)).step == 0
