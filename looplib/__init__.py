@@ -136,11 +136,14 @@ __version__ = "0.1.0"
 _explain_names(
     _sys.modules[__name__],
     late={
-        "contrib": (),
-        "debug": (),
-        "schedules": ("warmup_cosine",),
-        "testing": (),
-        "transforms": ("compile_step", "vmap_step"),
+        "contrib": "contrib",
+        "debug": "debug",
+        "schedules": "schedules",
+        "testing": "testing",
+        "transforms": "transforms",
+        "compile_step": "transforms",
+        "vmap_step": "transforms",
+        "warmup_cosine": "schedules",
     },
     unlisted={"log", "state"},  # rooms with the names of every user's own variables: no completion offers `ll.state`
 )

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, is_plain, named
+from looplib._core.checks import check, check_optional_count, is_plain
 from looplib._core.lease import named_tensors, overlaps, same_value
-from looplib._core.mappings import fields_of, mapped, pick
+from looplib._core.mappings import fields_of, pick
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
-from looplib._core.records import described
-from looplib._core.torch_private import functorch_level_of, pytree
+from looplib._core.records import check_kind, described
+from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
     Optimizer,
@@ -58,62 +57,43 @@ def init_state(
             (`torch.from_numpy`). For global random streams and objects with a `state_dict`, see `ll.checkpoint.capture`.
 
     Raises:
-        TypeError: `model` is not a module, or `optimizer` is not an `ll.optimizer(...)`.
-        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, or a trained
-            parameter is on the meta device or shares memory with another tensor of the module.
+        TypeError: `model` is not a module, `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
+        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, a trained parameter
+            is on the meta device, or what is trained or kept by the optimizer shares memory with another tensor.
     """
-    swapped = isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module)
-    check(not swapped, "init_state takes the model first: write ll.init_state(model, optimizer)", TypeError)
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     opt_state = None
     if optimizer is not None:
-        check(
-            hasattr(optimizer, "init"),
-            f"optimizer is {named(optimizer)}; init_state needs what ll.optimizer returns, such as "
-            "ll.optimizer(torch.optim.AdamW, lr=1e-3)",
-            TypeError,
-        )
-        check(
-            functorch_level_of(torch.empty(0)) < 1,
-            "init_state inside torch.func.grad: make the state outside, with hyperparameters that it holds "
-            "(lr=ll.optim.injected(0.1)), and put a tensor there inside: ll.optim.set_hyperparameters(state, lr=lr)",
-            RuntimeError,
-        )
+        check_kind(optimizer, "init_state", "optimizer")
         names = _modules.trainable_names(model, trainable)
         trained = pick(params, names)
         _modules.check_materialized(trained)
-        plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
-        for one, other in overlaps(plain):
-            check(
-                one not in trained and other not in trained,
-                f"{one} and {other} are two tensors that share memory: training one in place would change the "
-                "other, and a copy of the state would part them. Register one tensor under both names "
-                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())",
-            )
         with torch.inference_mode(False):  # steps take no tensors made there
             opt_state = optimizer.init(trained, buffers=buffers)
-        for one, other in overlaps(named_tensors("opt_state", opt_state)):
-            raise ValueError(
-                f"{one} and {other} share memory in what the optimizer keeps, so that an update in place would change "
-                "both: let its init make a tensor for each"
+        plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
+        written = named_tensors("opt_state", opt_state)
+        for one, other in overlaps({**plain, **written}):
+            check(
+                not {one, other} & {*trained, *written},
+                f"{one} and {other} are two tensors that share memory: training one in place would change the "
+                "other, and a copy of the state would part them. Register one tensor under both names "
+                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
+                "an optimizer's init)",
             )
     state = TrainState(
-        epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
+        epoch_length=epoch_length,
+        params=params,
+        buffers=buffers,
+        opt_state=opt_state,
+        seed=operator.index(seed),
+        extra=extra,
     )
-    description = getattr(optimizer, "description", None)
-    made_with = Provenance(optimizer=described(description) if description else None, model=described_model(model))
-    lease.note_provenance(state, made_with)
+    description = None if optimizer is None else described(optimizer) or None
+    lease.note_provenance(state, Provenance(optimizer=description, model=described_model(model)))
     return state
-
-
-def _whole(value: Any, name: str = "seed") -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {named(value)}; give a whole number") from None
 
 
 def copy_state(state: TrainState) -> TrainState:
@@ -136,15 +116,13 @@ def copy_state(state: TrainState) -> TrainState:
     check_state(state, "ll.copy_state(state)")
     copies: dict[int, Tensor] = {}
 
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return copies[id(leaf)]
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
 
     with torch.inference_mode(False):  # steps take no tensors made there
-        return state.replace(**mapped(partial(pytree.tree_map, copy), fields_of(state, TREES)))
+        return state.replace(**pytree.tree_map_only(Tensor, copy, fields_of(state, TREES)))
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:
@@ -173,35 +151,24 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         ValueError: names or shapes differ from the module's, or the state is a stack. Nothing is copied then.
         DonatedStateError: the state was donated to a step.
     """
-    check(not isinstance(model, TrainState), "bind takes the model first: write ll.bind(model, state)", TypeError)
     check_state(state, "ll.bind(model, state)")
-    check(
-        not isinstance(state.seed, tuple),
-        "the state is a stack, and a module has room for one member: ll.bind(model, ll.transforms.unstack_states(state)[0])",
-    )
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
-    targets = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
-    if all(getattr(state, tree)[name] is targets[tree][name] for tree in targets for name in targets[tree]):
+    params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
+    targets, held = {**params, **buffers}, {**state.params, **state.buffers}
+    if all(held[name] is tensor for name, tensor in targets.items()):
         return state
     watches.bound(model)
     bound = copy_state(state)
+    values = {**bound.params, **bound.buffers}
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.
-    writes = [
-        (tensor, value)
-        for tree, values in targets.items()
-        for name, tensor in values.items()
-        if not same_value(tensor, value := getattr(bound, tree)[name])
-    ]
-    written = [tensor for tensor, _ in writes]
-    taken = lease.lease_over("ll.bind(model, state)", written)
+    writes = [(tensor, values[name]) for name, tensor in targets.items() if not same_value(tensor, values[name])]
+    taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
     taken.write()
-    with torch.no_grad():
-        for tensor, value in writes:
-            tensor.copy_(value)
+    lease.put_back(writes)
     taken.step = state.step
-    return bound.replace(**targets)
+    return bound.replace(params=params, buffers=buffers)
 
 
 def end_epoch(state: TrainState) -> TrainState:
@@ -258,8 +225,7 @@ def fold_in(state: TrainState, index: int) -> TrainState:
     Source: `jax.random.fold_in`.
     """
     check_state(state, "ll.state.fold_in(state, index)")
-    index = _whole(index, "index")
-    seeds: Any = state.seed
+    index, seeds = operator.index(index), cast(Any, state.seed)
     return state.replace(
         seed=tuple(mix(seed, index) for seed in seeds) if isinstance(seeds, tuple) else mix(seeds, index)
     )

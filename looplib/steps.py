@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.checks import check, check_type, named
-from looplib._core.errors import explain_arguments, fold
+from looplib._core.checks import check, check_type
+from looplib._core.errors import fold
 from looplib._core.lease import (
     Lease,
     follows,
@@ -125,21 +125,6 @@ def spec_of(step: object, transform: str) -> StepSpec:
     return cast(StepSpec, record.parts)
 
 
-def _explain(grad_fn: Any = None, optimizer: Any = None, *misplaced: Any, **options: Any) -> None:
-    """Say what to write instead of arguments that `make_train_step` does not take."""
-    if misplaced:
-        raise TypeError(
-            f"make_train_step takes a grad_fn and an optimizer, and got {named(misplaced[0])} as well: write "
-            "ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)"
-        )
-    if "compile" in options:
-        raise TypeError(
-            "make_train_step takes no compile=: compile the step that it returns, "
-            "ll.compile_step(ll.make_train_step(grad_fn, optimizer)), with torch.compile's mode=, options= or backend="
-        )
-
-
-@explain_arguments(_explain)
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,

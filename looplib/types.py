@@ -15,9 +15,9 @@ from looplib._core.checks import named
 from looplib._core.engines import RunningSum
 from looplib._core.lease import clock
 from looplib._core.mappings import fields_of
-from looplib._core.records import Call, instances_are
+from looplib._core.records import Call, kinds_of_classes
 from looplib._core.torch_private import pytree
-from looplib._core.trees import Attribute, Node, register
+from looplib._core.trees import by_fields
 
 __all__ = [
     "Decide",
@@ -46,7 +46,6 @@ class DonatedStateError(RuntimeError):
     """A state was used after a donated step had overwritten its tensors."""
 
 
-@instances_are("state")
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrainState(lease.Leased):
     """Training state: an immutable record of a training run at one moment.
@@ -110,9 +109,7 @@ class TrainState(lease.Leased):
             TypeError: TrainState has no such field.
             DonatedStateError: a field that is not replaced was donated.
         """
-        if unknown := changes.keys() - set(FIELDS):
-            raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
-        new = TrainState(*(changes[name] if name in changes else getattr(self, name) for name in FIELDS))
+        new = TrainState(**fields_of(self, [name for name in FIELDS if name not in changes]), **changes)
         # With other tensors, the next donated step has to find out again what it writes, and what `extra` shares with it.
         written = changes.keys() & {"params", "buffers", "opt_state"}
         same = not written and not lease.lies_on(self._lease, changes.get("extra"))
@@ -120,21 +117,27 @@ class TrainState(lease.Leased):
         return new
 
     def __repr__(self) -> str:
-        trees = (self._params, self._buffers, self._opt_state, self._extra)  # type: ignore[attr-defined]
-        return _summary(self, lease.overwritten(self, trees) is not None)
+        """Position and size, in one line."""
+        position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
+        parts = [f"step={self.step}", f"epoch={self.epoch}", f"batch={position}", f"samples={self.samples}"]
+        if lease.overwritten(self, [getattr(self, f"_{name}") for name in TREES]) is not None:
+            return f"TrainState({', '.join(parts)}, donated)"
+        parts += [
+            f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
+            for name in ("params", "buffers")
+            if (tensors := getattr(self, name))
+        ]
+        parts.append(f"seed={self.seed}")
+        if self.extra is not None:
+            keys = f" of {', '.join(map(str, self.extra))}" if isinstance(self.extra, dict) else ""
+            parts.append(f"extra={type(self.extra).__name__}{keys}")
+        return f"TrainState({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (lease.provenance(self), *(getattr(self, name) for name in FIELDS))
+        return TrainState, tuple(getattr(self, name) for name in FIELDS)
 
 
-def _unpickled(provenance: Any, *values: Any) -> TrainState:
-    state = TrainState(*values)
-    lease.note_provenance(state, provenance)
-    return state
-
-
-errors.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
-errors.explain_attributes(TrainState, "a TrainState", errors.OF_A_STATE)
+errors.explain(TrainState, "a TrainState", errors.OF_A_STATE, "write state = state.replace({name}=...)")
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
@@ -174,7 +177,7 @@ def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
 
 def _unflatten(children: Iterable[Any], structure: Any) -> TrainState:
     present, counts = structure
-    return TrainState(**{**dict.fromkeys(TREES), **dict(zip(present, children, strict=True)), **counts})
+    return TrainState(**dict(zip(present, children, strict=True)), **counts)
 
 
 pytree.register_pytree_node(
@@ -184,29 +187,8 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
 )
-_ATTRIBUTES = [*map(Attribute, FIELDS)]
-register(
-    TrainState,
-    lambda state: Node(_ATTRIBUTES, [*fields_of(state, FIELDS).values()], lambda values: TrainState(*values)),
-)
-
-
-def _summary(state: Any, spent: bool) -> str:
-    """A state in one line: its position and its size."""
-    position = state.batch if state.epoch_length is None else f"{state.batch}/{state.epoch_length}"
-    parts = [f"step={state.step}", f"epoch={state.epoch}", f"batch={position}", f"samples={state.samples}"]
-    if spent:
-        return f"TrainState({', '.join(parts)}, donated)"
-    parts += [
-        f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
-        for name in ("params", "buffers")
-        if (tensors := getattr(state, name))
-    ]
-    parts.append(f"seed={state.seed}")
-    if state.extra is not None:
-        keys = f" of {', '.join(map(str, state.extra))}" if isinstance(state.extra, dict) else ""
-        parts.append(f"extra={type(state.extra).__name__}{keys}")
-    return f"TrainState({', '.join(parts)})"
+by_fields.add(TrainState)
+kinds_of_classes[TrainState] = "state"
 
 
 def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
@@ -229,8 +211,6 @@ def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
             "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
         )
     at += f": {writer.writer} has written over its tensors, and that run is at step {writer.step} now. "
-    if writer.writer.startswith("ll.bind"):
-        return f"{at}Copy a state before you bind another one (kept = ll.copy_state(state)), and bind it again to train it"
     return (
         f"{at}Continue with the state that it returned. If that is lost, as when a notebook cell begins with state = start, "
         "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "
@@ -251,7 +231,7 @@ def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Te
 
 
 # Also of a state that is spent: no step writes it.
-extra_of: Callable[[TrainState], Any] = operator.attrgetter("_extra")
+extra_of = operator.attrgetter("_extra")
 
 
 def check_state(value: Any, call: str) -> None:
@@ -451,23 +431,8 @@ class Decide(Protocol):
 
 
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
-Numbers = Callable[[Any, int], dict[str, float]]
 
 
-def _as_they_are(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
-    return params, buffers
-
-
-def _none_known(opt_state: Any, step: int) -> dict[str, float]:
-    return {}
-
-
-def always(grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple[Any, Any]:
-    """The decision of an optimizer that skips no update."""
-    return True, opt_state
-
-
-@instances_are("optimizer")
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
     """Optimizer: `init`, `decide` and `update_`.
@@ -487,9 +452,9 @@ class Optimizer:
 
     init: Callable[..., Any]
     update_: Callable[..., Any]
-    decide: Callable[..., tuple[Any, Any]] = always
-    evaluation: Evaluation = _as_they_are
-    hyperparameters: Numbers = _none_known
+    decide: Callable[..., tuple[Any, Any]] = lambda grads, opt_state, metrics, **info: (True, opt_state)
+    evaluation: Evaluation = lambda params, buffers, opt_state: (params, buffers)
+    hyperparameters: Callable[[Any, int], dict[str, float]] = lambda opt_state, step: {}
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernel: Callable[[], str] | None = None
     call: Call | None = dataclasses.field(default=None, init=False, compare=False)
@@ -520,10 +485,11 @@ class Optimizer:
             object.__setattr__(self, name, updates.ignore_extra_kwargs(getattr(self, name)))
 
 
-errors.explain_attributes(Optimizer, "what ll.optimizer returns", errors.OF_AN_OPTIMIZER)
-errors.explain_assignment(
+kinds_of_classes[Optimizer] = "optimizer"
+errors.explain(
     Optimizer,
     "what ll.optimizer returns",
+    errors.OF_AN_OPTIMIZER,
     "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",
 )
 

@@ -156,13 +156,18 @@ def evaluate(step, batches=()):
 
 
 REFUSED = [
-    (lambda: ll.clip_by_global_norm(THINGS["train_step"], 1.0), r"clip_by_global_norm.*train step.*make_train_step"),
-    (lambda: ll.accumulate(THINGS["train_step"], 2), r"accumulate.*train step.*make_train_step\(accumulate"),
+    (
+        lambda: ll.clip_by_global_norm(THINGS["train_step"], 1.0),
+        r"clip_by_global_norm got the train_step of make_train_step; give a grad_fn",
+    ),
+    (lambda: ll.accumulate(THINGS["train_step"], 2), r"accumulate.*train_step.*make_train_step\(accumulate"),
     (lambda: ll.make_train_step(loss_fn, SGD), r"loss_fn\(model, batch\).*loss"),
-    (lambda: ll.make_train_step(lambda m, b: None, SGD), r"\(m, b\).*grad_fn"),
     (lambda: ll.accumulate(loss_fn, 2), r"accumulate.*loss_fn\(model, batch\)"),
+    # No plain function is a module or an optimizer.
+    (lambda: ll.make_grad_fn(lambda x: x, loss_fn), r"make_grad_fn got <lambda>\(x\); give a torch.nn.Module"),
+    (lambda: ll.init_state(MODEL, lambda x: x), r"init_state got <lambda>\(x\); give what ll.optimizer returns"),
     # Wrappers of any step are of the step's kind, and name the function that the user gave.
-    (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict.*eval step.*split_on_oom"),
+    (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict got the eval_step of split_on_oom"),
     # A wrapper that does not hand the request on would lose the loss scale.
     (
         lambda: ll.grads.scale_loss(lambda state, batch, request=None: GRAD_FN(state, batch))(

@@ -76,8 +76,8 @@ def test_the_seed_of_a_step_gives_a_raw_loop_the_masks_of_each_microbatch(microb
     assert torch.equal(masks[microbatch], nn.Dropout(0.5)(torch.ones(16, dtype=torch.float64)))
 
 
-def test_an_index_that_is_no_whole_number_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"index is .*give a whole number"):
+def test_an_index_that_is_no_whole_number_is_refused():
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         ll.state.fold_in(ll.TrainState(), 0.5)
     with pytest.raises(TypeError, match=r"ll\.state\.fold_in\(state, index\)"):
         ll.state.fold_in(3, 0)

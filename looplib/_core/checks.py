@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,6 @@ def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
     __tracebackhide__ = True
     if not isinstance(value, expected):
         raise TypeError(f"{subject} {named(value)}; {advice}")
-
-
-def check_batches(who: str, batches: Any, call: str) -> None:
-    """Raise TypeError unless `batches` can be iterated over; a loader without its state cannot."""
-    __tracebackhide__ = True
-    if not isinstance(batches, Iterable):
-        kind = type(batches).__name__
-        raise TypeError(f"{who} takes the batches of an epoch, and a {kind} is not iterable; write {call}")
 
 
 def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from looplib._core.checks import is_plain
+from looplib._core.mappings import stacked
 from looplib._core.torch_private import functorch_level_of
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-_CHUNK = 1 << 16  # words, on CPUs
+_CHUNK = 1 << 18  # words: they fit in a cache of a CPU, and kernels of a GPU are few
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -22,14 +23,11 @@ def checksum(tensor: Tensor) -> Tensor:
     not protect against deliberately constructed collisions.
     """
     data = bits_of(tensor.detach())
-    whole = data.numel() // 8 * 8
-    rest = pad(data[whole:], (0, whole + 8 - data.numel())).view(torch.int64)  # a word of zeros if nothing is left
-    total = _mixed(rest).sum()  # at position 0
-    words = (data[:whole].clone() if data.storage_offset() % 8 else data[:whole]).view(torch.int64)
-    chunk = _CHUNK if words.device.type == "cpu" else 1 << 22  # what fits in a cache, or few large kernels
-    for begin in range(0, len(words), chunk):
-        part = words[begin : begin + chunk]
-        positions = torch.arange(begin + 1, begin + 1 + len(part), device=words.device)
+    words = pad(data, (0, -data.numel() % 8)).view(torch.int64)  # a copy, which is aligned
+    total = words.new_zeros(())
+    for begin in range(0, len(words), _CHUNK):
+        part = words[begin : begin + _CHUNK]
+        positions = torch.arange(begin, begin + len(part), device=words.device)
         total += _mixed(positions.mul_(_PLACE).add_(part)).sum()
     return total
 
@@ -53,14 +51,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Checksums of several tensors, copied to the CPU in one transfer."""
     sums = [checksum(tensor) for tensor in tensors]
-    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return stacked(sums).tolist() if sums else []
 
 
 def has_values(tensor: Tensor) -> bool:
     """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
-    return (
-        is_plain(tensor)
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and functorch_level_of(tensor) < 1
-    )
+    return is_plain(tensor) and not tensor.is_meta and not tensor.is_quantized and functorch_level_of(tensor) < 1

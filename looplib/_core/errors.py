@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import FrozenInstanceError
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +77,7 @@ def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Modu
         layer = running[-1]
         name = names[id(layer)] or "the model itself"
         note += f" The layer was {name}: {type(layer).__name__}({layer.extra_repr()})."
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
-    if "unexpected keyword argument" in str(error):
-        error.add_note("To pass only the columns that forward takes: model(**ll.losses.model_inputs(model, batch)).")
+    error.add_note(note)
 
 
 def described_batch(batch: Any) -> str:
@@ -102,11 +98,8 @@ def described_batch(batch: Any) -> str:
     return named(batch)
 
 
-# What to write instead of a name, an assignment or arguments that there are not
+# What to write instead of a name or an assignment that there is not
 
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # What users of torch and of Trainers write -> what to write instead, by what they look at.
 _LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
@@ -155,31 +148,38 @@ OF_LOOPLIB = {
 }
 
 
-def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None:
-    """Make the errors for these missing attributes of a class say what to write instead.
+def explain(cls: type, owner: str, advice: Mapping[str, str], assignment: str = "") -> None:
+    """Make the errors for these missing attributes of a class say what to write instead, and those for assignments.
 
     The class has none of them, so that neither editors nor `help` offer them. Python calls `__getattr__` for a missing
-    attribute alone; with it, reading one that is there takes 0.01 us longer.
+    attribute alone; with it, reading one that is there takes 0.01 us longer. `assignment` is the advice of a frozen
+    record, in which {name} is the attribute's.
     """
 
     def __getattr__(record: Any, name: str) -> NoReturn:
         instead = f": {advice[name]}" if name in advice else ""
         raise AttributeError(f"{owner} has no attribute {name!r}{instead}", name=name, obj=record)
 
+    def __setattr__(record: Any, name: str, value: Any) -> NoReturn:
+        raise FrozenInstanceError(
+            f"cannot assign to {name!r}: {owner} does not change; {assignment.format(name=name)}"
+        )
+
     cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
+    if assignment:
+        cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
 
 
-def explain_names(package: ModuleType, late: Mapping[str, Collection[str]], unlisted: Collection[str]) -> None:
+def explain_names(package: ModuleType, late: Mapping[str, str], unlisted: Collection[str]) -> None:
     """Make a package say where a name is that it does not have, and import late rooms at their first use.
 
-    `late` maps such a room to those of its names that the package has as well. `unlisted` names are left out of `dir`.
+    `late` maps a name of the package to the room that it is, or that has it. `unlisted` names are left out of `dir`.
     """
-    homes = {name: room for room, names in late.items() for name in (room, *names)}
 
     def __getattr__(name: str) -> Any:
-        if name in homes:
-            room = import_module(f"{package.__name__}.{homes[name]}")
-            vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
+        if name in late:
+            room = import_module(f"{package.__name__}.{late[name]}")
+            setattr(package, name, room if name == late[name] else getattr(room, name))
             return getattr(package, name)
         advice = f": {OF_LOOPLIB.get(name, 'recipes/WORDS.md and the search of the site know the words of other libraries')}"
         # Names with an underscore are asked for by imports, and this imports the late rooms.
@@ -189,31 +189,5 @@ def explain_names(package: ModuleType, late: Mapping[str, Collection[str]], unli
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}{advice}", name=name, obj=package)
 
     vars(package).update(
-        __getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}.difference(unlisted))
+        __getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *late}.difference(unlisted))
     )
-
-
-def explain_assignment(cls: type, owner: str, advice: str) -> None:
-    """Make a frozen record say what to write instead of an assignment; {name} in the advice is the attribute's."""
-
-    def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
-        raise FrozenInstanceError(f"cannot assign to {name!r}: {owner} does not change; {advice.format(name=name)}")
-
-    cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
-
-
-def explain_arguments(explain: Callable[..., object]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: if the arguments of a call do not fit, `explain(*args, **kwargs)` may say what to write instead."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                signature(function).bind(*args, **kwargs)
-            except TypeError:
-                explain(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate

@@ -52,11 +52,6 @@ def pick(mapping: Mapping[K, V], names: Iterable[K]) -> dict[K, V]:
     return {name: mapping[name] for name in names}
 
 
-def detached_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors by name, outside of any graph."""
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
 def in_dtypes_of(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors in the dtypes of those under the same names."""
     return {name: tensor.to(like[name].dtype) for name, tensor in tensors.items()}
@@ -69,5 +64,4 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 def stacked(values: Sequence[Tensor]) -> Tensor:
     """Stack tensors of one shape on the device of the first."""
-    device = values[0].device
-    return torch.stack([value.to(device) for value in values])
+    return torch.stack([value.to(values[0].device) for value in values])

@@ -32,11 +32,10 @@ import torch
 from torch import nn
 
 from looplib._core.checks import check, named
-from looplib._core.trees import MISSING, paired
+from looplib._core.trees import leaves, map_leaves, paired
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-C = TypeVar("C")
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
 _SHOWN = 8  # number of entries of a container that are shown
@@ -166,29 +165,17 @@ def shown(value: Any) -> str:
     if isinstance(call, Call):
         return str(call)
     name = type(value).__name__
-    if isinstance(value, nn.Module):
-        return name
-    if record is not None or isinstance(value, type) or inspect.isroutine(value):
-        return _name_of(value)
+    if record is not None or isinstance(value, (type, nn.Module)) or inspect.isroutine(value):
+        title: str = getattr(value, "__name__", name)
+        return f"lambda {', '.join(parameters_of(value))}: ..." if title == "<lambda>" else title
     if isinstance(value, (list, tuple, dict)):
-        return repr(_members(value)) if len(value) <= _SHOWN else f"{name} of {len(value)}"
+        if len(value) > _SHOWN:
+            return f"{name} of {len(value)}"
+        return repr(map_leaves(lambda member: Code(shown(member)), value, is_leaf=lambda node: node is not value))
     text = repr(value)
     if type(value).__module__.startswith("looplib.") and text.startswith(f"{name}("):
         return text.replace(name, _public_name(type(value)), 1)
     return f"{name}(...)" if re.search(ADDRESS, text) or len(text) > _LONG else text
-
-
-def _members(values: Any) -> Any:
-    """The members of a container as code, in a container of the same kind."""
-    if isinstance(values, dict):
-        return {key: Code(shown(value)) for key, value in values.items()}
-    members = [Code(shown(value)) for value in values]
-    return members if isinstance(values, list) else tuple(members)
-
-
-def _name_of(function: Any) -> str:
-    name: str = getattr(function, "__name__", type(function).__name__)
-    return f"lambda {', '.join(inspect.signature(function).parameters)}: ..." if name == "<lambda>" else name
 
 
 def _public_name(thing: Any) -> str:
@@ -203,62 +190,39 @@ def _public_name(thing: Any) -> str:
 # Kinds of functions: gradient function, step, predicate, logger, and so on
 
 
-# Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.
+# Kinds of arguments, and what to give.
 KINDS = {
-    "grad_fn": (
-        "a grad_fn",
-        3,
-        "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
-    ),
-    "train_step": (
-        "a train step",
-        2,
-        "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
-    ),
-    "eval_step": (
-        "an eval step",
-        2,
-        'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) returns',
-    ),
-    "predict_step": ("a predict step", 2, "a predict step, as ll.make_predict_step(model, predict_fn) returns"),
-    "optimizer": (
-        "an optimizer",
-        None,
-        "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
-    ),
-    "model": ("a module", None, "a torch.nn.Module"),
-    "loss_fn": ("a loss function", 2, "a function (model, batch) -> loss"),
-    "predicate": ("a predicate", 1, "a predicate, such as ll.every_n_steps(100)"),
-    "schedule": ("a schedule", 1, "a number or a schedule, such as ll.warmup_cosine(...)"),
-    "logger": ("a logger", 2, "a logger, such as ll.jsonl(path)"),
-    "loader": ("a loader", 1, "a loader, as ll.make_loader returns"),
-    "state": ("a state", None, "a state, as ll.init_state returns"),
+    "grad_fn": "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
+    "train_step": "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
+    "eval_step": 'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) '
+    "returns",
+    "predict_step": "a predict step, as ll.make_predict_step(model, predict_fn) returns",
+    "optimizer": "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    "model": "a torch.nn.Module",
+    "loss_fn": "a function (model, batch) -> loss",
+    "predicate": "a predicate, such as ll.every_n_steps(100)",
+    "schedule": "a number or a schedule, such as ll.warmup_cosine(...)",
+    "logger": "a logger, such as ll.jsonl(path)",
+    "loader": "a loader, as ll.make_loader returns",
+    "state": "a state, as ll.init_state returns",
 }
+RECORDS = {"optimizer", "model", "state"}  # no plain function is one of these
 
 # Usual names of the first parameter of a function of a model.
 MODELS = {"model", "module", "net", "network"}
 
-_classes: dict[type, str] = {nn.Module: "model"}
-
-
-def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
-    """Class decorator: set the kind of a class's instances."""
-
-    def register(cls: type[C]) -> type[C]:
-        _classes[cls] = kind
-        return cls
-
-    return register
+# Kinds of the instances of classes; each file that defines such a class adds it.
+kinds_of_classes: dict[type, str] = {nn.Module: "model"}
 
 
 def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
     for cls in type(value).__mro__:
-        if cls in _classes:
-            return _classes[cls]
+        if cls in kinds_of_classes:
+            return kinds_of_classes[cls]
     if (record := made(value)) is not None and record.kind is not None:
         return record.kind
-    first, second, *_ = [*positional(value), "", ""]
+    first, second, *_ = [*({} if isinstance(value, type) else parameters_of(value)), "", ""]
     if second and first in MODELS:
         return "loss_fn"
     return "logger" if second == "values" else None
@@ -266,41 +230,23 @@ def kind_of(value: Any) -> str | None:
 
 def check_kind(value: T, who: str, *expected: str, advice: str = "") -> T:
     """Return a value of one of these kinds, or a plain callable that may be. Raises TypeError for another."""
+    __tracebackhide__ = True
     kind = kind_of(value)
-    plain = kind is None and callable(value) and not isinstance(value, type)
-    counts = [count for name in expected if (count := KINDS[name][1]) is not None]
-    if kind not in expected and not (plain and any(_takes(value, count) for count in counts)):
-        wanted = " or ".join(KINDS[name][2] for name in expected)
-        raise TypeError(f"{who} got {_named(value, kind)}; give {wanted}{advice}")
+    plain = kind is None and callable(value) and not isinstance(value, type) and not RECORDS & {*expected}
+    if kind not in expected and not plain:
+        wanted = " or ".join(KINDS[name] for name in expected)
+        raise TypeError(f"{who} got {_called(value, kind)}; give {wanted}{advice}")
     return value
 
 
-def _takes(value: Any, count: int) -> bool:
-    """True if a function can be called with `count` arguments, as far as can be determined."""
-    try:
-        inspect.signature(value).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        return True  # it has no signature, as some functions in C
-    return True
-
-
-def _named(value: Any, kind: str | None) -> str:
-    if (record := made(value)) is not None and record.kind is not None:
-        return f"{KINDS[record.kind][0]} (of {record.name})"
-    if not inspect.isroutine(value) and record is None:
-        return f"a {type(value).__name__}"
-    called = f"{getattr(value, '__name__', 'a function')}({', '.join(positional(value))})"
-    return called if kind is None else f"{called}, which looks like {KINDS[kind][0]}"
-
-
-def positional(value: Any, required: bool = False) -> list[str]:
-    """Names of the parameters that can be passed by position, or of those that must be."""
-    if isinstance(value, type) or not callable(value):
-        return []
-    allowed = [p for p in parameters_of(value).values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [p.name for p in allowed if not required or p.default is p.empty]
+def _called(value: Any, kind: str | None) -> str:
+    """Name of a value in a message: the factory that made it, or the call of a plain function."""
+    if (record := made(value)) is not None:
+        return f"the {kind or 'function'} of {record.name}"
+    if not inspect.isroutine(value):
+        return named(value)
+    called = f"{value.__name__}({', '.join(parameters_of(value))})"
+    return called if kind is None else f"{called}, which looks like a {kind}"
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -320,33 +266,15 @@ _ENDINGS = {
 
 def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
     """Raise TypeError unless `who(model, function)` was given a module and a function `name(model, batch)`."""
-    swapped = isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model)
-    check(not swapped, f"{who} takes the model first: write {who}(model, {name})", TypeError)
+    check_kind(model, who, "model", advice=f", and the function after it: {who}(model, {name})")
     check(
-        not _of_torch(function),
+        not isinstance(function, nn.Module) and not str(getattr(function, "__module__", "")).startswith("torch."),
         f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
         f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
         f"        {_ENDINGS[name]}",
         TypeError,
     )
-    names = positional(function, required=True) if inspect.isroutine(function) else []
-    listed = ", ".join(names)
-    reverse = f"{who} got {name}({listed}); the model comes first: def {name}({', '.join(names[::-1])})"
-    check([name in MODELS for name in names] != [False, True], reverse, TypeError)
-    check(
-        len(names) <= 2,
-        f"{who} got {name}({listed}), which is called as {name}(model, batch): take the batch as one argument, and unpack "
-        f"it inside, {', '.join(names[1:])} = batch",
-        TypeError,
-    )
     check_kind(function, who, "loss_fn")
-
-
-def _of_torch(function: Any) -> bool:
-    """True for torch's own losses and functions: a module, a class of modules, or a plain function."""
-    cls = function if isinstance(function, type) else type(function)
-    package = str(getattr(function, "__module__", "")).partition(".")[0]
-    return issubclass(cls, nn.Module) or (inspect.isroutine(function) and package == "torch")
 
 
 # Descriptions of settings as plain values
@@ -371,10 +299,11 @@ def described(value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Mapping):
         return {str(key): described(member) for key, member in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return described(sorted(value, key=repr))  # the order of text in a set differs between processes
-    if isinstance(value, (list, tuple)):
-        members = [described(member) for member in value]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        # The order of text in a set differs between processes.
+        members = [
+            described(member) for member in (value if isinstance(value, Sequence) else sorted(value, key=repr))
+        ]
         if len(value) <= MANY:
             return members
         return f"{type(value).__qualname__} of {len(value)}, checksum {zlib.crc32(repr(members).encode()):08x}"
@@ -384,8 +313,6 @@ def described(value: Any) -> Any:
         return described(settings)
     if isinstance(value, types.FunctionType):
         return _function(value)
-    if isinstance(value, partial) and made(value) is None:
-        return f"{described(value.func)} with {described_arguments(value.args, value.keywords)}"
     return shown(value) if made(value) is not None or inspect.isroutine(value) else _plain(value)
 
 
@@ -395,9 +322,11 @@ def settings_of(value: Any) -> Mapping[str, Any] | None:
         return value.description  # type: ignore[no-any-return]
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return vars(value)
+    if type(value) is partial:
+        return {"function": value.func, "args": value.args, **value.keywords}
     if dataclasses.is_dataclass(value):
-        if type(value).__module__.startswith("looplib.") and not value.__dataclass_params__.repr:  # type: ignore[union-attr]
-            return None  # its repr is the code that makes it, as a predicate's
+        if not value.__dataclass_params__.repr:  # type: ignore[union-attr]
+            return None  # it has a repr of its own, as a predicate's, which is the code that makes it
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
     return None
@@ -424,13 +353,7 @@ def _function(function: types.FunctionType) -> str:
     return f"{shown(function)} ({', '.join(numbers)})" if numbers else shown(function)
 
 
-def described_arguments(args: Sequence[Any], settings: Mapping[str, Any]) -> str:
-    """Arguments of a call, as in its code."""
-    named = [f"{name}={described(value)}" for name, value in settings.items()]
-    return ", ".join([*map(str, map(described, args)), *named])
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Settings that differ between two descriptions, in words.
 
     >>> differences({"optimizer": {"lr": 0.1}, "loader": {}}, {"optimizer": {"lr": 0.2, "momentum": 0.9}})
@@ -438,14 +361,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
     Settings that only one of them describes are not compared.
     """
-    changes = []
-    for key, before, now in paired(old.items(), new.items()):
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            changes += differences(before, now, f"{prefix}{key} ")
-        elif before != now and (prefix or MISSING not in (before, now)):
-            was, has = ("not given" if value is MISSING else value for value in (before, now))
-            changes.append(f"{prefix}{key} was {was}, is {has}")
-    return changes
+    compared = [
+        leaves({name: each[name] for name in old if name in new}, lambda value: not isinstance(value, Mapping))
+        for each in (old, new)
+    ]
+    return [f"{' '.join(path)} was {was}, is {now}" for path, was, now in paired(*compared) if was != now]
 
 
 LEFT_OUT = "***"

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_
 __all__ = ["disable_current_modes", "fused_devices", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+set_grad_enabled = torch._C._set_grad_enabled
 # The function behind `Tensor.backward`, without its checks.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -33,20 +33,18 @@ def has_saved_tensors_hooks() -> bool:
 
 
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
-version: Callable[[Tensor], int] = operator.attrgetter("_version")
-is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
+version = operator.attrgetter("_version")
+is_view = operator.methodcaller("_is_view")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
-own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
-own_parameters: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_parameters")
-own_buffers: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
+own_modules, own_parameters, own_buffers = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
 # Base classes: of BatchNorm1d to 3d and SyncBatchNorm, and of all dropout layers.
-BatchNorm: type[nn.modules.batchnorm._BatchNorm] = nn.modules.batchnorm._BatchNorm
-Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd
+BatchNorm = nn.modules.batchnorm._BatchNorm
+Dropout = nn.modules.dropout._DropoutNd
 
 # Of an iterator of a DataLoader, and of an optimizer.
-shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
-init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
+shutdown_workers = operator.methodcaller("_shutdown_workers")
+init_group = operator.attrgetter("_init_group")
 
 
 def without_dataset(iterator: Any) -> Any:
@@ -55,22 +53,22 @@ def without_dataset(iterator: Any) -> Any:
     return iterator
 
 
-# One call for many tensors.
-foreach_add_: Callable[..., None] = torch._foreach_add_
-foreach_clone: Callable[..., list[Tensor]] = getattr(
+# One call for many tensors. (`Any`: torch says "list or tuple", and calls of ours pass on sequences and settings.)
+foreach_add_: Any = torch._foreach_add_
+foreach_clone: Any = getattr(
     torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
 )  # later than torch 2.11
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
-foreach_copy_: Callable[..., None] = torch._foreach_copy_
-foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
-foreach_mul: Callable[..., Any] = torch._foreach_mul
-foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
+fused_adagrad_: Any = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
-fused_sgd_: Callable[..., None] = torch._fused_sgd_
+fused_sgd_: Any = torch._fused_sgd_
 amp_update_scale_ = torch._amp_update_scale_
 
 
@@ -99,13 +97,7 @@ def thread_value(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
-def set_thread_value(key: str, value: Any) -> None:
-    """Store an object for this thread, or delete it with None."""
-    remove = getattr(torch._C, "_remove_obj_from_tls", None)  # which torch 2.11 lacks
-    if value is not None or remove is None:
-        torch._C._stash_obj_in_tls(key, value)
-    elif torch._C._is_key_in_tls(key):
-        remove(key)
+set_thread_value = torch._C._stash_obj_in_tls
 
 
 def functorch_level() -> int:
@@ -117,12 +109,9 @@ def functorch_level() -> int:
     return torch._C._functorch.maybe_current_level() or 0
 
 
-def functorch_level_of(tensor: Tensor) -> int:
-    """Level of the torch.func transform that a tensor belongs to, or a number below 1 for none."""
-    return torch._C._functorch.maybe_get_level(tensor)
-
-
-in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+# Level of the torch.func transform that a tensor belongs to, or a number below 1 for none.
+functorch_level_of = torch._C._functorch.maybe_get_level
+in_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_differentiated(tensor: Tensor) -> bool:

@@ -4,16 +4,15 @@ The same rules apply in training, evaluation, prediction, replay, microbatching,
 
 A **tree** is a leaf, or a container of trees. Containers are, in this order:
 
-1. a type passed to `register` (a `TrainState`);
+1. a list or a tuple, by its items;
 
 2. a mapping: dict, OrderedDict, UserDict, a tokenizer's BatchEncoding. A mutable one is copied and its values
 replaced, so that it keeps its type and attributes; an immutable one becomes a dict;
 
-3. a namedtuple, by its fields; a list or a tuple, by its items;
+3. a type registered with torch's pytrees, by its registration; a namedtuple, by its fields. (A `TrainState` is
+an exception: to torch its counts are structure, and here they are leaves, so that a comparison sees every field);
 
-4. a dataclass, by its fields. It is copied and its fields replaced: `__post_init__` does not run a second time;
-
-5. a type registered with torch's pytrees, by its registration.
+4. a dataclass, by its fields. It is copied and its fields replaced: `__post_init__` does not run a second time.
 
 Everything else is a **leaf**: a tensor, an array, None, a number, a string, or an unknown object.
 
@@ -67,31 +66,23 @@ class Node(NamedTuple):
 
 # ---- containers ----
 
-_LEAVES = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
+_LEAVES = (Tensor, str, bytes, int, float, type(None), torch.Size, type)
 
-_own: dict[type, Callable[[Any], Node]] = {}
-
-
-def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
-    """Register one of looplib's containers with the function that splits it."""
-    _own[kind] = take_apart
+# Dataclasses that are walked by their fields although torch's pytrees know them.
+by_fields: set[type] = set()
 
 
 def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | None:
     """Split a container by one level, or return None for a leaf."""
     if isinstance(tree, _LEAVES) or (is_leaf is not None and is_leaf(tree)):
         return None
-    if type(tree) in _own:
-        return _own[type(tree)](tree)
     if type(tree) in (list, tuple):
         return Node(range(len(tree)), tree, type(tree))
     if isinstance(tree, Mapping):
-        names = list(tree)
-        changeable = isinstance(tree, MutableMapping)
-        rebuild = partial(_refilled, operator.setitem, tree, names) if changeable else partial(_dict_of, names)
-        return Node(names, [tree[name] for name in names], rebuild)
+        names, start = list(tree), tree if isinstance(tree, MutableMapping) else {}
+        return Node(names, [tree[name] for name in names], partial(_refilled, operator.setitem, start, names))
     registered: Any = namedtuple if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)
-    if (kind := pytree.SUPPORTED_NODES.get(registered)) is not None:
+    if registered not in by_fields and (kind := pytree.SUPPORTED_NODES.get(registered)) is not None:
         children, structure = kind.flatten_fn(tree)
         with_keys = kind.flatten_with_keys_fn
         keys = range(len(children)) if with_keys is None else [_name_of(key) for key, _ in with_keys(tree)[0]]
@@ -101,10 +92,6 @@ def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | 
         rebuild = partial(_refilled, object.__setattr__, tree, fields)  # also if frozen
         return Node(fields, [getattr(tree, name) for name in fields], rebuild)
     return None
-
-
-def _dict_of(names: Sequence[Any], children: list[Any]) -> dict[Any, Any]:
-    return dict(zip(names, children, strict=True))
 
 
 def _refilled(put: Callable[..., Any], node: Any, names: Sequence[Any], children: list[Any]) -> Any:
@@ -169,16 +156,16 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
     """Children of another container with the same names, in the order of this one."""
     other_node = _node_of(other)
-    if other_node is None or set(other_node.names) != set(node.names):
-        structure = f"a {type(other).__name__}" if other_node is None else str(list(other_node.names))
-        raise ValueError(f"two trees differ in their structure: {list(node.names)} and {structure}")
-    by_name = dict(zip(other_node.names, other_node.children, strict=True))
+    by_name = {} if other_node is None else dict(zip(other_node.names, other_node.children, strict=True))
+    if other_node is None or by_name.keys() != {*node.names}:
+        found = [*by_name] or f"a {type(other).__name__}"
+        raise ValueError(f"two trees differ in their structure: {[*node.names]} and {found}")
     return [by_name[name] for name in node.names]
 
 
 class _Missing:
     def __repr__(self) -> str:
-        return "nothing"
+        return "not given"
 
 
 MISSING = _Missing()  # marks a leaf that one of two trees does not have
@@ -236,12 +223,9 @@ def batch_size(batch: Any) -> int:
     if isinstance(first, Tensor) and first.dim():
         return first.size(0)
     columns = [leaf for _, leaf in leaves(batch, lambda node: _is_array(node) or _holds_values(node))]
-    for is_column in (_is_array, _is_list):
-        for leaf in columns:
-            if is_column(leaf):
-                return len(leaf)
+    first, *_ = [*filter(_is_array, columns), *filter(_is_list, columns), batch]
     try:
-        return len(batch)
+        return len(first)
     except TypeError:
         raise TypeError(
             f"cannot count the samples in a {type(batch).__name__}: a batch is a tensor, or a dict, list or "
@@ -255,14 +239,10 @@ def one_for_each(node: Any, count: int) -> bool:
 
     The items of a list as long as the batch are fields instead if every tensor in it has one row per sample.
     """
-    return _is_list(node) and len(node) == count and set(_lengths(node, count)) != {count}
-
-
-def _lengths(node: Any, count: int) -> Iterator[int]:
-    """Lengths of the tensors and arrays in a container, except those in lists with one item per sample."""
-    for _, leaf in leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count))):
-        if _is_array(leaf):
-            yield len(leaf)
+    if not _is_list(node) or len(node) != count:
+        return False
+    inside = leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count)))
+    return {len(leaf) for _, leaf in inside if _is_array(leaf)} != {count}
 
 
 def split(
@@ -273,7 +253,8 @@ def split(
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
         return [batch]
-    parts = _cut(batch, count, partial(_slices, sizes), len(sizes))
+    ends = pairwise([0, *accumulate(sizes)])
+    parts = _cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
@@ -284,48 +265,34 @@ def split(
     return parts
 
 
-def _slices(sizes: list[int], rows: Any) -> list[Any]:
-    if isinstance(rows, Tensor):
-        return list(torch.split(rows, sizes))
-    indexed = getattr(rows, "iloc", rows)  # pandas objects are indexed by position
-    return [indexed[low:high] for low, high in pairwise([0, *accumulate(sizes)])]
-
-
-def take(batch: Any, count: int, index: Sequence[int]) -> Any:
+def take(batch: Any, count: int, index: list[int]) -> Any:
     """Samples of a batch of `count` at these indices, in this order."""
-    [taken] = _cut(batch, count, partial(_at, list(index)), 1)
+
+    def at_index(rows: Any) -> Any:
+        return type(rows)(rows[i] for i in index) if _is_list(rows) else rows[index]
+
+    [taken] = _cut(batch, count, [at_index])
     return taken
-
-
-def _at(index: list[int], rows: Any) -> list[Any]:
-    if _is_list(rows):
-        return [type(rows)(rows[i] for i in index)]
-    return [getattr(rows, "iloc", rows)[index]]
-
-
-def empty_batch(sample: Any) -> Any:
-    """A batch of no samples, from a batch of one: the same dtypes and further dimensions."""
-    return split(sample, 1, [0, 1])[0]
 
 
 def padding_batch(batch: Any) -> Any:
     """Two samples of ones in place of a batch of none, with its dtypes and further dimensions."""
-    [ones] = _cut(batch, 0, _ones, 1)
-    return ones
+
+    def ones(rows: Any) -> Tensor:
+        check(
+            isinstance(rows, Tensor),
+            f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
+            "place: give the loader drop_last=True, or another batch_size",
+            TypeError,
+        )
+        return rows.new_ones(2, *rows.shape[1:])  # type: ignore[no-any-return]
+
+    [padding] = _cut(batch, 0, [ones])
+    return padding
 
 
-def _ones(rows: Any) -> list[Any]:
-    check(
-        isinstance(rows, Tensor),
-        f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
-        "place: give the loader drop_last=True, or another batch_size",
-        TypeError,
-    )
-    return [rows.new_ones(2, *rows.shape[1:])]
-
-
-def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, path: Path = ()) -> list[Any]:
-    """Copies of the tree, with the parts that `cut` makes of each array or list that holds samples."""
+def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
+    """A copy of the tree for each function of `cuts`, with what it makes of each array or list that holds samples."""
     is_array = _is_array(node)
     if is_array and len(node) != count:
         raise ValueError(
@@ -335,7 +302,8 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, pat
             "without a count; a loader's collate_fn can make it)"
         )
     if is_array or one_for_each(node, count):
-        return cut(node)
+        rows = getattr(node, "iloc", node)  # pandas objects are indexed by position
+        return [cut(rows) for cut in cuts]
     inner = _node_of(node)
     if inner is None and path and _hides_samples(node, count):
         raise ValueError(
@@ -344,9 +312,9 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, pat
             "one item for each sample, or make it a dataclass or a registered pytree"
         )
     if inner is None or not inner.children:
-        return [node] * parts
+        return [node] * len(cuts)
     columns = [
-        _cut(child, count, cut, parts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
+        _cut(child, count, cuts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
     ]
     return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
 
@@ -368,14 +336,12 @@ def _hides_samples(leaf: Any, count: int) -> bool:
 
 def same(one: Any, other: Any) -> bool:
     """True if two leaves are equal. NaN equals NaN, and tensors and arrays need the same dtype, shape and device."""
-    if one is other:
-        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return same_kind(one, other) and (
-            torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
-        )
+        if not same_kind(one, other):
+            return False
+        return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy values
         return bool((one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes()))
     return bool(one == other or (one != one and other != other))

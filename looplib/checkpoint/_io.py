@@ -169,9 +169,9 @@ class CheckpointIO:
 
     A checkpoint stores what its run was made with: the class and hyperparameters of the optimizer given to
     `init_state`, the seed, the batch size and order of the looplib loaders that yielded batches, and what `describe`
-    adds. These settings travel with the state through steps, `replace`, copies, stacks and pickles. A state made from
-    its fields has none (`TrainState(...)`, `dataclasses.replace(state)`, `tree_map` over a state), and other loaders
-    are not known: use `describe` for those.
+    adds. These settings travel with the state through steps, `replace`, copies and stacks. A state made from its fields has
+    none (`TrainState(...)`, `dataclasses.replace(state)`, a pickle, `tree_map` over a state), and other loaders are not
+    known: use `describe` for those.
 
     On several ranks, all of them call `save`, `restore` and `delete`; `restore` verifies that they read the same
     checkpoint. `steps`, `latest` and `best` read the folder, on any rank. `checkpoint_io` constructs it from a `folder`, a
@@ -408,4 +408,4 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
-errors.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)
+errors.explain(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
 from looplib._core.provenance import Reading, note_loader, note_reading, warn_of_two_steps
-from looplib._core.records import Call, Code, instances_are, with_repr
+from looplib._core.records import Call, Code, kinds_of_classes, with_repr
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
@@ -34,7 +34,6 @@ from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
 
 
-@instances_are("loader")
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
     """Data loader returned by `make_loader`: batches as a function of the state.
@@ -221,6 +220,9 @@ class Loader:
     def __repr__(self) -> str:
         batches = f"{self.source.length} batches" if isinstance(self.source, Samples) else "a stream"
         return f"{self.call}  # {batches}"
+
+
+kinds_of_classes[Loader] = "loader"
 
 
 def make_loader(

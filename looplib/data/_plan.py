@@ -18,7 +18,7 @@ from torch import Tensor
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib._core.trees import batch_size, empty_batch, split
+from looplib._core.trees import batch_size, split
 from looplib.data._orders import Epoch, Order
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
 
@@ -160,7 +160,7 @@ def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
 def empty_part(part: Any, size: int, ranks: int) -> Any:
     """A batch of no samples, for a rank that has none of a batch of `size` samples and holds its first one."""
     try:
-        return empty_batch(part)
+        return split(part, 1, [0, 1])[0]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"a batch has {size} samples for {ranks} ranks, and a {type(part).__name__} cannot be made without samples "

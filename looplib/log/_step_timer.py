@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check, check_batches
+from looplib._core.checks import check, check_type
 from looplib._core.collective import together_with_data
 from looplib._core.records import Made, check_kind, made, mark
 from looplib.grads._wrapper import check_grad_fn
@@ -100,7 +100,9 @@ class step_timer:
         Raises:
             TypeError: `batches` cannot be iterated over, such as a loader without its state.
         """
-        check_batches("step_timer.data", batches, "step_timer.data(loader(state))")
+        check_type(
+            "step_timer.data got", batches, Iterable, "give the batches of an epoch: step_timer.data(loader(state))"
+        )
         return self._data(batches)
 
     def _data(self, batches: Iterable[T]) -> Iterator[T]:

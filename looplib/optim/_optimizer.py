@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.errors import explain_arguments
 from looplib._core.mappings import mapped
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
@@ -26,7 +25,6 @@ from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState
 
 
-@explain_arguments(check_class)
 def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 

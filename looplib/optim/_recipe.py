@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from looplib._core.checks import check, few, named
+from looplib._core.checks import check, named
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -234,7 +234,7 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 
-def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
+def check_class(cls: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
     name = type(cls).__name__ if isinstance(cls, torch.optim.Optimizer) else "AdamW"
     in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
@@ -262,12 +262,6 @@ def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
         f"{cls.__name__} takes {', '.join(taken[:1]) or 'nothing'} where optimizers take params. If it wraps another "
         "optimizer, parameters and state are in that one, out of reach of a pure update: give the class that it "
         "wraps; looplib's own wrappers are in ll.optim and ll.contrib",
-        TypeError,
-    )
-    check(
-        not parameters,
-        f"ll.optimizer takes no parameters, found {few([*map(named, parameters)], 1)} after the class: write "
-        f"ll.optimizer({cls.__name__}, lr=...). {in_the_state}",
         TypeError,
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import few, warn
-from looplib._core.mappings import detached_copies, mapped, pick, subset, without
+from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
@@ -348,7 +348,7 @@ def evaluated(plan: Plan, params: Params, opt_state: Any) -> Params:
 
     Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
     """
-    copies, opt_state = detached_copies(pick(params, opt_state["state"])), copy_tree(opt_state)
+    copies, opt_state = copy_tree(pick(params, opt_state["state"])), copy_tree(opt_state)
     values = plan.recipe.values_at(plan.values, opt_state, 0)
     _instance(plan, values, plan.members, opt_state, copies, without_state(opt_state)).eval()
     return {**params, **copies}

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from looplib._core.records import instances_are
+from looplib._core.records import kinds_of_classes
 from looplib.types import TrainState, check_state
 
 Number = float | Fraction
 
 
-@instances_are("predicate")
 class Predicate:
     """Predicate: a function from a `TrainState` to bool. Combine predicates with `&`, `|` and `~`.
 
@@ -91,6 +90,9 @@ class Predicate:
             f"{self!r} has no truth value by itself: call it with the state, `if predicate(state):`, and combine "
             "predicates with & | ~, not with `and`, `or`, `not`."
         )
+
+
+kinds_of_classes[Predicate] = "predicate"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from looplib._core.checks import is_count, is_number
-from looplib._core.records import instances_are
+from looplib._core.records import kinds_of_classes
 from looplib.types import Schedule
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
@@ -29,7 +29,6 @@ def _mix(start: float, final: float, weight: float) -> float:
     return weight * start + (1.0 - weight) * final
 
 
-@instances_are("schedule")
 class _Schedule:
     """Base of schedules: a record whose fields are checked on creation."""
 
@@ -50,6 +49,9 @@ class _Schedule:
                 f"{name} must be an int, or a float of at least 0 and below 1 for a share of total, got {value!r}."
             )
         return round(value * self.total)
+
+
+kinds_of_classes[_Schedule] = "schedule"
 
 
 def number(name: str, value: Any) -> float:

@@ -27,10 +27,9 @@ def test_the_sign_of_zero_counts():
 
 def by_hand(content):
     """The same number by Python's integers: splitmix64 of each word plus its place times a constant, added up."""
-    rest = len(content) % 8
-    words = [content[begin : begin + 8] for begin in range(0, len(content) - rest, 8)]
+    words = [content[begin : begin + 8] for begin in range(0, len(content), 8)]
     total = 0
-    for place, word in enumerate([content[len(content) - rest :], *words]):
+    for place, word in enumerate(words):
         mixed = int.from_bytes(word, "little") + place * 0x1E3779B97F4A7C15
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             mixed %= 2**64

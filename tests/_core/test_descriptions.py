@@ -53,7 +53,7 @@ def test_settings_are_described_by_their_names_and_numbers():
         (set("hgfedcba"), list("abcdefgh")),  # the order of text differs between processes
         (frozenset({3, 1}), [1, 3]),
         (scaled(0.5), "lambda step: ... (3, factor=0.5, name=x)"),
-        (partial(scaled, 0.5, name="y"), "scaled with 0.5, name=y"),
+        (partial(scaled, 0.5, name="y"), {"function": "scaled", "args": [0.5], "name": "y"}),
         (ll.optimizer, "optimizer"),
     ]:
         assert described(setting) == description

@@ -84,12 +84,6 @@ def test_mistakes_in_shapes_and_dtypes_name_the_layer_in_a_few_frames(wrap, dona
         monkeypatch.delenv("LOOPLIB_FULL_TRACEBACKS")
 
 
-def test_what_forward_does_not_take_may_be_left_out():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'text'") as raised:
-        ll.make_grad_fn(MODEL, lambda model, batch: model(**batch))(ll.init_state(MODEL), {"text": ["a"]})
-    assert "ll.losses.model_inputs(model, batch)" in raised.value.__notes__[-1]
-
-
 def test_looplibs_own_errors_are_as_they_were():
     with pytest.raises(ValueError, match="the loss has shape") as raised:
         ll.make_grad_fn(MODEL, lambda model, batch: model(batch["x"]))(ll.init_state(MODEL), BATCH)

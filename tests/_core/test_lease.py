@@ -193,7 +193,7 @@ def test_binding_again_and_again_spends_the_state_that_was_bound():
         before, shared = run.state, TrainState(params=run.state.params)
         run.state = ll.bind(run.model, ll.bind(other, before))
         for each in (before, shared):
-            assert spent(each, message=r"ll.bind\(model, state\) has written over.* bind it again")
+            assert spent(each, message=r"ll.bind\(model, state\) has written over.* copy it first")
         run.train()
 
 

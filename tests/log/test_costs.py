@@ -272,7 +272,7 @@ def test_what_cannot_be_metered_is_refused():
     for use, error, named in (
         (lambda: step_timer().data(lambda state: []), TypeError, r"function.*step_timer.data\(loader\(state\)\)"),
         (lambda: step_timer().grad_fn(nn.Linear(1, 1)), TypeError, "step_timer.grad_fn.*Linear"),
-        (lambda: step_timer().loss_fn(adamw()), TypeError, "step_timer.loss_fn got a Optimizer"),
+        (lambda: step_timer().loss_fn(adamw()), TypeError, "step_timer.loss_fn got an Optimizer"),
         (lambda: ll.log.slowest_rank({"train/data_seconds": 1.0}), ValueError, r"without a prefix.*\[\]"),
         (lambda: step_timer().optimizer(nn.Linear(1, 1)), TypeError, "step_timer.optimizer.*Linear.*ll.optimizer"),
         (lambda: ll.accumulate(step_timer().grad_fn(clipped), 2), ValueError, "clip_by_global_norm.*accumulate"),

@@ -631,7 +631,7 @@ REFUSED = {  # name -> (call, type, what the message names)
         RuntimeError,
         ["ll.transforms.differentiable(train_step)"],
     ),
-    "a state made inside": (lambda: grad(init_within)(LR), RuntimeError, ["outside", "set_hyperparameters"]),
+    "a state made inside": (lambda: grad(init_within)(LR), RuntimeError, ["requires_grad_()", "functorch"]),
 }
 
 
