@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from shared import bits
@@ -80,6 +81,10 @@ def test_the_curve_is_that_of_a_loop_written_by_hand():
     best = min(curve.smoothed)
     assert curve.smoothed[-1] > 4 * best
     assert len(curve.lrs) < 80
+    falling = curve.losses[: curve.smoothed.index(best) + 1]
+    slopes = [np.polyfit(range(8), falling[at : at + 8], 1)[0] for at in range(len(falling) - 7)]
+    steepest = int(np.argmin(slopes))
+    assert curve.suggestion == pytest.approx(math.sqrt(curve.lrs[steepest] * curve.lrs[steepest + 7]))
 
 
 def sgd(lr):

@@ -315,6 +315,7 @@ def test_what_cannot_be_is_refused_when_it_is_made():
         (lambda: add_noise(m, whole), "clip_per_sample"),
         (lambda: ll.accumulate(add_noise(m), 2), "add_noise"),
         (lambda: ll.accumulate(per_sample(m), 2), "accumulate.*clip_per_sample"),
+        (lambda: add_noise(m, lambda m: clip(m, math.inf), max_norm=math.inf), "max_norm is inf"),
         (lambda: add_noise(m, noise_multiplier=-0.1), "noise_multiplier is -0.1"),
         (lambda: add_noise(m, expected_batch_size=0), "expected_batch_size is 0"),
     ):

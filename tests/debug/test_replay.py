@@ -285,9 +285,12 @@ def test_a_fingerprint_is_a_hash_of_dtype_shape_and_bytes():
     for other in (array.reshape(3, 2), array.view(np.int32)):
         assert fingerprint(torch.from_numpy(other)) != {"/": expected}
     assert fingerprint(array) == fingerprint(np.asfortranarray(array)) != fingerprint(array.T)
-    found = fingerprint({"a/b": [1, 2.5, None, "x", True], "m": ll.Mean(torch.tensor(3), 2), "n": array})
-    assert list(found) == [*(f"/a~1b/{i}" for i in range(5)), "/m", "/n"]
-    assert list(found.values())[:5] == ["1", "2.5", "None", "'x'", "True"]
+    found = fingerprint(
+        {"a/b": [1, 2.5, None, "x" * 30, True, "x" * 31], "m": ll.Mean(torch.tensor(3), 2), "n": array}
+    )
+    assert list(found) == [*(f"/a~1b/{i}" for i in range(6)), "/m", "/n"]
+    long = hashlib.blake2b(repr("x" * 31).encode(), digest_size=8).hexdigest()
+    assert list(found.values())[:6] == ["1", "2.5", "None", repr("x" * 30), "True", long]
 
 
 @given(st.data())

@@ -218,10 +218,26 @@ def test_losses_and_gradients_of_other_kinds(name):
 # Models
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_models(name):
     make, loss_fn, data = MODELS[name]
     check(sgd, make, data(), loss_fn=loss_fn)
+    assert torch._C._get_mkldnn_enabled()  # which an LSTM is mapped without
+
+
+def test_buffers_that_a_pass_writes_for_nothing_are_copies():
+    check(adamw, normalized, wrap=WRAPPERS["sam"][0])
+
+
+def test_numbers_of_the_host_meet_stacks_on_another_device():
+    step, stack = stacked(adamw, normalized)
+    trees = {name: away(getattr(stack, name)) for name in ("params", "buffers", "opt_state")}
+    after, _ = step(stack.replace(**trees), away(batches(1)[0]))
+    assert all(tensor.is_meta for tensor in after.params.values())
+
+
+def away(tree):
+    return tree_map(lambda tensor: tensor.detach().to("meta"), tree)
 
 
 def test_one_answer_of_the_host_for_the_seeds_of_all_members_is_refused():
