@@ -43,6 +43,7 @@ TESTS = {
         "tests/test_aliases.py",
         "tests/test_another_network.py",
         "tests/test_forward_writes.py",
+        "tests/test_kinds.py",
         "tests/grads",
         *RANKS,
     ],
@@ -53,8 +54,8 @@ TESTS = {
         "tests/test_steps.py",
         "tests/_core/test_lease.py",
     ],
-    "grads": ["tests/grads", *RANKS],
-    "optim": ["tests/optim", "tests/test_write_your_own.py"],
+    "grads": ["tests/grads", "tests/test_kinds.py", *RANKS],
+    "optim": ["tests/optim", "tests/test_kinds.py", "tests/test_write_your_own.py"],
 }
 
 ROOMS = (

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -12,6 +13,8 @@ import looplib as ll
 from looplib.types import TrainState
 
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 

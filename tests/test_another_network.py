@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import launch
+from shared import both_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,7 +131,7 @@ def test_parts_of_a_module_that_pure_steps_train_are_noticed_in_the_loss_of_anot
         assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_a_batch_with_a_graph_is_refused_by_name(donate):
     pair = Pair()
     (step, state), _ = pair.steps(donate=donate)
@@ -182,7 +183,7 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_reentrant_checkpoints_are_trained_in_full(donate):
     model, optimizer = Blocks(), ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.make_grad_fn(model, square, allow_unused=True)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from shared import both_steps
 from torch import nn
 
 import looplib as ll
@@ -25,7 +26,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float32])
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_buffers_that_are_written_behind_torchs_back_are_kept(dtype, donate):
     model, reference = Counting(dtype), Counting(dtype)
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -86,7 +87,7 @@ class Longer(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.parametrize("bound", [False, True])
 def test_buffers_of_a_new_shape_work_alike_in_all_steps(donate, bound):
     model, optimizer = Longer(), ll.optimizer(torch.optim.SGD, lr=0.1)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from shared import bits
+from shared import bits, both_states, both_steps
 from torch import nn
 
 import looplib as ll
@@ -37,8 +37,8 @@ def adamw(lr):
 
 
 @pytest.mark.filterwarnings("ignore:.*still has the weights of before training")
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+@both_steps
+@both_states
 def test_looking_for_a_learning_rate_leaves_the_run_as_it_was(donate, bound):
     model, grad_fn, batches = task()
     train_step = ll.make_train_step(grad_fn, adamw(0.01), donate=donate)

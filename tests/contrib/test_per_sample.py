@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_states
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,7 +78,7 @@ def close(found, expected, rtol=1e-11, atol=1e-13):
 
 
 @pytest.mark.parametrize("kind", ["perceptron", "transformer"])
-@pytest.mark.parametrize("bound", [True, False])
+@both_states
 def test_each_example_has_the_gradient_that_it_has_alone(kind, bound):
     model, loss_fn, batch = a_model_and_batch(kind)
     expected = one_by_one(model, loss_fn, batch, 7)

@@ -7,13 +7,10 @@ from functools import partial
 import pytest
 import torch
 from problem import assert_refused, batches, begin, loss_fn, net, run, sgd, step_of
-from shared import bits, mix
+from shared import bits, both_states, both_steps, mix
 from torch import nn
 
 import looplib as ll
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def sharp_pass(model, x, rho, adaptive, seed):

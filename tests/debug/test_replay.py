@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_states, both_steps
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -26,8 +27,6 @@ from looplib.debug import (
     worst_samples,
 )
 
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 DIGITS = load_digits()
 ROWS, LENGTH = 70, 5  # of 16 rows, the last batch of 6
 

@@ -6,14 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import equal
+from shared import both_steps, equal
 from torch import nn
 
 import looplib as ll
 from looplib.types import RunningSum
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def net(dtype=torch.float32):

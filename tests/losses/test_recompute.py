@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shared import bits
+from shared import bits, both_steps
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -62,7 +62,7 @@ CHOICES = {
 # The same bits
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_run_has_the_bits_of_one_without(donate, bound, microbatches):

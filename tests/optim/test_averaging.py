@@ -6,14 +6,11 @@ import pytest
 import schedulefree
 import torch
 from problem import adamw, assert_refused, batches, begin, loss_fn, net, raw_adamw, raw_loop, run, step_of
-from shared import bits, equal
+from shared import bits, both_states, both_steps, equal
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import looplib as ll
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def smooth():

@@ -3,13 +3,10 @@
 import pytest
 import torch
 from problem import adamw, assert_refused, batches, begin, loss_fn, net, raw_adamw, run, sgd, step_of
-from shared import bits, equal
+from shared import bits, both_states, both_steps, equal
 from torch import nn
 
 import looplib as ll
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def by_rank(name, tensor):

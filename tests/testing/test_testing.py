@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from shared import bits
+from shared import bits, both_states, both_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,9 +19,6 @@ import looplib as ll
 from looplib import testing
 from looplib.testing import _ranks
 from looplib.types import WHOLE
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 class Tagger(nn.Module):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_steps
 from torch import nn
 from torch.utils._pytree import tree_map
 from transform_cases import (
@@ -185,7 +186,7 @@ def test_hyperparameters_in_the_state_are_each_members_own():
 # What is around the gradients and the optimizer
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_does_for_each_member_what_it_does_alone(name, donate):
     grads, updates, compilations = WRAPPERS[name]
@@ -297,7 +298,7 @@ def test_a_stack_is_evaluated_and_predicts_member_by_member():
 # Members that part from the others
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 def test_a_member_whose_update_is_skipped_stays_where_it_was(donate):
     def optimizer(number):
         return ll.optim.apply_if_finite(adamw(number), 1)
