@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 import looplib as ll
@@ -56,6 +57,15 @@ def update(optimizer, grads, opt_state, params, step, donate=False, **info):
     flag, opt_state = optimizer.decide(grads, opt_state, info.get("metrics", {}), params=params, step=step)
     assert flag is True
     return optimizer.update_(grads, opt_state, dict(params), step, **info)[:2]
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def classify(model, batch):
+    x, y = batch
+    return cross_entropy(model(x), y)
 
 
 class Opaque:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import launch
 from shared import both_steps
+from shared import mean_square as square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -163,10 +164,6 @@ def test_gradients_of_another_network_are_left_alone(run, before):
     torch.testing.assert_close(grad, values, rtol=0, atol=0)
     loss_fn(generator, x).backward()
     torch.testing.assert_close(out.grads["weight"], generator.weight.grad)
-
-
-def square(model, x):
-    return model(x).square().mean()
 
 
 class Blocks(nn.Module):

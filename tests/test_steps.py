@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shared import bits, both_steps, mix
+from shared import bits, both_steps, classify, mix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,11 +64,6 @@ class Temperature(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
         self.log_scale = nn.Parameter(torch.zeros(()))
-
-
-def classify(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
 
 
 def contrast(model, batch):
@@ -359,14 +354,7 @@ def test_tensors_of_a_finished_run_are_freed_at_once():
 # Wrapped modules
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_ddp_runs_bound_and_donated_and_is_refused_otherwise(process_group):
+def test_ddp_runs_bound_and_donated_and_is_refused_otherwise(one_process):
     model, loss_fn, batches = make("batch_norm", 5)
     plain = copy.deepcopy(model)
     wrapped = nn.parallel.DistributedDataParallel(model)

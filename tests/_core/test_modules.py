@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from shared import both_steps
+from shared import mean_square as mean_of_square
 from torch import nn
 
 import looplib as ll
@@ -140,10 +141,6 @@ def a_model_with_a_new_head(make):
     made = make(model)
     model[2] = nn.Linear(4, 2)
     return made, ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1))
-
-
-def mean_of_square(model, x):
-    return model(x).square().mean()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import both_states, both_steps
+from shared import classify as loss_fn
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -46,11 +47,6 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         source = Noisy()
         return (source[i] for i in range(ROWS))
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
 
 
 class Case:
@@ -134,19 +130,15 @@ def test_it_begins_at_the_nearest_of_the_kept_states():
     assert fingerprint(dict(case.model.state_dict())) == weights
 
 
-def test_a_wrapped_module_is_replayed_on_its_own_tensors(tmp_path):
+def test_a_wrapped_module_is_replayed_on_its_own_tensors(one_process):
     alone = Case(donate=True, bound=True)
     expected = replay(alone.step, alone.state, alone.loader, 7)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        case = Case(donate=True, bound=True, wrap=nn.parallel.DistributedDataParallel)
-        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
-            replay(case.step, case.state, case.loader, 7)
-        found = replay(case.step, case.state, case.loader, 7, donate=True)
-        assert fingerprint((found.batch, found.after)) == fingerprint((expected.batch, expected.after))
-        assert found.after.params["0.weight"] is case.model[0].weight
-    finally:
-        torch.distributed.destroy_process_group()
+    case = Case(donate=True, bound=True, wrap=nn.parallel.DistributedDataParallel)
+    with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
+        replay(case.step, case.state, case.loader, 7)
+    found = replay(case.step, case.state, case.loader, 7, donate=True)
+    assert fingerprint((found.batch, found.after)) == fingerprint((expected.batch, expected.after))
+    assert found.after.params["0.weight"] is case.model[0].weight
 
 
 @both_steps

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problem import loss_fn
 from shared import both_steps, equal
 from torch import nn
 
@@ -23,10 +24,6 @@ def net(dtype=torch.float32):
 def batches(count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(5, 2, 4, 4, generator=generator).to(dtype) for _ in range(count)]
-
-
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
 
 
 def sgd():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import launch
 from shared import bits, both_steps
+from shared import mean_square as loss_fn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,10 +24,6 @@ def net(*sizes):
     torch.manual_seed(0)
     layers = [nn.Linear(i, o, bias=False) for i, o in itertools.pairwise(sizes)]
     return nn.Sequential(*layers)
-
-
-def loss_fn(model, x):
-    return model(x).square().mean()
 
 
 def batches(count=4, size=4):

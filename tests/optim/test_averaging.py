@@ -191,7 +191,6 @@ REFUSED = [
     *((ValueError, f"decay {wrong}", lambda wrong=wrong: ll.ema(adamw(), wrong)) for wrong in (-0.1, 1.5, float("nan"))),
     (ValueError, "start -1 every 1", lambda: ll.optim.swa(adamw(), start=-1)),
     (ValueError, "start 0 every 0", lambda: ll.ema(adamw(), every=0)),
-    (TypeError, "AdamW ll.optimizer", lambda: ll.ema(raw_adamw(net()))),
     *(
         (ValueError, f"{found} AdamW", lambda wrong=wrong, made=made: ll.eval_state(wrong, ll.init_state(net(), made)))
         for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1))

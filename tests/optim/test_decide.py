@@ -6,6 +6,7 @@ import pytest
 import torch
 from problem import QUICK, WAYS, adamw, raw_adamw
 from shared import bits, both_states, both_steps, make_train_step
+from shared import mean_square as mean
 from torch import nn
 
 import looplib as ll
@@ -274,10 +275,6 @@ def refused(optimizer, error, words, model=None, other=None, data=None, wrap=lam
         step(state, batches(1)[0] if data is None else data)
     assert all(word in str(raised.value) for word in words.split())
     assert (bits((state.params, state.opt_state)), bits(dict(model.named_parameters()))) == (before, module)
-
-
-def mean(model, x):
-    return model(x).square().mean()
 
 
 def fails(state):

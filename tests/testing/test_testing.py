@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from shared import bits, both_states, both_steps
+from shared import classify as mean_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -62,10 +63,6 @@ def mlp(*layers):
 def rows(count=7):
     generator = torch.Generator().manual_seed(2)
     return torch.randn(count, 3, generator=generator), torch.arange(count) % 2
-
-
-def mean_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def adamw():

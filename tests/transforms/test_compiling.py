@@ -15,6 +15,7 @@ import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
 from shared import both_steps, make_train_step
+from shared import mean_square as squares
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves
 from transform_cases import (
@@ -370,10 +371,6 @@ def embedding():
     return nn.Sequential(nn.Embedding(5, 3, sparse=True)), torch.tensor([1, 2])
 
 
-def squares(model, x):
-    return model(x).square().mean()
-
-
 def schedule_free():
     return ll.optimizer(pytest.importorskip("schedulefree").AdamWScheduleFree, lr=0.1)
 
@@ -433,19 +430,10 @@ def test_numbers_that_are_asked_for(donate):
     assert step.compiler.compilations == 2
 
 
-def test_an_engine_is_refused(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(net())
-        step, state, _, _ = quick_step(model=wrapped, donate=True)
-        with pytest.raises(
-            UNTRACEABLE,
-            match=r"DistributedDataParallel sends gradients .* block.compile",
-        ):
-            step(state, batches(1)[0])
-    finally:
-        torch.distributed.destroy_process_group()
+def test_an_engine_is_refused(one_process):
+    step, state, _, _ = quick_step(model=nn.parallel.DistributedDataParallel(net()), donate=True)
+    with pytest.raises(UNTRACEABLE, match=r"DistributedDataParallel sends gradients .* block.compile"):
+        step(state, batches(1)[0])
 
 
 # Purity, donation, interrupts
