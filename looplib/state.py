@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, named
-from looplib._core.lease import overlapping, same_value
+from looplib._core.checks import check, check_optional_count, is_plain, named
+from looplib._core.lease import named_tensors, overlaps, same_value
 from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.provenance import Provenance, described_model
 from looplib._core.random import mix
@@ -85,19 +85,19 @@ def init_state(
         names = _modules.trainable_names(model, trainable)
         trained = pick(params, names)
         _modules.check_materialized(trained)
-        if (pair := overlapping({**params, **buffers}, set(names))) is not None:
-            raise ValueError(
-                f"{pair[0]} and {pair[1]} are two tensors that share memory: training one in place would change the "
+        plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
+        for one, other in overlaps(plain):
+            check(
+                one not in trained and other not in trained,
+                f"{one} and {other} are two tensors that share memory: training one in place would change the "
                 "other, and a copy of the state would part them. Register one tensor under both names "
-                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())"
+                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())",
             )
         with torch.inference_mode(False):  # steps take no tensors made there
             opt_state = optimizer.init(trained, buffers=buffers)
-        kept = {"opt_state" + pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(opt_state)[0]}
-        kept = {path: leaf for path, leaf in kept.items() if isinstance(leaf, Tensor)}
-        if (pair := overlapping(kept, set(kept))) is not None:
+        for one, other in overlaps(named_tensors("opt_state", opt_state)):
             raise ValueError(
-                f"{pair[0]} and {pair[1]} share memory in what the optimizer keeps, so that an update in place would change "
+                f"{one} and {other} share memory in what the optimizer keeps, so that an update in place would change "
                 "both: let its init make a tensor for each"
             )
     state = TrainState(

@@ -23,14 +23,19 @@ from looplib._core import torch_private
 from looplib._core.checks import check, check_type, named
 from looplib._core.errors import explain_arguments, fold
 from looplib._core.lease import (
-    Kept,
     Lease,
-    apart_from,
     follows,
     give_up,
     lease_of,
+    lease_over,
     memory_of,
+    overwritten,
+    put_back,
     tensors_in,
+    versions,
+    with_copies,
+    with_own_tensors,
+    written_since,
 )
 from looplib._core.random import mix
 from looplib._core.ranks import rank
@@ -165,7 +170,9 @@ def make_train_step(
         optimizer: from `ll.optimizer`, with or without wrappers. Use the one that created the state.
         donate: if True, write the new state over the old one, for the speed and memory of an in-place loop.
             Afterwards the old state, and every state that shares a tensor with it (trained parameters, all buffers, the
-            optimizer's state), raises DonatedStateError.
+            optimizer's state), raises DonatedStateError. The forward pass may write to parameters then, as in a raw loop,
+            such as a momentum encoder's: these writes stay even if the update is skipped or the step fails, and the old
+            state is spent.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first, and ask predicates with the state that it returns.
@@ -197,10 +204,11 @@ def make_train_step(
 # The order of a train step, and why:
 #   check    the state is valid; a spent one has no values to compute with.
 #   keep     a donated step's forward pass writes into the state's own buffers, so they are copied first. If the step is
-#            skipped or fails before its update, they are put back, and the state is as it was.
+#            skipped or fails before its update, they are put back, and the state is as it was. Parameters that the forward
+#            pass writes are not put back: the state is spent, as in a raw loop.
 #   gradients, decide
 #            whatever the gradients or the optimizer can refuse or skip is decided here: only the forward pass has written so
-#            far, and of that there are copies. The host reads the flags of all wrappers at once.
+#            far. The host reads the flags of all wrappers at once.
 #   check    once more, since the loss or the decision may have run a step of another run over the same memory.
 #   own      a pure step copies what the update writes. A donated one gives up the state, which may still refuse, and then
 #            spends it. That comes before the first write, so an update that fails halfway cannot leave a state that looks
@@ -214,15 +222,14 @@ def make_train_step(
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
     request = GradRequest(donate=donate)
-    written: set[str] = set()  # names of the parameters that forward passes write
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
-        step, undo = state.step, None
+        step = state.step
         if donate:
-            undo = Kept(params, buffers, written)
+            kept, counts = with_copies(buffers.values()), versions(params)
         else:
             watch.see(state, batch)
         grad_mode = torch.is_grad_enabled()
@@ -230,8 +237,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             try:
                 out = grad_fn(state, batch, request)
                 grads, metrics, new_buffers, samples, *_ = out
-                if undo is not None:
-                    undo.learn()  # adds to `written` what this forward pass has written
+                written = written_since(params, counts) if donate else ()  # names of parameters
                 torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
                 decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, step)
                 applied = decision is True or read(decision)
@@ -240,18 +246,19 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 _hold_signals = True
             trees_of(state)  # raises if it was written since, by another thread or within the loss
             if applied is not True and not any_of(applied):
-                if undo is not None:
-                    undo.restore()
-                next_opt_state = _apart(next_opt_state, (*params.values(), *buffers.values()))  # see `apart_from`
-                return advanced(
-                    state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
-                ), metrics
+                if donate:
+                    put_back(kept)
+                lease = give_up(state, {*written})[0] if written else lease_of(state)
+                next_opt_state = with_own_tensors(next_opt_state, opt_state)
+                new = advanced(state, params, buffers, next_opt_state, samples, False, same_batch, lease)
+                if written and lease is not None:
+                    lease.step = new.step
+                    _interrupts.returns_to(sys._getframe(1))
+                return new, metrics
             _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                owned = params
-                if next_opt_state is not opt_state:
-                    next_opt_state = apart_from(lease, next_opt_state, opt_state)
+                owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
             else:
                 owned = copy_params(grads, params)
                 next_opt_state, lease = copy_tree(next_opt_state), None
@@ -266,10 +273,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             }
             new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update
-                if donate:
-                    new_opt_state = _copy_into(owned, replaced, new_opt_state)
-                else:
-                    owned |= _as_parameters(replaced, owned)
+                new_opt_state = _copy_into(owned, replaced, new_opt_state)
             if report:  # which may be refused: before the run is said to be at the next step
                 metrics = _with_report(metrics, report, samples)
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
@@ -278,9 +282,10 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 _interrupts.returns_to(sys._getframe(1))
             return new, metrics
         except BaseException as error:
-            if undo is not None:
-                # Unless it was given up, so that its memory is no longer the state's.
-                undo.restore_after_failure(state)
+            if donate and overwritten(state, (params, buffers)) is None:  # else its memory is no longer the state's
+                put_back(kept)
+                if written_since(params, counts):
+                    lease_over("a train step with donate=True", tensors_in((params, buffers))).write()
             fold(error)
             raise
         finally:
@@ -288,15 +293,6 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step
-
-
-def _as_parameters(replaced: Params, owned: Params) -> Params:
-    """The new tensors of a functional update, as parameters."""
-    values = _apart([*replaced.values()], owned.values())
-    return {
-        name: value.detach().requires_grad_(owned[name].requires_grad)
-        for name, value in zip(replaced, values, strict=True)
-    }
 
 
 def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:

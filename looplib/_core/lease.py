@@ -10,8 +10,8 @@ Writes that looplib does not make, such as yours to a module's weights, are not 
 has what the module has.
 
 A forward pass may write as well. A donated step runs on the state's own buffers: if it is skipped, or fails before its
-update, they get their values back from copies. A pure step runs on copies, and checks that its forward pass has left the
-parameters alone.
+update, they get their values back from copies. Parameters that it writes stay written, as in a raw loop, and the state
+is spent. A pure step runs on copies, and checks that its forward pass has left the parameters alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from itertools import permutations
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,20 +203,16 @@ def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     return lease, before
 
 
-def apart_from(lease: Lease, tree: Any, before: Any) -> Any:
-    """The tree, with copies of tensors that are not in the one before it and share memory that this lease covers.
+def with_own_tensors(tree: Any, before: Any) -> Any:
+    """The tree, with copies of the tensors that are not in the same place of the one before it.
 
-    A decision may have put parameters into the optimizer's state, where the update would write over them.
+    A decision may have put parameters there, or others of the tree's tensors, over which the update would write.
     """
-    if not any(lease_on(tensor) is lease for tensor in _new_tensors(tree, before)):
+    if tree is before:
         return tree
-    known = {id(tensor) for tensor in tensors_in(before)}
-
-    def own(leaf: Any) -> Any:
-        shares = isinstance(leaf, Tensor) and id(leaf) not in known and lease_on(leaf) is lease
-        return leaf.detach().clone() if shares else leaf
-
-    return pytree.tree_map(own, tree)
+    if isinstance(tree, dict) and isinstance(before, dict):
+        return {key: with_own_tensors(value, before.get(key)) for key, value in tree.items()}
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
 
 
 def _covers(lease: Lease, tree: Any, before: Any) -> bool:
@@ -264,42 +259,35 @@ _KEEP_INSTEAD = {
 
 def _check_shared(trees: Mapping[str, Any]) -> None:
     """Raise if the optimizer's state or `extra` keeps memory that an in-place step would write as part of others."""
-    seen: dict[Any, list[tuple[str, Tensor]]] = {}
-    for root, tree in trees.items():
-        tensors = [*_named_tensors(root, tree)]
-        for name, tensor in tensors if root in _KEEP_INSTEAD else ():
-            for path, other in seen.get(memory_of(tensor), ()):
-                check(
-                    not overlap(tensor, other),
-                    f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
-                    f"change with every step: keep a copy there, such as {_KEEP_INSTEAD[root]} or tensor.detach().clone(), "
-                    "or make the step with donate=False",
-                )
-        for path, tensor in tensors:
-            if (address := memory_of(tensor)) is not None:
-                seen.setdefault(address, []).append((path, tensor))
+    root_of = {path: root for root, tree in trees.items() for path in named_tensors(root, tree)}
+    for path, name in overlaps(
+        {path: each for root in trees for path, each in named_tensors(root, trees[root]).items()}
+    ):
+        root = root_of[name]
+        check(
+            root == root_of[path] or root not in _KEEP_INSTEAD,
+            f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
+            f"change with every step: keep a copy there, such as {_KEEP_INSTEAD.get(root)} or tensor.detach().clone(), "
+            "or make the step with donate=False",
+        )
 
 
-def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, Tensor):
-            yield root + pytree.keystr(path), leaf
+def named_tensors(root: str, tree: Any) -> dict[str, Tensor]:
+    """The tensors of a tree by their paths, which start with the name of its root."""
+    leaves = pytree.tree_flatten_with_path(tree)[0]
+    return {root + pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 # Tensors that share memory without being the same tensor
 
 
-def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, str] | None:
-    """Names of two tensors that overlap in memory and of which the first is written; None if there are none."""
-    by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
+def overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Names of each two tensors that overlap in memory, in their order."""
+    seen: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if address := tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0:  # 0 for one without memory
-            by_storage[tensor.device, address].append(name)
-    for names in by_storage.values():
-        for one, other in permutations(names, 2):
-            if one in written and overlap(tensors[one], tensors[other]):
-                return one, other
-    return None
+        if (address := memory_of(tensor)) is not None:
+            yield from ((other, name) for other in seen[address] if overlap(tensors[other], tensor))
+            seen[address].append(name)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
@@ -345,52 +333,6 @@ def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
             tensor.copy_(copy)
 
 
-class Kept:
-    """Values from before a donated step's forward pass: of all buffers, and of the parameters that it is known to write.
-
-    `written` has the names of these parameters, to which torch has counted a write in an earlier step. A step adds to
-    it what it finds.
-    """
-
-    __slots__ = ("_copies", "_params", "_tensors", "_versions", "_written")
-
-    def __init__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], written: set[str]) -> None:
-        self._params, self._written = params, written
-        self._tensors = {**buffers, **pick(params, written)} if written else buffers
-        self._copies = clones([*self._tensors.values()])
-        self._versions = _versions(params)
-
-    def learn(self) -> None:
-        """Add to `written` the parameters to which torch has counted a write since."""
-        now = _versions(self._params)
-        if now != self._versions:
-            names = zip(self._params, self._versions, now, strict=False)
-            self._written |= {name for name, before, after in names if before != after}
-
-    def restore(self) -> None:
-        """Put the values back. Raise if the forward pass has written a parameter of which there is no copy."""
-        if lost := self._put_back():
-            raise RuntimeError(
-                f"the forward pass wrote to the parameter {', '.join(lost)} in place, for the first time in a step whose "
-                "update is skipped, so its values before are gone: write it in the first step as well, of which looplib "
-                "then keeps a copy in each step, or make the step with donate=False"
-            )
-
-    def restore_after_failure(self, state: Any) -> None:
-        """Put the values back, and spend the state if that is not possible.
-
-        If the state was given up meanwhile, by its own update or by another step, its memory is no longer this step's.
-        """
-        if overwritten(state, (self._params, state._buffers)) is None and self._put_back():
-            lease_over("a train step with donate=True", tensors_in((self._params, state._buffers))).write()
-
-    def _put_back(self) -> list[str]:
-        """Put the values back. Returns the names of parameters that were written and of which there is no copy."""
-        self.learn()
-        put_back(zip(self._tensors.values(), self._copies, strict=True))
-        return sorted(self._written - self._tensors.keys())
-
-
 class Unwritten:
     """Check that forward passes leave the parameters of a state unchanged.
 
@@ -402,34 +344,43 @@ class Unwritten:
 
     def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
         """Record what `check` compares after the forward pass."""
-        return _versions(params), {} if self.compared or tracing() else _sums(params)
+        return versions(params), {} if self.compared or tracing() else _sums(params)
 
     def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:
         """Raise if a parameter was written."""
-        versions, sums = before
-        if (after := _versions(params)) != versions:
-            _refuse([name for name, old, new in zip(params, versions, after, strict=True) if old != new])
-        if sums:
-            if (now := _sums(params)) != sums:
-                _refuse([name for name, value in sums.items() if now.get(name) != value])
-            self.compared = True
+        counts, sums = before
+        names = written_since(params, counts)
+        if sums and not names:
+            now = _sums(params)
+            names = [name for name, value in sums.items() if now[name] != value]
+            self.compared = not names
+        if names:
+            raise RuntimeError(_WROTE.format(names=", ".join(names)))
 
 
-def _versions(params: Mapping[str, Tensor]) -> list[int]:
+_WROTE = (
+    "the forward pass wrote to the parameter {names} in place, as F.embedding(max_norm=...), weight.clamp_() or "
+    "weight.data does, so the state that was given has changed. Compute new values (weight.clamp(), torch.renorm). A train "
+    "step with donate=True may write to parameters, as a raw loop does"
+)
+
+
+def versions(params: Mapping[str, Tensor]) -> list[int]:
+    """torch's count of the writes to each parameter."""
     try:
         return [*map(torch_private.version, params.values())]
     except RuntimeError:  # tensors of torch.inference_mode(), whose writes are not counted
         return []
 
 
+def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
+    """Names of the parameters to which torch has counted a write since `versions` gave these counts."""
+    now = versions(params)
+    if now == before:
+        return []
+    return [name for name, old, new in zip(params, before, now, strict=True) if old != new]
+
+
 def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
     plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
     return dict(zip(plain, checksums(plain.values()), strict=True))
-
-
-def _refuse(names: list[str]) -> NoReturn:
-    raise RuntimeError(
-        f"the forward pass wrote to the parameter {', '.join(names)} in place, as F.embedding(max_norm=...), "
-        "weight.clamp_() or weight.data does, so the state that was given has changed. Compute new values "
-        "(weight.clamp(), torch.renorm). A train step with donate=True may write to parameters, as a raw loop does"
-    )

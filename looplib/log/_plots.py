@@ -289,9 +289,8 @@ def live_plot(
     logger = CodedLogger(
         write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True
     )
-    if shell is None:
-        weakref.finalize(logger, canvas.finish)
-    else:
+    weakref.finalize(logger, canvas.finish)  # also within a cell, for a logger that has no name there
+    if shell is not None:
         shell.events.register("post_execute", canvas.finish)
         weakref.finalize(logger, shell.events.unregister, "post_execute", canvas.finish)
     return logger

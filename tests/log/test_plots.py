@@ -246,6 +246,8 @@ def test_a_notebook_cell_is_redrawn_in_its_place(tmp_path):
         second = shown('for step in (4, 5): log(ll.TrainState(step=step), {{"train/loss": 0.1}})')
         assert [update for update, _ in second] == [False, True] and second[0][1] != first[0][1], second
         assert shown("1 + 1") == []
+        unnamed = shown("def fit(log):\\n for step in (1, 2): log(ll.TrainState(step=step), dict(loss=0.1))\\nfit(live_plot(every=3600))")
+        assert [update for update, _ in unnamed] == [False, True], unnamed
         hooks = len(shell.events.callbacks["post_execute"])
         shown("import gc; del log; gc.collect()")
         assert len(shell.events.callbacks["post_execute"]) == hooks - 1
