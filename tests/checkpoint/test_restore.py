@@ -185,14 +185,14 @@ def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
     saved = {"gone": torch.ones(2), "wide": torch.ones(2, 3), "half": torch.ones(2).half()}
     ckpt.save(ll.TrainState(params=saved, extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)}))
-    params = {"wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1)}
+    params = {"wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/e~r": torch.zeros(1)}
     extra = {"best": torch.zeros(1), "note": 3, "tensor": 1.0}
     state = ll.TrainState(params={name: nn.Parameter(tensor) for name, tensor in params.items()}, extra=extra)
     with pytest.raises(ValueError, match="does not fit the state") as error:
         ckpt.restore(state)
     found = "".join(str(error.value).splitlines()[1:-1])
     assert re.fullmatch(
-        r"  /params/new/er is in the state.*  /params/gone is in the checkpoint.*  /params/wide .*\(2, 3\).*\(3, 2\).*"
+        r"  /params/new/e~r is in the state.*  /params/gone is in the checkpoint.*  /params/wide .*\(2, 3\).*\(3, 2\).*"
         r"  /params/half .*float16.*float32.*  /extra/best .*float.*a float32 tensor of shape \(1,\).*"
         "  /extra/note .*str.*int.*  /extra/tensor .*float32 tensor.*float.*",
         found,

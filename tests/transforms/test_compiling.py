@@ -464,7 +464,7 @@ def test_a_donated_step_writes_the_state_and_spends_it():
     places = {name: tensor.data_ptr() for name, tensor in state.params.items()}
     new, _ = step(state, batches(1)[0])
     ((_, code, _),) = interrupts._returned
-    assert code is sys._getframe().f_code  # until this function goes on, no signal comes between
+    assert code is sys._getframe().f_code  # until this function continues, no signal comes between
     assert {name: tensor.data_ptr() for name, tensor in new.params.items()} == places
     assert new.params["0.weight"] is model[0].weight  # it is bound still
     with pytest.raises(ll.DonatedStateError, match="a train step with donate=True"):
