@@ -28,6 +28,14 @@ def seed():
 
 
 @pytest.fixture
+def one_process():
+    """A process group of this process alone, for torch's engines."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def the_hub(monkeypatch, tmp_path):
     """A stand-in for the Hugging Face Hub, to which huggingface_hub then sends."""
     from hub_stand_in import Hub

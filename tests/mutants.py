@@ -43,6 +43,7 @@ TESTS = {
         "tests/test_aliases.py",
         "tests/test_another_network.py",
         "tests/test_forward_writes.py",
+        "tests/test_kinds.py",
         "tests/grads",
         *RANKS,
     ],
@@ -53,14 +54,14 @@ TESTS = {
         "tests/test_steps.py",
         "tests/_core/test_lease.py",
     ],
-    "grads": ["tests/grads", *RANKS],
-    "optim": ["tests/optim", "tests/test_write_your_own.py"],
+    "grads": ["tests/grads", "tests/test_kinds.py", *RANKS],
+    "optim": ["tests/optim", "tests/test_kinds.py", "tests/test_write_your_own.py"],
 }
 
 ROOMS = (
     "checkpoint contrib data debug distributed evaluation log losses metrics predicates schedules testing transforms"
 )
-TESTS_OF_ROOMS = {room: [f"tests/{room}"] for room in ROOMS.split()}
+TESTS_OF_ROOMS = {room: [f"tests/{room}", "tests/test_kinds.py"] for room in ROOMS.split()}
 TESTS_OF_ROOMS["transforms"] += ["tests/_core/transforms"]
 
 # Mutants that change nothing a user could see: (file, line of the original, why).
@@ -89,6 +90,56 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "looplib/grads/_accumulation.py",
         "if total.samples is None and type(count) is int:",
         "the normalizer may be any number, since it cancels: half precision alone depends on its size",
+    ),
+    (
+        "looplib/checkpoint/_capture.py",
+        'return {_ARRAY: torch.from_numpy(leaf.copy())} if getattr(leaf, "ndim", 0) else leaf.item()',
+        "all that NumPy has with a tolist method has an ndim",
+    ),
+    (
+        "looplib/checkpoint/_read.py",
+        "with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:",
+        "the smaller of two numbers is the same in either order",
+    ),
+    (
+        "looplib/contrib/_find_lr.py",
+        "width = max(width, 3)",
+        "the larger of two numbers is the same in either order",
+    ),
+    (
+        "looplib/distributed/_reduce.py",
+        "index = 0",
+        "a number that tells things of one name apart, on each rank alike, may begin anywhere",
+    ),
+    (
+        "looplib/distributed/_reduce.py",
+        "index += 1",
+        "and it may leave numbers out",
+    ),
+    (
+        "looplib/evaluation/_oom.py",
+        "largest = max(1, min(fitting or count, count))",
+        "the larger of two numbers is the same in either order",
+    ),
+    (
+        "looplib/log/_configuration.py",
+        "command, cwd=folder if folder.is_dir() else folder.parent, capture_output=True, text=True, timeout=10",
+        "how long git may hang is no promise to the second",
+    ),
+    (
+        "looplib/testing/_gradients.py",
+        'drawn = differing({"grads": whole.grads}, {"grads": reseeded.grads}, tolerance)',
+        "only the names of what differs are used, which are those of either order",
+    ),
+    (
+        "looplib/testing/_samples.py",
+        "for other in (inputs[:, :1].expand_as(future), future.flip(1), future.roll(1, 0)):",
+        "a future like the first one is constant, and so its flip and its roll are like it too",
+    ),
+    (
+        "looplib/transforms/_backends.py",
+        "if len(inputs) == 1 and is_same(node, inputs[0]):",
+        "the comparison is symmetric, and an operation on one input that is no tensor is not compared",
     ),
 ]
 

@@ -5,13 +5,17 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 import looplib as ll
 from looplib.types import TrainState
 
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 
@@ -53,6 +57,15 @@ def update(optimizer, grads, opt_state, params, step, donate=False, **info):
     flag, opt_state = optimizer.decide(grads, opt_state, info.get("metrics", {}), params=params, step=step)
     assert flag is True
     return optimizer.update_(grads, opt_state, dict(params), step, **info)[:2]
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def classify(model, batch):
+    x, y = batch
+    return cross_entropy(model(x), y)
 
 
 class Opaque:

@@ -1,7 +1,5 @@
 """Tensors of a user's that share memory with what a donated step writes: the same numbers as in a pure step."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -108,37 +106,6 @@ def test_a_functional_update_may_return_parameters_in_other_places(how, kind):
         torch.testing.assert_close(state.params, expected, rtol=1e-6, atol=1e-6, check_dtype=False)
         storages = {tensor.untyped_storage().data_ptr() for tensor in state.params.values()}
         assert len(storages) == 2
-
-
-@each_kind
-def test_decide_may_hand_parameters_to_the_update(kind):
-    def halved(optimizer):
-        def init(params, **extra):
-            return {"inner": optimizer.init(params), "before": {n: p.detach().clone() for n, p in params.items()}}
-
-        def decide(grads, opt_state, metrics, params, **info):
-            flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, params=params, **info)
-            return flag, {"inner": inner, "before": {name: p.detach() for name, p in params.items()}}
-
-        def update_(grads, opt_state, params, step, **info):
-            new, inner = optimizer.update_(grads, opt_state["inner"], params, step, **info)
-            with torch.no_grad():
-                new = {name: tensor.lerp_(opt_state["before"][name], 0.5) for name, tensor in new.items()}
-            return new, {**opt_state, "inner": inner}
-
-        return dataclasses.replace(optimizer, init=init, decide=decide, update_=update_)
-
-    model, optimizer = net(), halved(ll.optimizer(torch.optim.SGD, lr=0.2))
-    step, state = made_step(ll.make_grad_fn(model, sum_of_squares), optimizer, kind), ll.init_state(model, optimizer)
-    raw = net()
-    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)  # half the rate
-    for _ in range(4):
-        sgd.zero_grad()
-        sum_of_squares(raw, torch.ones(2)).backward()
-        sgd.step()
-        state, _ = step(state, torch.ones(2))
-    for name, tensor in raw.items():
-        torch.testing.assert_close(state.params[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_an_optimizer_that_keeps_one_tensor_under_two_names_is_refused():

@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 from ranks import launch
+from shared import both_steps
+from shared import mean_square as square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,7 +132,7 @@ def test_parts_of_a_module_that_pure_steps_train_are_noticed_in_the_loss_of_anot
         assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_a_batch_with_a_graph_is_refused_by_name(donate):
     pair = Pair()
     (step, state), _ = pair.steps(donate=donate)
@@ -164,10 +166,6 @@ def test_gradients_of_another_network_are_left_alone(run, before):
     torch.testing.assert_close(out.grads["weight"], generator.weight.grad)
 
 
-def square(model, x):
-    return model(x).square().mean()
-
-
 class Blocks(nn.Module):
     """Two blocks; each may be recomputed in a reentrant checkpoint."""
 
@@ -182,7 +180,7 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_reentrant_checkpoints_are_trained_in_full(donate):
     model, optimizer = Blocks(), ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.make_grad_fn(model, square, allow_unused=True)

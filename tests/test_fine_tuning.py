@@ -4,7 +4,6 @@ import contextlib
 import math
 import operator
 import re
-import shutil
 
 import peft
 import pytest
@@ -154,40 +153,3 @@ def test_what_is_written_is_what_the_loaded_model_generates(page):
         with torch.no_grad():
             logits = adapter(expected[None]).logits
             torch.testing.assert_close(merged(expected[None]).logits, logits, rtol=1e-4, atol=1e-4)
-
-
-def test_answers_that_are_drawn_follow_from_the_state_and_an_index(page):
-    names = adapted(page)
-    ll, model = names["ll"], names["model"]
-    draw = ll.make_predict_step(
-        model, lambda model, asked: model.generate(**asked, max_new_tokens=20, do_sample=True)
-    )
-    state, asked = ll.init_state(model), dict(names["asked"])
-    first, again, second = (draw(ll.state.fold_in(state, index), asked) for index in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not (first.shape == second.shape and torch.equal(first, second))
-
-
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(page, tmp_path, monkeypatch):
-    names, folder = page
-    shutil.copytree(folder / "base", tmp_path / "base")
-    monkeypatch.chdir(tmp_path)
-    calls = 0
-
-    def count(module, inputs):
-        nonlocal calls
-        calls += module.training
-        if calls == 90:
-            raise KeyboardInterrupt
-
-    again = {**names}
-    run(again, LORA)
-    handle = again["model"].register_forward_pre_hook(count)
-    with pytest.raises(KeyboardInterrupt):
-        run(again, TRAIN)
-    handle.remove()
-    again = {**names}
-    run(again, LORA.replace("manual_seed(0)", "manual_seed(7)"), TRAIN)  # the checkpoint has LoRA's matrices
-    assert again["perplexity"] == names["perplexity"]
-    for name, tensor in trained(again["model"]).items():
-        assert torch.equal(tensor, names["state"].params[name]), name

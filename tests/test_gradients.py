@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from shared import both_steps
 from torch import nn
 
 import looplib as ll
@@ -166,7 +167,7 @@ class Counts(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_a_microbatch_without_samples_leaves_no_statistics(donate):
     model, optimizer = Counts(), ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))

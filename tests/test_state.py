@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from shared import make_train_step
+from shared import both_steps, make_train_step
 from torch import nn
 
 import looplib as ll
@@ -114,7 +114,7 @@ def test_a_pure_state_is_not_spent_by_what_reads_it_into_the_module(use, tmp_pat
     torch.testing.assert_close(dict(state.params), dict(other.params))
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_a_step_in_inference_mode_is_named_and_states_made_there_are_trained(donate):
     model, optimizer = nn.Linear(3, 1), ll.optimizer(torch.optim.Adam, lr=0.1)
     step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=donate)

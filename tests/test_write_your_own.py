@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from public import ROOT
+from shared import both_steps
 from torch import nn
 
 import looplib as ll
@@ -95,7 +96,7 @@ def run(step, state, data):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 def test_it_is_the_loop_by_hand(donate, compiled):
     model = net()
     step, optimizer = OWN["make_step"](model, loss_fn, donate)

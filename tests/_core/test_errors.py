@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 import torch
+from shared import both_steps
 from torch import nn
 
 import looplib as ll
@@ -61,7 +62,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("wrap", [lambda grad_fn: grad_fn, lambda grad_fn: ll.accumulate(grad_fn, 2)])
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.every_case
 def test_mistakes_in_shapes_and_dtypes_name_the_layer_in_a_few_frames(wrap, donate, monkeypatch):
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from shared import bits
+from shared import mean_square as squares
 from torch import nn, testing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -16,10 +17,6 @@ ROWS = torch.linspace(-1, 1, 24).view(8, 3)
 EAGER = partial(ll.compile_step, backend="eager")
 
 each_kind = pytest.mark.parametrize("transform", [lambda step: step, EAGER], ids=["eager", "graph"])
-
-
-def squares(model, x):
-    return model(x).square().mean()
 
 
 class Run:

@@ -5,6 +5,8 @@ import warnings
 
 import pytest
 import torch
+from shared import both_steps
+from shared import mean_square as mean_of_square
 from torch import nn
 
 import looplib as ll
@@ -25,7 +27,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float32])
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_buffers_that_are_written_behind_torchs_back_are_kept(dtype, donate):
     model, reference = Counting(dtype), Counting(dtype)
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -86,7 +88,7 @@ class Longer(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.parametrize("bound", [False, True])
 def test_buffers_of_a_new_shape_work_alike_in_all_steps(donate, bound):
     model, optimizer = Longer(), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -130,10 +132,6 @@ def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatc
     monkeypatch.setattr(torch.xpu, "default_generators", (torch.Generator(), own))
     assert _generators(torch.device("xpu", 1)) == (torch.default_generator, own)
     assert _generators(torch.device("meta")) == _generators(torch.device("cpu")) == (torch.default_generator,)
-
-
-def mean_of_square(model, x):
-    return model(x).square().mean()
 
 
 @pytest.mark.parametrize("called", [False, True])

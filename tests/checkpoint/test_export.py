@@ -89,6 +89,8 @@ def test_the_state_dict_of_a_bound_state_is_the_modules_own():
     assert ours._metadata == expected._metadata
     assert all(tensor.data_ptr() == expected[key].data_ptr() for key, tensor in only_tensors(ours).items())
     assert not any(tensor.requires_grad for tensor in only_tensors(ours).values())
+    elsewhere = nn.Linear(2, 2, device="meta")
+    assert ll.checkpoint.state_dict(elsewhere, ll.init_state(elsewhere))["bias"].is_meta  # not moved to the CPU
 
 
 def test_wrappers_leave_no_trace_in_names():

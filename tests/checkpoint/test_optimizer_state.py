@@ -8,7 +8,8 @@ import schedulefree
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import equal
+from problem import is_vector, loss_fn
+from shared import bits, equal
 from torch import nn
 
 import looplib as ll
@@ -17,7 +18,6 @@ optimizer_state_dict, load_optimizer_state_dict = (
     ll.checkpoint.optimizer_state_dict,
     ll.checkpoint.load_optimizer_state_dict,
 )
-pytree = torch.utils._pytree
 
 
 def mlp():
@@ -27,10 +27,6 @@ def mlp():
 
 def batch(step):
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-
-
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
 
 
 def raw_steps(model, optimizer, begin, end):
@@ -45,10 +41,6 @@ def pure_steps(model, state, optimizer, begin, end, donate=False):
     for at in range(begin, end):
         state, _ = step(state, batch(at))
     return state
-
-
-def is_vector(name, tensor):
-    return tensor.ndim < 2
 
 
 OPTIMIZERS = {
@@ -68,14 +60,6 @@ def both(cls, defaults, overrides, model, reverse):
     groups = [{"params": vectors, **overrides}, {"params": matrices[::-1] if reverse else matrices}]
     raw = cls(groups[::-1] if reverse else groups, **defaults, **fused)
     return ll.optimizer(cls, **defaults, groups=[(is_vector, overrides)]), raw
-
-
-def equal_trees(one, other):
-    (leaves, structure), (others, other_structure) = map(pytree.tree_flatten, (one, other))
-    pairs = zip(leaves, others, strict=True)
-    return structure == other_structure and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
-    )
 
 
 @pytest.mark.every_case
@@ -102,7 +86,7 @@ def test_a_run_leaves_for_a_raw_loop_and_comes_back_with_the_same_bits(kind, ste
     _, raw = both(*OPTIMIZERS[kind], model, reverse)
     raw.load_state_dict(optimizer_state_dict(model, state, raw))
     raw_steps(model, raw, here, here + there)
-    assert equal_trees(state.opt_state, before.opt_state)  # the raw loop writes into nothing of it
+    assert bits(state.opt_state) == bits(before.opt_state)  # the raw loop writes into nothing of it
 
     state = ll.init_state(model, optimizer, seed=3).replace(step=here + there, batch=here + there)
     if here + there:
@@ -111,7 +95,7 @@ def test_a_run_leaves_for_a_raw_loop_and_comes_back_with_the_same_bits(kind, ste
     kept = copy.deepcopy(raw.state_dict()["state"])
     state = pure_steps(model, state, optimizer, here + there, total, donate)
     assert equal({**state.params, **state.buffers}, [*reference.named_parameters(), *reference.named_buffers()])
-    assert equal_trees(kept, raw.state_dict()["state"])  # nor looplib into the raw optimizer's
+    assert bits(kept) == bits(raw.state_dict()["state"])  # nor looplib into the raw optimizer's
 
 
 def test_what_is_filled_is_torchs_own_state_dict():
@@ -124,10 +108,10 @@ def test_what_is_filled_is_torchs_own_state_dict():
         filled = optimizer_state_dict(nn.DataParallel(model), state, empty)
         assert empty.state_dict()["state"] == {}
         assert list(filled["state"]) == list(raw.state_dict()["state"])
-        assert equal_trees(filled, raw.state_dict())
+        assert bits(filled) == bits(raw.state_dict())
         empty.load_state_dict(filled)
         fresh = ll.init_state(model, optimizer).replace(step=3)
-        assert equal_trees(load_optimizer_state_dict(model, fresh, empty).opt_state, state.opt_state)
+        assert bits(load_optimizer_state_dict(model, fresh, empty).opt_state) == bits(state.opt_state)
 
 
 def test_what_is_kept_takes_the_dtype_of_its_new_place():
@@ -142,7 +126,7 @@ def test_what_is_kept_takes_the_dtype_of_its_new_place():
         assert (kept["exp_avg"].dtype, kept["step"].dtype) == (torch.float64, torch.float32)
         assert torch.equal(kept["exp_avg"], raw.state[p]["exp_avg"].double())
     single = ll.init_state(model, optimizer).replace(step=2, opt_state=state.opt_state)
-    assert equal_trees(optimizer_state_dict(model, single, raw)["state"], raw.state_dict()["state"])
+    assert bits(optimizer_state_dict(model, single, raw)["state"]) == bits(raw.state_dict()["state"])
 
 
 class Late(torch.optim.Optimizer):
@@ -178,7 +162,7 @@ def test_a_parameter_that_never_had_a_gradient():
     assert packed["state"].keys() == {0, 1}
     late.load_state_dict(packed)
     again = load_optimizer_state_dict(model, ll.init_state(model, optimizer).replace(step=1), late)
-    assert equal_trees(again.opt_state, state.opt_state)
+    assert bits(again.opt_state) == bits(state.opt_state)
 
 
 def test_optimizers_that_do_not_match_are_refused():

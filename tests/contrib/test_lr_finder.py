@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from shared import bits
+from shared import bits, both_states, both_steps
 from torch import nn
 
 import looplib as ll
@@ -36,8 +37,8 @@ def adamw(lr):
 
 
 @pytest.mark.filterwarnings("ignore:.*still has the weights of before training")
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+@both_steps
+@both_states
 def test_looking_for_a_learning_rate_leaves_the_run_as_it_was(donate, bound):
     model, grad_fn, batches = task()
     train_step = ll.make_train_step(grad_fn, adamw(0.01), donate=donate)
@@ -80,6 +81,10 @@ def test_the_curve_is_that_of_a_loop_written_by_hand():
     best = min(curve.smoothed)
     assert curve.smoothed[-1] > 4 * best
     assert len(curve.lrs) < 80
+    falling = curve.losses[: curve.smoothed.index(best) + 1]
+    slopes = [np.polyfit(range(8), falling[at : at + 8], 1)[0] for at in range(len(falling) - 7)]
+    steepest = int(np.argmin(slopes))
+    assert curve.suggestion == pytest.approx(math.sqrt(curve.lrs[steepest] * curve.lrs[steepest + 7]))
 
 
 def sgd(lr):

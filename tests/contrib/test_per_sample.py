@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_states
+from shared import classify as mean_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,11 +33,6 @@ class Transformer(nn.Module):
 
 def perceptron():
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def mean_loss(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
 
 
 def token_loss(model, tokens):
@@ -77,7 +74,7 @@ def close(found, expected, rtol=1e-11, atol=1e-13):
 
 
 @pytest.mark.parametrize("kind", ["perceptron", "transformer"])
-@pytest.mark.parametrize("bound", [True, False])
+@both_states
 def test_each_example_has_the_gradient_that_it_has_alone(kind, bound):
     model, loss_fn, batch = a_model_and_batch(kind)
     expected = one_by_one(model, loss_fn, batch, 7)
@@ -315,6 +312,7 @@ def test_what_cannot_be_is_refused_when_it_is_made():
         (lambda: add_noise(m, whole), "clip_per_sample"),
         (lambda: ll.accumulate(add_noise(m), 2), "add_noise"),
         (lambda: ll.accumulate(per_sample(m), 2), "accumulate.*clip_per_sample"),
+        (lambda: add_noise(m, lambda m: clip(m, math.inf), max_norm=math.inf), "max_norm is inf"),
         (lambda: add_noise(m, noise_multiplier=-0.1), "noise_multiplier is -0.1"),
         (lambda: add_noise(m, expected_batch_size=0), "expected_batch_size is 0"),
     ):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_states, both_steps
+from shared import classify as loss_fn
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -26,8 +28,6 @@ from looplib.debug import (
     worst_samples,
 )
 
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 DIGITS = load_digits()
 ROWS, LENGTH = 70, 5  # of 16 rows, the last batch of 6
 
@@ -47,11 +47,6 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         source = Noisy()
         return (source[i] for i in range(ROWS))
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
 
 
 class Case:
@@ -135,19 +130,15 @@ def test_it_begins_at_the_nearest_of_the_kept_states():
     assert fingerprint(dict(case.model.state_dict())) == weights
 
 
-def test_a_wrapped_module_is_replayed_on_its_own_tensors(tmp_path):
+def test_a_wrapped_module_is_replayed_on_its_own_tensors(one_process):
     alone = Case(donate=True, bound=True)
     expected = replay(alone.step, alone.state, alone.loader, 7)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        case = Case(donate=True, bound=True, wrap=nn.parallel.DistributedDataParallel)
-        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
-            replay(case.step, case.state, case.loader, 7)
-        found = replay(case.step, case.state, case.loader, 7, donate=True)
-        assert fingerprint((found.batch, found.after)) == fingerprint((expected.batch, expected.after))
-        assert found.after.params["0.weight"] is case.model[0].weight
-    finally:
-        torch.distributed.destroy_process_group()
+    case = Case(donate=True, bound=True, wrap=nn.parallel.DistributedDataParallel)
+    with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
+        replay(case.step, case.state, case.loader, 7)
+    found = replay(case.step, case.state, case.loader, 7, donate=True)
+    assert fingerprint((found.batch, found.after)) == fingerprint((expected.batch, expected.after))
+    assert found.after.params["0.weight"] is case.model[0].weight
 
 
 @both_steps
@@ -285,9 +276,12 @@ def test_a_fingerprint_is_a_hash_of_dtype_shape_and_bytes():
     for other in (array.reshape(3, 2), array.view(np.int32)):
         assert fingerprint(torch.from_numpy(other)) != {"/": expected}
     assert fingerprint(array) == fingerprint(np.asfortranarray(array)) != fingerprint(array.T)
-    found = fingerprint({"a/b": [1, 2.5, None, "x", True], "m": ll.Mean(torch.tensor(3), 2), "n": array})
-    assert list(found) == [*(f"/a~1b/{i}" for i in range(5)), "/m", "/n"]
-    assert list(found.values())[:5] == ["1", "2.5", "None", "'x'", "True"]
+    found = fingerprint(
+        {"a/b": [1, 2.5, None, "x" * 30, True, "x" * 31], "m": ll.Mean(torch.tensor(3), 2), "n": array}
+    )
+    assert list(found) == [*(f"/a~1b/{i}" for i in range(6)), "/m", "/n"]
+    long = hashlib.blake2b(repr("x" * 31).encode(), digest_size=8).hexdigest()
+    assert list(found.values())[:6] == ["1", "2.5", "None", repr("x" * 30), "True", long]
 
 
 @given(st.data())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ranks import launch
+from shared import mean_square
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -11,10 +12,6 @@ import looplib as ll
 
 SGD = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
 DATA = torch.arange(64.0)
-
-
-def mean_square(model, batch):
-    return model(batch).square().mean()
 
 
 def adamw(lr=0.1):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_steps
 from torch import nn
 
 import looplib as ll
@@ -58,7 +59,7 @@ def test_the_first_batches_rates_and_a_bar_that_goes_away(capfd):
     assert shown.endswith("\r")  # the bar's line is blank again
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with_none(donate):
     def run(evaluated):
         model, optimizer, state = parts()

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from shared import classify as loss_fn
 from torch.nn import functional as F
 
 import looplib as ll
@@ -78,10 +79,6 @@ def batches(device, size=8):
 
 def tokens(device):
     return torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(2)).to(device)
-
-
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def metric_fn(model, batch):

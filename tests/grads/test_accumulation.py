@@ -1,4 +1,4 @@
-"""Pieces against the whole: in float64, by a raw loop of backward calls, and by an allocator that refuses."""
+"""Pieces against the whole: in float64, by a raw loop of backward calls."""
 
 import collections
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import Opaque, mix
+from shared import Opaque, both_steps, mix
+from shared import classify as mean_loss
 from torch import nn
 
 import looplib as ll
@@ -16,11 +17,6 @@ import looplib as ll
 def mlp(dtype=torch.double):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
-
-
-def mean_loss(model, batch):
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def token_loss(model, batch):
@@ -106,7 +102,7 @@ class Net(nn.Module):
         return self.last(self.dropout(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.parametrize("bound", [False, True])
 def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, bound):
     torch.manual_seed(0)
@@ -133,7 +129,7 @@ def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, 
         assert torch.equal(state.buffers[name], tensor), name
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
     torch.manual_seed(0)
     model = Net()

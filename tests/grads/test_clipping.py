@@ -6,14 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import equal
+from problem import loss_fn
+from shared import both_steps, equal
 from torch import nn
 
 import looplib as ll
 from looplib.types import RunningSum
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def net(dtype=torch.float32):
@@ -26,10 +24,6 @@ def net(dtype=torch.float32):
 def batches(count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(5, 2, 4, 4, generator=generator).to(dtype) for _ in range(count)]
-
-
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
 
 
 def sgd():

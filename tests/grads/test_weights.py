@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from shared import both_steps
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ def exact_loss(model, batch):
 
 
 @pytest.mark.parametrize("weight", ["int tensor", "float tensor", "number", "times"])
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_a_batch_without_any_weight_gives_the_same_whole_and_in_microbatches(weight, donate):
     model = nn.Linear(4, 3).double()
     batch = {"x": torch.randn(6, 5, 4).double(), "labels": torch.full((6, 5), -100)}

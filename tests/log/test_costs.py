@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 from ranks import launch
-from shared import bits
+from shared import bits, both_steps
+from shared import mean_square as loss_fn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,10 +24,6 @@ def net(*sizes):
     torch.manual_seed(0)
     layers = [nn.Linear(i, o, bias=False) for i, o in itertools.pairwise(sizes)]
     return nn.Sequential(*layers)
-
-
-def loss_fn(model, x):
-    return model(x).square().mean()
 
 
 def batches(count=4, size=4):
@@ -108,7 +105,7 @@ def test_time_is_found_where_it_was_spent(clock):
     assert (costs["costs/data_seconds"], costs["costs/rest_seconds"]) == (pytest.approx(0.5), pytest.approx(0))
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("pieces", [None, 2])
 def test_a_meter_changes_no_bits_and_no_state(pieces, inside, donate):

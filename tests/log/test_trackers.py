@@ -223,13 +223,14 @@ def test_mlflow_gets_an_experiment_a_run_its_parameters_and_a_batch_of_values(mo
     client = library.MlflowClient.return_value
     client.get_experiment_by_name.return_value = None
     client.create_run.return_value.info.run_id = "an-id"
+    monkeypatch.setattr("time.time", lambda: 5.0)
     first, second = told("mlflow", monkeypatch, folder, library)
     assert first["create_experiment"] == [(("runs",), {})]
     assert first["create_run"][0][1] == {"run_name": "digits", "tags": None}
     assert (("an-id", "args/a_b_", "0.1"), {}) in first["log_param"]
     assert not {"create_run", "log_param"} & second.keys()  # parameters never change
     assert second["update_run"] == [(("an-id",), {"status": "RUNNING"})]
-    assert [(args[:2], args[3]) for args, _ in second["Metric"]] == [(("x", 0.5), 2), (("on", 1.0), 2)]
+    assert second["Metric"] == [(("x", 0.5, 5000, 2), {}), (("on", 1.0, 5000, 2), {})]
     assert second["RunTag"] == [(("note", "warm"), {})]
     assert len(second["log_batch"][0][1]["metrics"]) == 2
     ((run, image), named), *_ = second["log_image"]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import both_steps
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,7 +138,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_or_the_head(dtype):
     assert largest(lambda: loss(2, weight.detach()).backward()) == hidden.numel()  # nor one of a frozen head
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_a_compiled_step_takes_chunks_too(donate):
     tokens, ends = labels_of(4, 6, 11), []
     model = nn.ModuleList([nn.Embedding(11, 8), nn.Linear(8, 11)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from far.device import far
 from far.test_cases import bits
+from shared import both_steps
 from test_recompute import CHOICES, Stack, loss_fn
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,7 +32,7 @@ def run(device, loss, microbatches=1, donate=False):
     return bits((state.params, state.buffers, ll.compute(metrics)))
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_run_has_the_bits_of_one_without(device, donate, microbatches):
     expected = run("cpu", loss_fn, microbatches, donate)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from shared import bits
+from shared import bits, both_steps
+from shared import mean_square as loss_fn
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -46,10 +47,6 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def loss_fn(model, x):
-    return model(x).square().mean()
-
-
 CHOICES = {
     "a class": Block,
     "classes": (nn.Linear, nn.BatchNorm1d),
@@ -62,7 +59,7 @@ CHOICES = {
 # The same bits
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_run_has_the_bits_of_one_without(donate, bound, microbatches):

@@ -121,11 +121,12 @@ def test_under_evaluation_it_is_the_value():
 
 def test_parameters_that_the_loss_does_not_reach_and_per_sample_gradients_are_refused():
     model, other = net(), nn.Linear(2, 2)
-    grad_fn = ll.make_grad_fn(
-        model, lambda model, batch: ll.losses.restrict_grad(both(model, batch), other.parameters())
-    )
-    with pytest.raises(ValueError, match="depends on none of these parameters"):
-        grad_fn(ll.init_state(model), batches(1)[0])
+    for params in ([*other.parameters()], []):
+        grad_fn = ll.make_grad_fn(
+            model, lambda model, batch, params=params: ll.losses.restrict_grad(both(model, batch), params)
+        )
+        with pytest.raises(ValueError, match="depends on none of these parameters"):
+            grad_fn(ll.init_state(model), batches(1)[0])
     per_sample = ll.contrib.make_per_sample_grad_fn(model, both)
     with pytest.raises(ValueError, match=r"torch\.func"):
         per_sample(ll.init_state(model), batches(1)[0])

@@ -1,19 +1,12 @@
-"""Several optimizers, layers that come and go, and two looks at the loss, against loops written out."""
-
-import copy
-import functools
-from functools import partial
+"""Several optimizers, and layers that come and go, against loops written out."""
 
 import pytest
 import torch
 from problem import adamw, assert_refused, batches, begin, loss_fn, net, raw_adamw, run, sgd, step_of
-from shared import bits, equal, mix
+from shared import bits, both_states, both_steps, equal
 from torch import nn
 
 import looplib as ll
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def by_rank(name, tensor):
@@ -68,9 +61,6 @@ REFUSED = [
     (ValueError, "0.weight 'matrices', rest, x", lambda: labelled(rest=adamw(), x=sgd())),
     (ValueError, "'x', 'y'", lambda: labelled(matrices=sgd(), x=sgd(), rest=adamw(), y=sgd())),
     (TypeError, "'rest' AdamW ll.optimizer", lambda: split(matrices=sgd(), rest=raw_adamw(net()))),
-    (ValueError, "sam accumulate", lambda: ll.accumulate(ll.contrib.sam(ll.make_grad_fn(net(), loss_fn)))),
-    *((ValueError, f"rho {rho}", lambda rho=rho: ll.contrib.sam(ll.make_grad_fn(net(), loss_fn), rho))
-      for rho in (0, -1.0, float("nan"))),
 ]  # fmt: skip
 
 
@@ -153,93 +143,6 @@ def test_frozen_layers_keep_their_bits_and_thaw_as_with_a_gradient_of_none(make,
     assert equal(state.buffers, model.named_buffers())
     for name, p in model.named_parameters():
         assert equal(state.opt_state["state"][name], raw.state[p])
-
-
-# sam
-
-
-def sharp_pass(model, x, rho, adaptive, seed):
-    """Gradients in `.grad` at the worst point nearby, by the two passes of the paper; buffers of the first."""
-
-    def backward():
-        model.zero_grad()
-        torch.manual_seed(seed)
-        loss = loss_fn(model, x)
-        loss.backward()
-        return loss.item()
-
-    loss, before = backward(), copy.deepcopy(model.state_dict())
-    with torch.no_grad():
-        units = {p: p.abs() if adaptive else torch.ones_like(p) for p in model.parameters()}
-        norm = torch.stack([(unit * p.grad).square().sum() for p, unit in units.items()]).sum().sqrt()
-        for p, unit in units.items():
-            p.add_(unit.square() * p.grad, alpha=rho / norm.item())
-    backward()
-    model.load_state_dict(before)
-    return loss
-
-
-@both_states
-@both_steps
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("rho", "adaptive"), [(0.05, False), (0.5, True)])
-def test_sam_equals_the_two_passes_by_hand(rho, adaptive, dtype, donate, bound):
-    model, own, optimizer = net(dtype, dropout=0.3), net(dtype, dropout=0.3), sgd()
-    raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = step_of(own, optimizer, donate, wrap=lambda grad_fn: ll.contrib.sam(grad_fn, rho, adaptive=adaptive))
-    state = begin(own, optimizer, bound)
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-11}
-    for at, x in enumerate(batches(12, dtype)):
-        loss = sharp_pass(model, x, rho, adaptive, seed=mix(0, at, 0, 0))
-        raw.step()
-        state, metrics = step(state, x)
-        torch.testing.assert_close(ll.compute(metrics)["loss"], loss, **close)
-    torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), **close)
-    torch.testing.assert_close(dict(state.buffers), dict(model.named_buffers()), **close)
-    assert state.buffers["1.num_batches_tracked"] == 12
-    plain = run(net(dtype, dropout=0.3), sgd(), batches(12, dtype))
-    assert not torch.allclose(plain.params["0.weight"], state.params["0.weight"], **close)
-
-
-def test_sam_is_pure_draws_one_mask_in_both_passes_and_has_the_buffers_of_the_first():
-    model, masks = net(dropout=0.5), []
-    model[3].register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
-    grad_fn, x = ll.make_grad_fn(model, loss_fn), batches(1)[0]
-    state = ll.copy_state(ll.init_state(model, sgd()))
-    before, module = bits(state), bits(dict(model.state_dict()))
-    plain, *outs = (fn(state, x) for fn in (grad_fn, ll.contrib.sam(grad_fn), ll.contrib.sam(grad_fn)))
-    assert 0 < masks[0].float().mean() < 1
-    assert all(torch.equal(mask, masks[0]) for mask in masks)
-    assert bits(outs[0].grads) == bits(outs[1].grads) != bits(plain.grads)
-    assert all(bits(out.buffers) == bits(plain.buffers) for out in outs)
-    assert ll.compute(outs[0].metrics) == ll.compute(plain.metrics)
-    assert (bits(state), bits(dict(model.state_dict()))) == (before, module)
-    assert all(p.grad is None for p in model.parameters())
-
-
-@both_steps
-def test_sam_goes_around_accumulate_and_inside_clipping_and_a_loss_scale(donate):
-    def end(wrap, optimizer=sgd):
-        model = net(torch.float64, nn.LayerNorm)
-        return run(model, optimizer(), batches(6, torch.float64), donate, wrap=wrap).params
-
-    def clipped(*wraps):
-        return lambda grad_fn: ll.clip_by_global_norm(
-            functools.reduce(lambda fn, wrap: wrap(fn), wraps, grad_fn), 0.1
-        )
-
-    pieces, whole, plain = (
-        end(clipped(partial(ll.accumulate, microbatches=4), ll.contrib.sam)),
-        end(clipped(ll.contrib.sam)),
-        end(clipped()),
-    )
-    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-13)
-    assert not torch.allclose(whole["0.weight"], plain["0.weight"], rtol=1e-6)
-    # Under a loss scale the direction, and so the gradient, is the same: powers of two are exact.
-    scaled = end(
-        lambda grad_fn: ll.grads.scale_loss(ll.contrib.sam(grad_fn)), lambda: ll.optim.dynamic_loss_scale(sgd())
-    )
-    torch.testing.assert_close(scaled, end(ll.contrib.sam), rtol=1e-9, atol=1e-12)
 
 
 @both_steps

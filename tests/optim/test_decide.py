@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from problem import QUICK, WAYS, adamw, raw_adamw
-from shared import bits, make_train_step
+from shared import bits, both_states, both_steps, make_train_step
+from shared import mean_square as mean
 from torch import nn
 
 import looplib as ll
@@ -99,7 +100,7 @@ def raw_loop(data, limit=LIMIT):
     return model, made
 
 
-@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+@both_states
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "wrap",
@@ -130,29 +131,6 @@ def test_a_wrapper_of_a_users_own_is_an_if_in_a_raw_loop(wrap, way, bound):
             assert torch.equal(state.params[name], tensor)
     if bound and way == "donated":
         assert all(torch.equal(one, two) for one, two in zip(model.parameters(), raw.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_each_member_of_a_stack_decides_for_itself(donate):
-    data = batches(12)
-    model = net()
-    optimizer = count(skip_large(adamw(), LIMIT))
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(3)])
-    scales = [0.1, 1.0, 10.0]  # own batches: one member never skips, one does at times, one does most often
-    mapped = ll.vmap_step(step, own_batches=True)
-    for x in data:
-        stack, _ = mapped(stack, torch.stack([scale * x for scale in scales]))
-    counts = []
-    for number, scale in enumerate(scales):
-        raw, made = raw_loop([scale * x for x in data])
-        counts.append(sum(made))
-        for name, tensor in raw.named_parameters():
-            torch.testing.assert_close(stack.params[name][number], tensor, rtol=1e-4, atol=1e-6)
-    assert stack.opt_state["made"].tolist() == counts
-    assert stack.opt_state["seen"].tolist() == [12] * 3
-    assert counts[0] == len(data)
-    assert len(set(counts)) == 3
 
 
 @pytest.mark.every_case
@@ -276,18 +254,12 @@ def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_update_may_not_report_under_a_name_that_is_taken(way):
     model, optimizer = net(), report(adamw(), "loss")
-    step = made_step(model, optimizer, way)
+    step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
     with pytest.raises(ValueError, match="the update reports 'loss'"):
-        step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
-
-
-def test_a_donated_state_whose_updates_report_was_refused_has_none_after_it():
-    model, optimizer = net(), report(adamw(), "loss")
-    state = ll.init_state(model, optimizer)
-    with pytest.raises(ValueError, match="the update reports 'loss'"):
-        made_step(model, optimizer, "donated")(state, batches(1)[0])
-    with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
-        _ = state.params
+        step(state, batches(1)[0])
+    if way == "donated":
+        with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
+            _ = state.params
 
 
 # Refused before anything is spent
@@ -303,10 +275,6 @@ def refused(optimizer, error, words, model=None, other=None, data=None, wrap=lam
         step(state, batches(1)[0] if data is None else data)
     assert all(word in str(raised.value) for word in words.split())
     assert (bits((state.params, state.opt_state)), bits(dict(model.named_parameters()))) == (before, module)
-
-
-def mean(model, x):
-    return model(x).square().mean()
 
 
 def fails(state):
@@ -342,7 +310,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 @pytest.mark.parametrize("name", [*AROUND, ""])
 def test_the_state_of_another_optimizer_is_refused(name, donate):
     """By wrappers and without, before anything is known of these parameters and after."""
@@ -368,7 +336,7 @@ class Words(nn.Module):
         return self.first(self.words(x))
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 def test_gradients_that_a_class_cannot_take_are_refused(donate):
     def half_grads(grad_fn):
         def halved(state, batch, request=ll.types.WHOLE):
@@ -414,35 +382,43 @@ def test_where_takes_trees_of_one_kind(flag):
     assert ll.optim.where(torch.tensor(flag), nn.Parameter(torch.ones(2)), torch.zeros(2)).requires_grad
 
 
-def with_weights_before(optimizer):
-    """The weights at the last decision, made or not, which `decide` puts into the state as they are."""
+def halved(optimizer):
+    """Half of each update, from the weights at its decision, which `decide` puts into the state as they are."""
 
     def init(params, **extra):
-        return {
-            "inner": optimizer.init(params, **extra),
-            "before": {key: p.detach().clone() for key, p in params.items()},
-        }
+        before = {key: p.detach().clone() for key, p in params.items()}
+        return {"inner": optimizer.init(params, **extra), "before": before}
 
     def decide(grads, opt_state, metrics, params, **info):
         flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, params=params, **info)
         return flag, {"inner": inner, "before": {key: params[key].detach() for key in opt_state["before"]}}
 
     def update_(grads, opt_state, params, step, **info):
-        params, inner, *_ = optimizer.update_(grads, opt_state["inner"], params, step, **info)
-        return params, {**opt_state, "inner": inner}
+        new, inner = optimizer.update_(grads, opt_state["inner"], params, step, **info)
+        with torch.no_grad():
+            new = {name: tensor.lerp_(opt_state["before"][name], 0.5) for name, tensor in new.items()}
+        return new, {**opt_state, "inner": inner}
 
     return dataclasses.replace(optimizer, init=init, decide=decide, update_=update_)
 
 
-@pytest.mark.parametrize("way", ["pure", "donated"])
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("last", [True, False], ids=["skipped last", "skipped between"])
-def test_weights_that_a_decision_keeps_are_those_of_that_moment_if_the_update_is_skipped(way, last):
-    model, optimizer = net(), with_weights_before(ll.optim.apply_if_finite(adamw(), 3))
+def test_weights_that_a_decision_keeps_are_those_of_that_moment(way, last):
+    model, raw = net(), net()
+    optimizer = halved(ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.2), 3))
     step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)  # half the rate
     for x in [batches(1)[0], batches(1)[0] * torch.nan, *([] if last else batches(3))]:
         expected = {key: p.detach().clone() for key, p in state.params.items()}
         state, _ = step(state, x)
         assert bits(state.opt_state["before"]) == bits(expected)
+        sgd.zero_grad()
+        loss_fn(raw, x).backward()
+        if not state.skipped:
+            sgd.step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
     with torch.no_grad():
         for p in state.params.values():
             p.add_(1)

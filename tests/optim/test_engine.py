@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from problem import raw_loop, run
-from shared import bits, equal, update
+from shared import bits, both_steps, equal, update
 from stand_ins import STAND_INS, Late, PerParameter
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves, tree_structure
@@ -20,7 +20,6 @@ from torch_collections import optimizers
 import looplib as ll
 
 STEPS = 5
-donated = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
 
 def with_strides(tensor, layout):
@@ -242,7 +241,7 @@ def test_classes_of_third_parties_have_the_bits_of_their_raw_loops(case, data):
     compared(make, optimizer, start(case.layout, torch.float32), grads_of, case.donate, case.first)
 
 
-@donated
+@both_steps
 @pytest.mark.parametrize("options", ["amsgrad", "decoupled_weight_decay", "fused", "foreach", "differentiable"])
 def test_options_of_a_group_are_honoured(options, donate):
     options = {options: True, "weight_decay": 0.1}
@@ -256,7 +255,7 @@ def test_options_of_a_group_are_honoured(options, donate):
     compared(make, optimizer, start("contiguous", torch.float32), grads_at, donate)
 
 
-@donated
+@both_steps
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["chosen", "asked for"])
 def test_parameters_of_two_dtypes_have_a_fused_kernel_each(options, donate):
     params = {**start("contiguous", torch.float32), "wide": torch.linspace(0, 1, 5, dtype=torch.float64)}
@@ -265,7 +264,7 @@ def test_parameters_of_two_dtypes_have_a_fused_kernel_each(options, donate):
     compared(lambda params: optim.AdamW(params.values(), lr=0.05, fused=True), optimizer, params, late, donate)
 
 
-@donated
+@both_steps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
 def test_a_kernel_that_looplib_takes_by_itself_differs_from_torchs_default_by_rounding_alone(cls, dtype, donate):
@@ -275,7 +274,7 @@ def test_a_kernel_that_looplib_takes_by_itself_differs_from_torchs_default_by_ro
     torch.testing.assert_close(found["w"], expected["w"], rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
-@donated
+@both_steps
 @pytest.mark.parametrize("cls", [optim.ASGD, optim.Rprop])
 def test_a_first_state_of_the_learning_rate_has_that_of_its_own_first_update(cls, donate):
     def rate(step):
@@ -299,7 +298,7 @@ def test_a_first_state_of_the_learning_rate_has_that_of_its_own_first_update(cls
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-@donated
+@both_steps
 @pytest.mark.parametrize(
     ("cls", "options"),
     [

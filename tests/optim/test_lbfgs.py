@@ -4,12 +4,10 @@ import pytest
 import torch
 from problem import begin, run, step_of
 from ranks import launch
-from shared import bits, equal
+from shared import bits, both_steps, equal
 from torch import nn
 
 import looplib as ll
-
-both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
 
 def net(dtype=torch.float64):
@@ -70,7 +68,7 @@ OPTIONS = {
 }
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_lbfgs_has_the_bits_of_a_raw_loop(name, dtype, donate):
@@ -87,7 +85,7 @@ def test_lbfgs_has_the_bits_of_a_raw_loop(name, dtype, donate):
         assert all(tensor.grad is None for tensor in own.parameters())
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
 def test_lbfgs_over_microbatches(line_search_fn, donate):
     options = {"lr": 0.2, "line_search_fn": line_search_fn, "max_iter": 5}
@@ -96,7 +94,7 @@ def test_lbfgs_over_microbatches(line_search_fn, donate):
     torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), rtol=1e-9, atol=1e-11)
 
 
-@both
+@both_steps
 def test_a_schedule_and_a_wrapper(donate):
     class Scheduled(torch.optim.LBFGS):
         made = 0
@@ -111,7 +109,7 @@ def test_a_schedule_and_a_wrapper(donate):
     assert equal(run(net(), optimizer, data(), donate, loss_fn=loss_fn).params, model.named_parameters())
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
 def test_a_parameter_without_a_gradient_stays_although_the_direction_is_one_vector_of_all(line_search_fn, donate):
     options = {"lr": 0.5, "max_iter": 5, "line_search_fn": line_search_fn}
@@ -149,7 +147,7 @@ def test_a_parameter_without_a_gradient_stays_although_the_direction_is_one_vect
         assert equal(state.params, raw.named_parameters())
 
 
-@both
+@both_steps
 def test_an_error_within_an_update_leaves_a_pure_state_and_spends_a_donated_one(donate):
     calls = []
 

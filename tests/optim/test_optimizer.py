@@ -6,14 +6,14 @@ import pytest
 import schedulefree
 import torch
 from problem import adamw, assert_refused, batches, is_vector, net, raw_loop, run, sgd, step_of
-from shared import bits, equal
+from shared import bits, both_steps, equal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import looplib as ll
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
     def lr(step):
         return 1e-2 / (1 + step)
@@ -168,7 +168,7 @@ def test_a_misspelt_key_of_a_group_is_refused_for_a_class_that_reads_others():
         ll.optimizer(Decayed, lr=0.1, rank=2)
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 def test_an_update_that_fails_in_its_step_leaves_no_gradients_on_the_model(donate):
     class Failing(torch.optim.SGD):
         fails = False

@@ -9,13 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import WAYS, adamw, batches, net, step_of
 from ranks import launch
-from shared import bits, make_train_step
+from shared import bits, both_steps, make_train_step
 from torch import nn
 
 import looplib as ll
-
-both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 
 
 def loss_fn(model, batch):

@@ -6,13 +6,11 @@ from collections import deque
 import pytest
 import torch
 from problem import assert_refused, batches, net, raw_loop, run, step_of
-from shared import bits, equal
+from shared import bits, both_steps, equal
 from stand_ins import PerParameter
 from torch import nn
 
 import looplib as ll
-
-donated = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
 
 def is_matrix(name, tensor):
@@ -72,7 +70,7 @@ def low_rank(**changes):
     return ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, **changes})])
 
 
-@donated
+@both_steps
 def test_a_class_reads_keys_of_its_own_from_a_group_and_keeps_objects(donate, tmp_path):
     """From the start, from a state that was kept, and from the disk by an optimizer that has made no state yet."""
     raw, model = smooth(), smooth()
@@ -127,7 +125,7 @@ class Noisy(PerParameter):
         p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
 
 
-@donated
+@both_steps
 def test_an_update_draws_by_seed_and_step(donate):
     def trained(seed, steps=4, state=None):
         optimizer, model = ll.optimizer(Noisy, lr=0.1), net()
@@ -253,7 +251,7 @@ LRS = {"number": 1e-2, "schedule": lambda step: 1e-2 / (1 + step), "injected": l
 
 
 @pytest.mark.parametrize("lr", LRS)
-@donated
+@both_steps
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_torchaos_optimizers_train_save_and_resume_with_the_bits_of_a_raw_loop(name, donate, lr, tmp_path):
     import torchao.optim

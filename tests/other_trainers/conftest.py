@@ -160,14 +160,6 @@ def terminal():
 
 
 @pytest.fixture
-def one_process():
-    """A process group of this process alone, for torch's engines."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def torchrun(monkeypatch):
     """The environment that `torchrun --nproc-per-node 1` sets."""
     with socket.socket() as free:

@@ -200,6 +200,7 @@ def test_the_right_side_is_asked_only_where_the_left_leaves_it_open():
 TEXTS = [
     "every_n_steps(5)",
     "every_n_steps(5).between(8, 25)",
+    "every_n_steps(5).between(0, 0)",
     "every_n_samples(100)",
     "every_n_epochs(1)",
     "every_n_epochs(0.25)",

@@ -143,3 +143,16 @@ def test_results_of_a_graph_stay_when_a_donated_step_overwrites_the_state(transf
     for _ in range(2):
         state, _ = later(state, x)
     assert ([*map(values_of, results[:2])], [output.tolist() for output in results[2]]) == before
+
+
+def test_a_tensor_of_the_users_that_becomes_part_of_the_state_is_copied():
+    origin = torch.zeros(())
+    optimizer = ll.types.Optimizer(
+        lambda params: origin.clone(), lambda grads, opt_state, params, step: (params, origin)
+    )
+    model = Counting()
+    step = ll.compile_step(
+        ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer), **QUICK
+    )
+    state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
+    assert state.opt_state.data_ptr() != origin.data_ptr()

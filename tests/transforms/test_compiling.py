@@ -6,6 +6,7 @@ written down raises. What is counted instead is how often a graph is handed to t
 
 import gc
 import math
+import sys
 import weakref
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
-from shared import make_train_step
+from shared import both_steps, make_train_step
+from shared import mean_square as squares
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves
 from transform_cases import (
@@ -32,10 +34,10 @@ from transform_cases import (
 from transform_cases import classify as loss_fn
 
 import looplib as ll
+from looplib._core import interrupts
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 UNTRACEABLE = ll.transforms.UntraceableError
-both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
 
 def net():
@@ -116,7 +118,7 @@ def compare(model, grad_fn, optimizer, data, donate, *, compile=QUICK, rtol=1e-1
     return step, state
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *CHANGING])
 def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
     model, rtol = seeded(with_a_number), ROUGH.get(name, 1e-10)
@@ -149,13 +151,13 @@ def compare_wrapper(name, donate, compile, tolerance):
     assert (state.step < 35) == (name == "finite")
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_every_wrapper(name, donate):
     compare_wrapper(name, donate, QUICK, 1e-10)
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, donate):
     make, loss, data = MODELS[name]
@@ -165,7 +167,7 @@ def test_models(name, donate):
     assert step.compiler.compilations == 1
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_recomputed_blocks_draw_their_dropout_once(donate, microbatches):
     def block():
@@ -184,7 +186,7 @@ def test_recomputed_blocks_draw_their_dropout_once(donate, microbatches):
     assert same(one, other)
 
 
-@both
+@both_steps
 def test_a_loss_scale_that_overflows(donate):
     # In float16 the backward pass of some steps overflows at first; both sides skip the same ones.
     model = seeded(plain, 0, torch.float32)
@@ -201,7 +203,7 @@ def test_a_loss_scale_that_overflows(donate):
 # step's. Where a gradient is next to 0, Adam divides one rounding by another: hence eps=1e-5.
 
 
-@both
+@both_steps
 def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
     model, optimizer = seeded(dropping, dtype=torch.float32), ll.ema(adamw(eps=1e-5))
     grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
@@ -234,7 +236,7 @@ def test_machine_code_scales_a_product_that_is_added():
 
 
 @pytest.mark.large
-@both
+@both_steps
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *CHANGING, *WRAPPERS])
 def test_machine_code_of_every_optimizer_and_wrapper(name, donate):
     # Muon computes in bfloat16, and Inductor would leave out the rounding between operations that it fuses.
@@ -271,7 +273,7 @@ def quick_step(donate=False, optimizer=None, model=None, loss_fn=loss_fn, **opti
     return step, ll.init_state(model, optimizer, epoch_length=4), model, optimizer
 
 
-@both
+@both_steps
 def test_shapes_and_missing_fields_alone_make_programs(donate, tmp_path):
     step, state, model, optimizer = quick_step(donate)
     epoch = [*batches(3), batches(1, size=4)[0]]  # the last batch is smaller
@@ -294,7 +296,7 @@ def test_shapes_and_missing_fields_alone_make_programs(donate, tmp_path):
     assert step.compiler.compilations == 4  # and once more for each shape of a state that has extra
 
 
-@both
+@both_steps
 def test_a_state_whose_layout_changes_with_the_first_update(donate):
     plain = adamw()
 
@@ -383,10 +385,6 @@ def embedding():
     return nn.Sequential(nn.Embedding(5, 3, sparse=True)), torch.tensor([1, 2])
 
 
-def squares(model, x):
-    return model(x).square().mean()
-
-
 def schedule_free():
     return ll.optimizer(pytest.importorskip("schedulefree").AdamWScheduleFree, lr=0.1)
 
@@ -421,7 +419,7 @@ def test_what_cannot_be_part_of_a_graph_is_named(name):
         assert all(word in str(error.value) for word in words)
 
 
-@both
+@both_steps
 def test_numbers_that_are_asked_for(donate):
     model = net()
     inner, plain = ll.make_grad_fn(model, loss_fn), adamw()
@@ -445,19 +443,10 @@ def test_numbers_that_are_asked_for(donate):
     assert step.compiler.compilations == 2
 
 
-def test_an_engine_is_refused(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(net())
-        step, state, _, _ = quick_step(model=wrapped, donate=True)
-        with pytest.raises(
-            UNTRACEABLE,
-            match=r"DistributedDataParallel sends gradients .* block.compile",
-        ):
-            step(state, batches(1)[0])
-    finally:
-        torch.distributed.destroy_process_group()
+def test_an_engine_is_refused(one_process):
+    step, state, _, _ = quick_step(model=nn.parallel.DistributedDataParallel(net()), donate=True)
+    with pytest.raises(UNTRACEABLE, match=r"DistributedDataParallel sends gradients .* block.compile"):
+        step(state, batches(1)[0])
 
 
 # Purity, donation, interrupts
@@ -487,6 +476,8 @@ def test_a_donated_step_writes_the_state_and_spends_it():
     step, state, model, _ = quick_step(donate=True)
     places = {name: tensor.data_ptr() for name, tensor in state.params.items()}
     new, _ = step(state, batches(1)[0])
+    ((_, code, _),) = interrupts._returned
+    assert code is sys._getframe().f_code  # until this function continues, no signal comes between
     assert {name: tensor.data_ptr() for name, tensor in new.params.items()} == places
     assert new.params["0.weight"] is model[0].weight  # it is bound still
     with pytest.raises(ll.DonatedStateError, match="a train step with donate=True"):
@@ -494,7 +485,7 @@ def test_a_donated_step_writes_the_state_and_spends_it():
 
 
 @pytest.mark.every_case
-@both
+@both_steps
 def test_giving_up_leaves_the_state_as_it_was(donate):
     model, optimizer = net(), ll.optim.apply_if_finite(adamw(), 1)
     step, state, _, _ = quick_step(donate, model=model, optimizer=optimizer)
@@ -533,7 +524,7 @@ class Block(nn.Sequential):
         return super().forward(x)
 
 
-@both
+@both_steps
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by dynamo, which looks at the gradients of its inputs
 def test_blocks_that_torch_compiles_in_an_eager_step(donate):
     def make():

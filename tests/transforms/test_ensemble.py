@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import both_steps
 from torch import nn
 from torch.utils._pytree import tree_map
 from transform_cases import (
@@ -185,7 +186,7 @@ def test_hyperparameters_in_the_state_are_each_members_own():
 # What is around the gradients and the optimizer
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_does_for_each_member_what_it_does_alone(name, donate):
     grads, updates, compilations = WRAPPERS[name]
@@ -218,10 +219,26 @@ def test_losses_and_gradients_of_other_kinds(name):
 # Models
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_models(name):
     make, loss_fn, data = MODELS[name]
     check(sgd, make, data(), loss_fn=loss_fn)
+    assert torch._C._get_mkldnn_enabled()  # which an LSTM is mapped without
+
+
+def test_buffers_that_a_pass_writes_for_nothing_are_copies():
+    check(adamw, normalized, wrap=WRAPPERS["sam"][0])
+
+
+def test_numbers_of_the_host_meet_stacks_on_another_device():
+    step, stack = stacked(adamw, normalized)
+    trees = {name: away(getattr(stack, name)) for name in ("params", "buffers", "opt_state")}
+    after, _ = step(stack.replace(**trees), away(batches(1)[0]))
+    assert all(tensor.is_meta for tensor in after.params.values())
+
+
+def away(tree):
+    return tree_map(lambda tensor: tensor.detach().to("meta"), tree)
 
 
 def test_one_answer_of_the_host_for_the_seeds_of_all_members_is_refused():
@@ -281,7 +298,7 @@ def test_a_stack_is_evaluated_and_predicts_member_by_member():
 # Members that part from the others
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@both_steps
 def test_a_member_whose_update_is_skipped_stays_where_it_was(donate):
     def optimizer(number):
         return ll.optim.apply_if_finite(adamw(number), 1)

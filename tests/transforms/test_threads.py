@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from shared import both_steps
 from torch import nn
 
 import looplib as ll
@@ -63,7 +64,7 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@both_steps
 def test_plain_steps_and_another_trace_while_a_thread_traces(batches, expected, donate, pool):
     waiting = Waiting()
     running = pool.submit(steps_of, *made(waiting, compiled=True), batches)

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from shared import classify
 from torch import nn, optim
 
 import looplib as ll
@@ -19,11 +20,6 @@ def batches(count=5, size=6, members=(), dtype=torch.float64, **scales):
 
 def counts(state):
     return state.step, state.epoch, state.batch, state.samples, state.batch_samples, state.batch_steps, state.seed
-
-
-def classify(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
 
 
 def seeded(make, seed=1, dtype=torch.float64):

@@ -4,6 +4,7 @@ import random
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from looplib.transforms._backends import _calls, eager
 
@@ -46,6 +47,19 @@ def program(seed):
         return [*results, *news[: seed % 2], torch.full((), 2.0)]
 
     return run
+
+
+class Calls(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen = [*getattr(self, "seen", []), func]
+        return func(*args, **kwargs or {})
+
+
+def test_a_new_value_is_written_over_the_old_one_by_torchs_own_methods():
+    run = eager(make_fx(lambda x: x.copy_(x * 2))(x := torch.zeros(3)))
+    with Calls() as calls:
+        run([x])
+    assert calls.seen == [torch.Tensor.mul_]
 
 
 def equal(one, other):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from shared import both_steps
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves
 
@@ -12,7 +13,6 @@ from looplib.transforms import _backends
 from looplib.transforms._backends import eager
 
 QUICK = {"backend": "eager"}
-both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
 
 class Many(nn.Module):
@@ -101,14 +101,14 @@ GROUPS = [  # the last of nothing
 ]
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_64_parameters_are_updated_by_one_operation_for_each_group_with_the_bits_of_the_eager_step(name, donate):
     assert compared(Many(64), OPTIMIZERS[name](), donate) == [2 if name == "groups" else 1]
 
 
 @pytest.mark.slow
-@both
+@both_steps
 def test_updates_that_are_skipped_keep_the_state(donate):
     model, optimizer = Many(64), ll.optim.apply_if_finite(ll.optimizer(optim.AdamW, lr=0.1), 3)
     assert compared(model, optimizer, donate, batches(model, at_1=math.inf)) == [1]
@@ -128,7 +128,7 @@ def averaged(optimizer):
     return ll.optim.ema(ll.optim.swa(optimizer, start=1, every=2), 0.9)
 
 
-@both
+@both_steps
 @pytest.mark.parametrize("wrapped", [lambda optimizer: optimizer, averaged])
 def test_old_weights_that_are_read_after_the_update_are_old(wrapped, donate):
     def with_a_weight(model, batch):
@@ -148,7 +148,7 @@ def test_old_weights_that_are_read_after_the_update_are_old(wrapped, donate):
 
 
 @pytest.mark.slow
-@both
+@both_steps
 def test_machine_code_has_the_bits_of_the_eager_step_too(donate):
     model, optimizer = Many(64, (3, 2)), ll.optim.apply_if_finite(OPTIMIZERS["AdamW"](), 3)
     assert compared(model, optimizer, donate, batches(model, at_1=math.inf), backend="inductor") == [1]

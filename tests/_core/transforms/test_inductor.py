@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from looplib.transforms import _backends
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 def test_a_scaled_sum_in_two_operations_is_rounded_as_in_one(dtype):
     x, y = torch.randn(64), torch.randn(64).mul(9).to(dtype)

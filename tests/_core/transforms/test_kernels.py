@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.utils._pytree import tree_leaves
 
@@ -60,6 +61,11 @@ def test_a_file_includes_each_header_once_and_outside_of_namespaces():
     assert own.count("#include <array>") == own.count("#include <vector>") == code.count("#include <array>") == 1
     assert "#include <Python.h>" in own
     assert "#include" not in code.partition("namespace")[2]
+
+
+def test_kernels_of_this_thread_are_kept_to_be_compiled_together():
+    with _backends.compiled_together():
+        assert AsyncCompile().cpp_pybinding(*kernel(1.5)) == kernel(1.5)
 
 
 def trained():
