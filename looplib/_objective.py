@@ -45,7 +45,7 @@ from looplib.types import Gradients, Metric
 def objective_of(
     loss: Any, samples: int, total: RunningSum | None, sync: Sync | None
 ) -> tuple[Tensor, Tensor | float, Tensor | float | None]:
-    """What to differentiate for a loss function's scalar or `Mean`: the mean loss, or for a running sum, the summed loss.
+    """Objective to differentiate for a scalar loss or a `Mean`: the mean loss, or for a running sum, the summed loss.
 
     Returns the value, the factor of its gradient, and the weight by which the gradient is still to be divided, if any.
     The first microbatch of a sum chooses the normalizer of all. On several ranks, whose gradients are averaged

@@ -258,7 +258,7 @@ _UNREACHED = (
 
 
 class _Call:
-    """What the passes of one call share.
+    """Record that the passes of one call share.
 
     Attributes:
         request, sync: as given.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -227,7 +228,8 @@ class FunctionalModule:
         good.
         """
         _interrupts.install()  # before anything that holds signals back
-        with draws.turn:
+        # A trace takes long, and draws no numbers.
+        with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
             devices = {tensor.device for tensor in params.values()}
             if devices != self.devices:
                 self.devices, self.generators = devices, _generators(*devices)

@@ -314,9 +314,12 @@ def test_within_the_update_a_signal_waits_until_the_variable_holds_the_result(na
     assert record(train(state, parts.step, parts.batches[at:])) == expected[BATCHES]
 
 
-def test_a_signal_waits_where_a_donated_step_returns_to_until_its_result_has_a_name():
+@pytest.mark.every_case
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_signal_waits_where_a_donated_step_returns_to_until_its_result_has_a_name(compiled):
     parts, frame = Parts(), sys._getframe()
-    calls = [(parts.step, parts.state, parts.batches[0]), (_interrupts.held, frame)]
+    step = ll.compile_step(parts.step, backend="eager") if compiled else parts.step
+    calls = [(step, parts.state, parts.batches[0]), (_interrupts.held, frame)]
     _, waits = itertools.starmap(operator.call, calls)  # both calls from one instruction of this frame
     assert waits
     assert not _interrupts.held(frame)

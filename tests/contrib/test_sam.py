@@ -101,7 +101,6 @@ def test_what_sam_cannot_be_is_refused():
     def sharp(rho=0.05):
         return ll.contrib.sam(ll.make_grad_fn(net(), loss_fn), rho)
 
-    for outer in (ll.accumulate, ll.grads.retry_on_oom):
-        assert_refused(ValueError, f"sam {outer.__name__}", lambda outer=outer: outer(sharp()))
+    assert_refused(ValueError, "sam accumulate", lambda: ll.accumulate(sharp()))
     for rho in (0, -1.0, float("nan")):
         assert_refused(ValueError, f"rho {rho}", lambda rho=rho: sharp(rho))

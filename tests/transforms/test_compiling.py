@@ -6,7 +6,6 @@ written down raises. What is counted instead is how often a graph is handed to t
 
 import gc
 import math
-import sys
 import weakref
 
 import numpy as np
@@ -34,7 +33,6 @@ from transform_cases import (
 from transform_cases import classify as loss_fn
 
 import looplib as ll
-from looplib._core import interrupts
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 UNTRACEABLE = ll.transforms.UntraceableError
@@ -476,8 +474,6 @@ def test_a_donated_step_writes_the_state_and_spends_it():
     step, state, model, _ = quick_step(donate=True)
     places = {name: tensor.data_ptr() for name, tensor in state.params.items()}
     new, _ = step(state, batches(1)[0])
-    ((_, code, _),) = interrupts._returned
-    assert code is sys._getframe().f_code  # until this function continues, no signal comes between
     assert {name: tensor.data_ptr() for name, tensor in new.params.items()} == places
     assert new.params["0.weight"] is model[0].weight  # it is bound still
     with pytest.raises(ll.DonatedStateError, match="a train step with donate=True"):
