@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import FrozenInstanceError
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from looplib._core.checks import named, warn
+from looplib._core.checks import named
 
 _SIGNS = (
     "out of memory",
@@ -25,17 +24,6 @@ _SIGNS = (
     "CUDNN_STATUS_NOT_SUPPORTED",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-
-
-def half(pieces: int, count: int) -> int:
-    """The next size to try after a failed attempt."""
-    # Only here, outside the handler, has the traceback released the attempt's memory.
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.memory.empty_cache()
-    smaller = -(-pieces // 2)
-    warn(f"out of memory on a batch of {count}: from now on in microbatches of {smaller}")
-    return smaller
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Provenance of a run: recorded on the marks of its states, stored in checkpoints, and compared by later runs.
+"""Provenance of a run: recorded on its states, stored in checkpoints, and compared by later runs.
 
 `init_state` records the optimizer, a loader records itself on the state for which it yields batches, and a restore
 records what the checkpoint contains. Steps and `replace` pass on one reference, so a step costs nothing extra.
@@ -7,7 +7,7 @@ records what the checkpoint contains. Steps and `replace` pass on one reference,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,10 +17,9 @@ from looplib._core.checks import few, warn
 from looplib._core.lease import Leased
 from looplib._core.modules import named_modules
 from looplib._core.ranks import rank
-from looplib._core.records import MANY, described, differences, settings_of
+from looplib._core.records import MANY, described, settings_of
 
 _MOST_STEPS = 8  # on one batch, of several networks
-_KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
 
 
 @dataclass(slots=True)
@@ -61,13 +60,6 @@ def provenance_of(state: Leased) -> Provenance:
     return known or Provenance()
 
 
-def note_reading(state: Any) -> Reading:
-    """Record that a loader begins to yield batches for a state."""
-    reading = Reading(state.epoch, state.batch, state.epoch_length)
-    lease.note_provenance(state, replace(provenance_of(state), reading=reading))
-    return reading
-
-
 def warn_of_two_steps(state: Any) -> None:
     """Warn if a state has moved by several batches for each batch that its loader has yielded.
 
@@ -84,39 +76,6 @@ def warn_of_two_steps(state: Any) -> None:
             "and a resumed run leaves samples out: if several train steps use one batch, make all but the first by "
             "ll.make_train_step(..., same_batch=True)"
         )
-
-
-def note_loader(state: Any, description: Mapping[str, Any]) -> None:
-    """Record the loader that yields batches for a state.
-
-    If the state was restored from a checkpoint, warn about a loader that differs from the last of the saved run. Later
-    states may use different loaders, as they could have without the restore.
-    """
-    known = provenance_of(state)
-    loaders = known.loaders
-    if description in loaders:
-        return
-    if known.restored and known.at_step == state.step:
-        changed = differences({"loader": loaders[-1]}, {"loader": description})
-        if changed:
-            loaders = loaders[:-1]
-            if rank() == 0:
-                warn(other_settings(known.restored, changed))
-    lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
-
-
-def restored_into(
-    template: Leased, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
-) -> Provenance:
-    """Provenance of a restored state; `saved` is the manifest's entry."""
-    known = replace(provenance_of(template), reading=None)
-    optimizer, loaders = saved.get("optimizer"), saved.get("loaders")
-    if known.optimizer is None and isinstance(optimizer, Mapping):
-        known = replace(known, optimizer=optimizer)
-    if loader_is_compared or not isinstance(loaders, list):
-        return known
-    described = tuple(loader for loader in loaders if isinstance(loader, Mapping))
-    return replace(known, loaders=described, restored=path if described else "", at_step=step)
 
 
 def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) -> str:

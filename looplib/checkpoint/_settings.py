@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_type, few
 from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.provenance import Provenance, other_settings, provenance_of, restored_into
+from looplib._core.provenance import Provenance, other_settings, provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences, without_secrets
 from looplib.checkpoint._format import leaves_of, trees_of
@@ -56,7 +57,7 @@ class Settings:
         warning = other_settings(path, changed, seed) if changed or seed else ""
         # A described loader has been compared, and need not be when it yields batches.
         is_compared = any(name in saved for name in self._loaders)
-        known = restored_into(template, saved, str(path), counts["step"], is_compared)
+        known = _restored_into(template, saved, str(path), counts["step"], is_compared)
         return Run({**counts, "epoch_length": length}, known, warning)
 
     def _compared(self, state: TrainState) -> dict[str, Any]:
@@ -117,3 +118,17 @@ def check_left_out(path: Path, left_out: Mapping[str, int], leaves: Mapping[str,
         f"{few(others, 3)}. Before init_state, load the base model that it was saved with. If merge_adapter has written "
         "into that, which unmerge_adapter rounds, merge a copy the next time: copy.deepcopy(model).merge_and_unload()",
     )
+
+
+def _restored_into(
+    template: TrainState, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
+) -> Provenance:
+    """Provenance of a restored state; `saved` is the manifest's entry."""
+    known = replace(provenance_of(template), reading=None)
+    optimizer, loaders = saved.get("optimizer"), saved.get("loaders")
+    if known.optimizer is None and isinstance(optimizer, Mapping):
+        known = replace(known, optimizer=optimizer)
+    if loader_is_compared or not isinstance(loaders, list):
+        return known
+    described = tuple(loader for loader in loaders if isinstance(loader, Mapping))
+    return replace(known, loaders=described, restored=path if described else "", at_step=step)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
-from looplib._core.checks import check, check_optional_count
-from looplib._core.provenance import Reading, note_loader, note_reading, warn_of_two_steps
-from looplib._core.records import Call, Code, kinds_of_classes, with_repr
+from looplib._core.checks import check, check_optional_count, warn
+from looplib._core.lease import note_provenance
+from looplib._core.provenance import Reading, other_settings, provenance_of, warn_of_two_steps
+from looplib._core.ranks import rank
+from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
@@ -73,8 +75,8 @@ class Loader:
         check_state(state, "for batch in loader(state)")
         self._say_if_epochs_have_no_end(state)
         warn_of_two_steps(state)
-        note_loader(state, self.description)
-        return self._batches(state, note_reading(state), pairs=False)
+        _note_loader(state, self.description)
+        return self._batches(state, _note_reading(state), pairs=False)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -408,3 +410,32 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
 
     # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
     return functools.partial(trees.map_leaves, moved, is_leaf=lambda node: hasattr(node, "to"))
+
+
+def _note_reading(state: Any) -> Reading:
+    """Record that a loader begins to yield batches for a state."""
+    reading = Reading(state.epoch, state.batch, state.epoch_length)
+    note_provenance(state, replace(provenance_of(state), reading=reading))
+    return reading
+
+
+_KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
+
+
+def _note_loader(state: Any, description: Mapping[str, Any]) -> None:
+    """Record the loader that yields batches for a state.
+
+    If the state was restored from a checkpoint, warn about a loader that differs from the last of the saved run. Later
+    states may use different loaders, as they could have without the restore.
+    """
+    known = provenance_of(state)
+    loaders = known.loaders
+    if description in loaders:
+        return
+    if known.restored and known.at_step == state.step:
+        changed = differences({"loader": loaders[-1]}, {"loader": description})
+        if changed:
+            loaders = loaders[:-1]
+            if rank() == 0:
+                warn(other_settings(known.restored, changed))
+    note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))

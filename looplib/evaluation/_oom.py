@@ -6,11 +6,14 @@ caller gets the result of the whole batch.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from looplib._core.checks import check_optional_count
-from looplib._core.errors import half, out_of_memory
+import torch
+
+from looplib._core.checks import check_optional_count, warn
+from looplib._core.errors import out_of_memory
 from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -64,7 +67,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
             pieces = split(batch, count, largest, batch_size)
             if (outs := _attempt(step, state, pieces, largest)) is not None:
                 return outs[0] if len(outs) == 1 else _together([*map(batch_size, pieces)], outs)
-            fitting = half(largest, count)
+            fitting = _half(largest, count)
 
     made = mark(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step))
     remembered: Step = with_repr(made, split_on_oom, step, size=size, batch_size=batch_size)
@@ -91,3 +94,14 @@ def _together(counts: list[int], outs: list[Any]) -> Any:
     if all(isinstance(out, Mapping) and all(isinstance(value, Metric) for value in out.values()) for out in outs):
         return merge(*outs)
     return end_to_end(counts, outs)
+
+
+def _half(pieces: int, count: int) -> int:
+    """The next size to try after a failed attempt."""
+    # Only here, outside the handler, has the traceback released the attempt's memory.
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
+    smaller = -(-pieces // 2)
+    warn(f"out of memory on a batch of {count}: from now on in microbatches of {smaller}")
+    return smaller
