@@ -23,6 +23,15 @@ def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
         grad_fn(computed, x)
 
 
+def test_a_parameter_that_is_not_trained_keeps_its_flag_and_its_gradient():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).sum(), trainable=lambda name, _: name.startswith("1"))
+    model[0].weight.grad = torch.ones(2, 3)
+    assert grad_fn(ll.init_state(model), torch.ones(4, 3)).grads.keys() == {"1.weight", "1.bias"}
+    assert model[0].weight.requires_grad
+    assert torch.equal(model[0].weight.grad, torch.ones(2, 3))
+
+
 def test_the_callers_grad_mode_is_kept():
     model, x = nn.Linear(3, 1), torch.randn(4, 3)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())

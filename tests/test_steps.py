@@ -621,3 +621,20 @@ def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(donate, 
     step = ll.make_train_step(ll.make_grad_fn(model, trains_itself), optimizer, donate=donate)
     with pytest.raises(RuntimeError, match=message):
         step(state, x)
+
+
+@both_steps
+def test_a_step_of_which_one_part_is_skipped_updates_the_others(donate):
+    def halves(name, tensor):
+        return name
+
+    model = nn.Linear(2, 1)
+    parts = {name: ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1)) for name in ("weight", "bias")}
+    optimizer = ll.optim.partition(parts, halves)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model.weight * x).sum() + model.bias.sum())
+    state = ll.init_state(model, optimizer)
+    weight, bias = (state.params[name].detach().clone() for name in ("weight", "bias"))
+    state, _ = ll.make_train_step(grad_fn, optimizer, donate=donate)(state, torch.tensor([[math.inf, 1.0]]))
+    assert torch.equal(state.params["weight"], weight)
+    torch.testing.assert_close(state.params["bias"].detach(), bias - 0.1)
+    assert state.step == 1

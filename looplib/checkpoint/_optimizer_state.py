@@ -5,7 +5,8 @@ A torch optimizer numbers its parameters by group; a state has them under the na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_type, few
+from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
 from looplib.checkpoint._state_dict import check_state
-from looplib.optim._update import state_of_class, without_state
+from looplib.optim._recipe import Recipe
+from looplib.optim._update import Plan, first_state, tiny_like, without_state
 from looplib.types import TrainState
 
 
@@ -70,7 +73,7 @@ def optimizer_state_dict(
         trained = [name for name in numbers if name in opt_state["state"]]
         if not trained:
             continue
-        kept, late = state_of_class(cls, group, state.params, trained), without_state(opt_state)
+        kept, late = _state_of_class(cls, group, state.params, trained), without_state(opt_state)
         for name in trained:
             entry = opt_state["state"][name]
             entry = _converted(name, entry, kept[name], "the state", cls.__name__, exported)
@@ -212,3 +215,13 @@ def _converted(
         else map_tensors(lambda tensor: tensor.detach().clone(), value)
         for key, value in entry.items()
     }
+
+
+def _state_of_class(
+    cls: type, group: Mapping[str, Any], params: Mapping[str, Tensor], names: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Values with the keys and types of those that a class keeps for these parameters; `group` is one of its `param_groups`."""
+    recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
+    tiny = mapped(tiny_like, pick(params, names))
+    entries: dict[str, dict[str, Any]] = first_state(Plan(recipe, tiny), tiny)["state"]
+    return entries

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import few, warn
-from looplib._core.mappings import mapped, pick, subset, without
+from looplib._core.mappings import mapped, pick, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
@@ -64,7 +64,7 @@ class Plan:
         self.parts = parts_of(recipe, params, self.members)
         self.dense = _dense(recipe, self.members)
         if recipe.is_torch_optim:
-            tiny = states_of_torch(recipe, mapped(_tiny, params), self.members)
+            tiny = states_of_torch(recipe, mapped(tiny_like, params), self.members)
             self.probe, self.step = Probe(tiny, {}, [], False), inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
@@ -88,7 +88,7 @@ def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
     return frozenset(chain.from_iterable(groups))
 
 
-def _tiny(tensor: Tensor) -> Tensor:
+def tiny_like(tensor: Tensor) -> Tensor:
     """A tensor of as many dimensions, with one element."""
     return torch.zeros((1,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
 
@@ -363,14 +363,3 @@ def without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
     if started is None or started.all():
         return frozenset()
     return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
-
-
-# Conversion to and from plain torch
-
-
-def state_of_class(cls: type, group: Mapping[str, Any], params: Mapping[str, Tensor], names: Iterable[str]) -> States:
-    """Values with the keys and types of those that a class keeps for these parameters; `group` is one of its `param_groups`."""
-    recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
-    tiny = mapped(_tiny, pick(params, names))
-    entries: States = first_state(Plan(recipe, tiny), tiny)["state"]
-    return entries

@@ -159,6 +159,7 @@ def test_a_metric_whose_name_a_wrapper_takes_is_refused():
             grad_fn(state, x)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("seed", range(20))
 def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     generator = torch.Generator().manual_seed(seed)

@@ -231,6 +231,14 @@ def laid_out(grads_of):
     return torch.no_grad()(with_strides_of)
 
 
+@both_steps
+def test_the_classs_own_fused_step_is_given_gradients_with_the_strides_of_their_parameters(donate):
+    # With dampening, the first update is of its own kind, so looplib leaves the call of the kernel to the class.
+    make, optimizer = in_groups(optim.SGD, momentum=0.9, dampening=0.1, fused=True)
+    params = start("transposed", torch.float32)
+    compared(make, optimizer, params, grads_at, donate, raw_grads=laid_out(grads_at))
+
+
 @drawn(4)
 def test_classes_of_third_parties_have_the_bits_of_their_raw_loops(case, data):
     for cls in STAND_INS:

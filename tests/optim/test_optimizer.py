@@ -1,6 +1,7 @@
 """Optimizers: groups and schedules against a raw loop, purity, kernels, and what is refused."""
 
 import importlib
+import warnings
 
 import pytest
 import schedulefree
@@ -184,3 +185,30 @@ def test_an_update_that_fails_in_its_step_leaves_no_gradients_on_the_model(donat
     with pytest.raises(MemoryError):
         step(state, batches(1)[0])
     assert all(p.grad is None for p in model.parameters())
+
+
+def warnings_of(lr, steps):
+    """Warnings of a run, each with its step."""
+    model, sgd = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=lr)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), sgd, donate=True)
+    state, said = ll.init_state(model, sgd), []
+    for step in range(steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, _ = train_step(state, torch.ones(4, 2))
+        said += [(step, str(warning.message)) for warning in caught]
+    return said
+
+
+def test_training_past_the_end_at_a_rate_of_0_warns_once():
+    for lr in (
+        ll.warmup_cosine(0.1, warmup=2, total=6),
+        ll.schedules.linear(0.1, total=6),
+        ll.schedules.one_cycle(0.1, 1.0, 0.0, total=6),
+    ):
+        ((step, message),) = warnings_of(lr, 9)
+        assert step == 6
+        assert f"{lr!r}, is 0 from step 6 on" in message
+        assert warnings_of(lr, 6) == []
+    for lr in (0.0, ll.schedules.linear(0.1, 0.01, total=6), ll.schedules.step_decay(0.1, every=3), lambda step: 0.0):
+        assert warnings_of(lr, 9) == []

@@ -63,6 +63,15 @@ def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
     assert state.step == 2
 
 
+def test_five_skips_in_a_row_are_accepted_by_default():
+    safe, model, (x,) = ll.optim.apply_if_finite(adamw()), net(), batches(1)
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), safe), ll.init_state(model, safe)
+    for _ in range(5):
+        state, _ = step(state, (x, math.nan))
+    with pytest.raises(ll.optim.NonFiniteGradientsError, match="6 times in a row"):
+        step(state, (x, math.nan))
+
+
 def test_the_count_of_skips_to_accept_is_a_count():
     for wrong in (-1, True, 1.5):
         with pytest.raises(ValueError, match=f"max_consecutive is {wrong}"):

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -221,29 +220,6 @@ def test_a_float_is_a_share_of_the_steps():
     assert S.warmup_linear(1.0, warmup=0.0, total=9) == S.warmup_linear(1.0, warmup=0, total=9)
     shares, steps = {"warmup": 0.05, "decay": 0.2}, {"warmup": 5, "decay": 20}
     assert S.warmup_stable_decay(1.0, total=100, **shares) == S.warmup_stable_decay(1.0, total=100, **steps)
-
-
-def train(lr, steps):
-    """Warnings of a run, each with its step."""
-    model, sgd = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=lr)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), sgd, donate=True)
-    state, said = ll.init_state(model, sgd), []
-    for step in range(steps):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state, _ = train_step(state, torch.ones(4, 2))
-        said += [(step, str(warning.message)) for warning in caught]
-    return said
-
-
-def test_training_past_the_end_at_a_rate_of_0_warns_once():
-    for lr in (ll.warmup_cosine(0.1, warmup=2, total=6), S.linear(0.1, total=6), S.one_cycle(0.1, 1.0, 0.0, total=6)):
-        ((step, message),) = train(lr, 9)
-        assert step == 6
-        assert f"{lr!r}, is 0 from step 6 on" in message
-        assert train(lr, 6) == []
-    for lr in (0.0, S.linear(0.1, 0.01, total=6), S.step_decay(0.1, every=3), lambda step: 0.0):
-        assert train(lr, 9) == []
 
 
 def test_a_schedule_is_a_record_that_reads_as_its_code():
