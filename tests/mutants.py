@@ -53,6 +53,7 @@ TESTS = {
         "tests/test_aliases.py",
         "tests/test_steps.py",
         "tests/_core/test_lease.py",
+        "tests/checkpoint/test_settings.py",  # what init_state notes
     ],
     "grads": ["tests/grads", "tests/test_kinds.py", *RANKS],
     "optim": [
@@ -72,6 +73,16 @@ TESTS_OF_ROOMS["transforms"] += ["tests/_core/transforms"]
 
 # Mutants that change nothing a user could see: (file, line of the original, why).
 EQUIVALENT: list[tuple[str, str, str]] = [
+    (
+        "looplib/optim/_recipe.py",
+        "if near := difflib.get_close_matches(key, known, 1, 0.85):",
+        "the nearest of several is the first",
+    ),
+    (
+        "looplib/grads/_accumulation.py",
+        "pieces = max(1, min(pieces, count))",
+        "the larger of two numbers, in any order",
+    ),
     ("looplib/optim/_traced_update.py", "super().__init__()", "torch's TorchFunctionMode has an empty one"),
     (
         "looplib/optim/_wrap.py",

@@ -250,6 +250,13 @@ def test_an_optimizer_that_keeps_one_memory_twice_is_refused(keep):
         ll.init_state(nn.Linear(2, 1), optimizer)
 
 
+def test_parameters_that_share_memory_may_be_frozen():
+    model = shares_memory("rows")
+    model.head = nn.Linear(2, 1)
+    state = ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1), trainable=lambda name, _: "head" in name)
+    assert {"one", "other"} < state.params.keys()
+
+
 @pytest.mark.parametrize("kind", ["apart", "expanded apart"])
 def test_parameters_in_separate_ranges_of_one_storage_are_accepted(kind):
     assert ll.init_state(shares_memory(kind), ll.optimizer(torch.optim.SGD, lr=0.1)).step == 0

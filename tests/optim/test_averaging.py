@@ -275,3 +275,15 @@ def test_the_warmup_is_that_of_diffusers(inv_gamma, power):
         assert warmup(step) == diffusers_decay(step, 0.999, inv_gamma or 1.0, power or 2 / 3)
     with pytest.raises(ValueError, match="inv_gamma is -1"):
         ll.optim.ema_warmup(0.9, inv_gamma=-1)
+
+
+def test_swa_averages_after_every_update_by_default():
+    model, (x,) = net(), batches(1)
+    ends = []
+    for options in ({}, {"every": 1}):
+        optimizer = ll.optim.swa(adamw(), start=0, **options)
+        step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), ll.init_state(model, optimizer)
+        for _ in range(3):
+            state, _ = step(state, x)
+        ends.append(state.opt_state["average"]["params"])
+    assert equal(*ends)

@@ -72,6 +72,19 @@ def test_five_skips_in_a_row_are_accepted_by_default():
         step(state, (x, math.nan))
 
 
+def test_the_loss_scale_has_torchs_defaults_and_may_grow_at_every_step():
+    torchs, settings = (
+        torch.amp.GradScaler("cpu"),
+        ll.optim.dynamic_loss_scale(adamw()).description["dynamic_loss_scale"],
+    )
+    assert settings["growth_interval"] == torchs.get_growth_interval()
+    assert settings["growth_factor"] == torchs.get_growth_factor()
+    assert settings["backoff_factor"] == torchs.get_backoff_factor()
+    assert ll.optim.dynamic_loss_scale(adamw(), growth_interval=1).description != settings
+    with pytest.raises(ValueError, match="growth_interval=0"):
+        ll.optim.dynamic_loss_scale(adamw(), growth_interval=0)
+
+
 def test_the_count_of_skips_to_accept_is_a_count():
     for wrong in (-1, True, 1.5):
         with pytest.raises(ValueError, match=f"max_consecutive is {wrong}"):

@@ -107,6 +107,10 @@ def test_64_parameters_are_updated_by_one_operation_for_each_group_with_the_bits
     assert compared(Many(64), OPTIMIZERS[name](), donate) == [2 if name == "groups" else 1]
 
 
+def test_a_parameter_alone_is_updated_by_the_kernel():
+    assert compared(Many(1), ll.optimizer(optim.AdamW, lr=schedule), True) == [1]
+
+
 @pytest.mark.slow
 @both_steps
 def test_updates_that_are_skipped_keep_the_state(donate):
