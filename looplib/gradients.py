@@ -246,7 +246,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
 
 def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
     """A batch to run the model on in place of one without samples, since other ranks or microbatches may have some."""
-    if total is None and sync is None:
+    if sync is None and (total is None or (total.samples == 0 and not total.local)):
         raise ValueError("the batch has no samples, so its mean loss has no value: leave it out")
     return padding_batch(batch)
 

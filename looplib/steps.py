@@ -8,7 +8,6 @@ used.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing
-from looplib._core.trees import batch_size
+from looplib._core.trees import batch_size, map_tensors
 from looplib._core.updates import (
     any_of,
     call_decide,
@@ -450,29 +449,20 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
 
 def _apart(tree: Any, of: Iterable[Tensor]) -> Any:
     """The tree, with copies of tensors that share memory with these, over which a donated step writes."""
-    if not [*tensors_in(tree)]:
-        return tree
     known = {*map(memory_of, of)} - {None}
-
-    def own(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and memory_of(leaf) in known else leaf
-
-    return torch_private.pytree.tree_map(own, tree)
+    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
 
 
 def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
     host = _modules.FunctionalModule(model, training, backward=False)
-    known: Any = None  # a weak reference to the last state: many batches see one
 
     def forward(state: TrainState, batch: Any) -> Any:
-        nonlocal known
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
         grad_mode = torch.is_grad_enabled()
-        if grad_mode and (known is None or known() is not state):
+        if grad_mode:
             check_history(params, EVALUATED)
-            known = weakref.ref(state)
         try:
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)

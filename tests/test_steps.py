@@ -1,5 +1,6 @@
 """Steps against the raw loop: the same bits, and nothing left behind."""
 
+import collections
 import copy
 import itertools
 import math
@@ -638,3 +639,29 @@ def test_a_step_of_which_one_part_is_skipped_updates_the_others(donate):
     assert torch.equal(state.params["weight"], weight)
     torch.testing.assert_close(state.params["bias"].detach(), bias - 0.1)
     assert state.step == 1
+
+
+def test_an_expanded_buffer_is_no_matter_to_a_skipped_donated_step():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model.register_buffer("ones", torch.ones(1).expand(3))
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
+    state, _ = step(ll.init_state(model, optimizer), torch.full((4, 2), math.nan))
+    assert state.skipped
+    assert model[0].running_mean.tolist() == [0, 0]
+
+
+class Outputs(collections.UserDict):
+    pass
+
+
+def test_outputs_in_any_container_keep_their_values_when_the_state_is_written():
+    model, optimizer = nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    predict_step = ll.make_predict_step(model, lambda model, x: Outputs(weight=model.weight))
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    before, out = model.weight.detach().clone(), predict_step(state, torch.ones(4, 2))
+    step(state, torch.ones(4, 2))
+    assert type(out) is Outputs
+    assert torch.equal(out["weight"], before)
+    assert not out["weight"].requires_grad

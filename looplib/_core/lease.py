@@ -322,8 +322,15 @@ def same_value(tensor: Tensor, value: Tensor) -> bool:
 
 def with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Tensors with copies of their values, for `put_back`."""
-    given = [*tensors]
+    # torch writes to no tensor that is expanded.
+    given = [tensor for tensor in tensors if not _is_expanded(tensor)]
     return [*zip(given, clones(given), strict=True)]
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return is_plain(tensor) and any(
+        step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -95,7 +94,11 @@ def members(model: nn.Module) -> Members:
 
 
 def tensors(slots: Iterable[Slot]) -> dict[str, Tensor]:
-    return {name: owner[key] for owner, key, name in slots}
+    """Tensors by name; of tied ones that are no longer the same, the first."""
+    found: dict[str, Tensor] = {}
+    for owner, key, name in slots:
+        found.setdefault(name, owner[key])
+    return found
 
 
 def check_names(what: str, of_state: Mapping[str, Tensor], slots: list[Slot], model: nn.Module) -> None:
@@ -179,6 +182,8 @@ class FunctionalModule:
         """Raise ValueError for tensors with other names than the module's, as it is now."""
         # A loss that misses replaced layers is noticed by their gradients, so only the first call looks for these.
         if not (self.called and self.backward) and self._children() != self.children:
+            if self.backward and _places(members(self.model)) != _places(self.slots):
+                raise ValueError(_CHANGED)
             self._read()
         if not self.called and self.model.training:
             self._warn_of_layers_in_eval_mode(_LATE_EVAL)
@@ -228,8 +233,7 @@ class FunctionalModule:
         good.
         """
         _interrupts.install()  # before anything that holds signals back
-        # A trace takes long, and draws no numbers.
-        with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
+        with draws.turn:
             devices = {tensor.device for tensor in params.values()}
             if devices != self.devices:
                 self.devices, self.generators = devices, _generators(*devices)
@@ -362,6 +366,10 @@ _LATE_EVAL = (
     "{layers} went into eval mode after this function was made from the {model}, which runs each layer in the mode that it "
     "had then, here training mode: call eval() before make_grad_fn"
 )
+_CHANGED = (
+    "layers of the model were replaced or added after make_grad_fn, which chose then what is trained: call ll.make_grad_fn "
+    "again, and ll.init_state, after you change the model"
+)
 _OF_HOOKS = (
     "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "
     "for the module's parameters only, and this step runs on other tensors: train with donate=True on a state that is "
@@ -391,6 +399,10 @@ def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swa
         for owner, key, name in slots
         if (own := owner[key]) is not (tensor := tensors[name])
     ]
+
+
+def _places(slots: Members) -> list[tuple[int, str, str]]:
+    return [(id(owner), key, name) for owner, key, name in slots.params]
 
 
 def _differs(module: nn.Module) -> bool:

@@ -15,11 +15,11 @@ from looplib._core.checks import check, check_argument
 from looplib._core.engines import RunningSum
 from looplib._core.mappings import stacked
 from looplib._core.random import mix
-from looplib._core.records import Made, mark, with_repr
+from looplib._core.records import Made, made, mark, with_repr
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.grads._wrapper import check_grad_fn, check_parts, max_norm_of, of_whole_step, seen
+from looplib.grads._wrapper import check_grad_fn, check_parts, of_whole_step, seen
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Metric, TrainState
 
@@ -153,7 +153,8 @@ def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) 
 
 
 def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
-    norm = max_norm_of(grad_fn)
+    record = made(grad_fn)
+    norm = None if record is None else record.max_norm
     if norm is None:
         names = ", ".join(seen(grad_fn)) or getattr(grad_fn, "__name__", type(grad_fn).__name__)
         raise ValueError(

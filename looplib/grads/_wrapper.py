@@ -69,12 +69,6 @@ def name_of(function: Any) -> str:
     return within[-2].rpartition(".")[2] if len(within) > 1 else qualified
 
 
-def max_norm_of(grad_fn: GradFn) -> float | None:
-    """The norm that each sample's gradient is known to be clipped to, or None."""
-    record = made(grad_fn)
-    return None if record is None else record.max_norm
-
-
 def seen(grad_fn: GradFn) -> list[str]:
     """Marked wrappers of a function, from the outside in."""
     return [record.name for record in chain(grad_fn)]

@@ -342,7 +342,8 @@ class Compiler:
         begin, shown = time.perf_counter(), self.options.get("backend") != "eager" and _is_watched()
         if shown:
             print("looplib: compiling the step ...", file=sys.stderr, flush=True)
-        with tracing.one_at_a_time():
+        # A trace moves the random streams that steps of other threads draw from, so these wait for it.
+        with draws.turn, tracing.one_at_a_time():
             machine = self.make(inputs)
         traced = machine.program.traced
         if self.no_grad:

@@ -299,6 +299,11 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match=r"put it around, scale_loss\(accumulate\(grad_fn"):
         ll.accumulate(ll.grads.scale_loss(grad_fn))
 
+    with pytest.raises(ValueError, match="no samples"):
+        ll.accumulate(grad_fn, 2)(
+            ll.init_state(model), (torch.zeros(0, 5, dtype=torch.double), torch.zeros(0).long())
+        )
+
     def deaf(state, batch, request=None):
         return grad_fn(state, batch)
 

@@ -60,7 +60,7 @@ def assert_same(one, other):
 
 @pytest.fixture
 def pool():
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         yield pool
 
 
@@ -69,11 +69,34 @@ def test_plain_steps_and_another_trace_while_a_thread_traces(batches, expected, 
     waiting = Waiting()
     running = pool.submit(steps_of, *made(waiting, compiled=True), batches)
     assert waiting.entered.wait(120)
-    meanwhile = pool.submit(steps_of, *made(compiled=True), batches)
-    try:
-        taken = steps_of(*made(donate=donate), batches)
-        time.sleep(0.5)  # in which the other trace comes as far as it can; the result is to be the same
-    finally:
-        waiting.proceed.set()
-    for found in (taken, running.result(120), meanwhile.result(120)):
+    others = [
+        pool.submit(steps_of, *made(compiled=True), batches),
+        pool.submit(steps_of, *made(donate=donate), batches),
+    ]
+    time.sleep(0.5)  # in which they come as far as they can; the results are to be the same
+    waiting.proceed.set()
+    for found in (running.result(120), *(other.result(120) for other in others)):
         assert_same(found, expected)
+
+
+def test_a_trace_does_not_move_the_stream_that_another_threads_step_draws_from(pool, batches):
+    model, other = (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)) for _ in range(2))
+    optimizer, waiting = ll.optimizer(torch.optim.SGD, lr=0.1), Waiting()
+
+    def drawing(model, x):
+        first = torch.rand(8)
+        waiting(model, x)
+        return model(x).square().mean(), {"drawn": torch.cat([first, torch.rand(8)]).mean()}
+
+    step, state = ll.make_train_step(ll.make_grad_fn(model, drawing), optimizer), ll.init_state(model, optimizer)
+    stream = torch.get_rng_state()
+    running = pool.submit(step, state, batches[0])
+    assert waiting.entered.wait(120)
+    traced = ll.compile_step(ll.make_train_step(ll.make_grad_fn(other, drawing), optimizer), backend="eager")
+    meanwhile = pool.submit(traced, ll.init_state(other, optimizer), batches[0])
+    time.sleep(0.5)
+    waiting.proceed.set()
+    _, metrics = running.result(120)
+    meanwhile.result(120)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert ll.compute(metrics) == ll.compute(step(state, batches[0])[1])
