@@ -134,7 +134,9 @@ class TrainState(lease.Leased):
         return f"TrainState({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainState, tuple(getattr(self, name) for name in FIELDS)
+        return TrainState, tuple(getattr(self, name) for name in FIELDS), lease.provenance(self)
+
+    __setstate__ = lease.note_provenance
 
 
 errors.explain(TrainState, "a TrainState", errors.OF_A_STATE, "write state = state.replace({name}=...)")

@@ -170,7 +170,7 @@ class CheckpointIO:
     A checkpoint stores what its run was made with: the class and hyperparameters of the optimizer given to
     `init_state`, the seed, the batch size and order of the looplib loaders that yielded batches, and what `describe`
     adds. These settings travel with the state through steps, `replace`, copies and stacks. A state made from its fields has
-    none (`TrainState(...)`, `dataclasses.replace(state)`, a pickle, `tree_map` over a state), and other loaders are not
+    none (`TrainState(...)`, `dataclasses.replace(state)`, `tree_map` over a state), and other loaders are not
     known: use `describe` for those.
 
     On several ranks, all of them call `save`, `restore` and `delete`; `restore` verifies that they read the same

@@ -467,7 +467,7 @@ REFUSED = {  # name -> (call, type, what the message names)
         ValueError,
         ["has shape (3, ", "ll.vmap_step(step)"],
     ),
-    "a module for one": (bound, ValueError, ["stack", "unstack_states(state)[0]"]),
+    "a module for one": (bound, ValueError, ["has shape (3, ", "ll.vmap_step(step)"]),
 }
 
 
