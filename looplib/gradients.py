@@ -228,7 +228,8 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         seed = factor if isinstance(factor, Tensor) else scalar_like(value, factor)
         if scale is not None:
             seed = seed * scale.to(value.device)  # the scale is on the first parameter's
-        seed = seed.to(value).reshape(value.shape)
+        if seed is factor or scale is not None or value.dim():
+            seed = seed.to(value).reshape(value.shape)
         again = call.traced and differentiated()
         plain = reach.plain and not call.traced
         with reach.others_aside(call.inputs) if plain else nullcontext():
