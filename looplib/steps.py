@@ -449,7 +449,7 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
 
 def _apart(tree: Any, of: Iterable[Tensor]) -> Any:
     """The tree, with copies of tensors that share memory with these, over which a donated step writes."""
-    known = {*map(memory_of, of)} - {None}
+    known = {*map(memory_of, of)}
     return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
 
 

@@ -401,8 +401,8 @@ def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swa
     ]
 
 
-def _places(slots: Members) -> list[tuple[int, str, str]]:
-    return [(id(owner), key, name) for owner, key, name in slots.params]
+def _places(slots: Members) -> list[Any]:
+    return [(id(owner), key) for owner, key, _ in slots.params]
 
 
 def _differs(module: nn.Module) -> bool:
