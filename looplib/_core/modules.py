@@ -402,7 +402,7 @@ def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swa
 
 
 def _places(slots: Members) -> list[Any]:
-    return [(id(owner), key) for owner, key, _ in slots.params]
+    return [(id(owner), key, name) for owner, key, name in slots.params]
 
 
 def _differs(module: nn.Module) -> bool:

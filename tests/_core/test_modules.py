@@ -156,6 +156,7 @@ def test_a_layer_replaced_afterwards_takes_the_states_tensors(kind, called):
         assert ll.compute(function(state, x))["loss"] == pytest.approx(out.square().mean().item())
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "change",
     [
