@@ -259,10 +259,13 @@ _KEEP_INSTEAD = {
 
 def _check_shared(trees: Mapping[str, Any]) -> None:
     """Raise if the optimizer's state or `extra` keeps memory that an in-place step would write as part of others."""
-    root_of = {path: root for root, tree in trees.items() for path in named_tensors(root, tree)}
-    for path, name in overlaps(
-        {path: each for root in trees for path, each in named_tensors(root, trees[root]).items()}
-    ):
+    root_of: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for root, tree in trees.items():
+        found = named_tensors(root, tree)
+        tensors |= found
+        root_of |= dict.fromkeys(found, root)
+    for path, name in overlaps(tensors):
         root = root_of[name]
         check(
             root == root_of[path] or root not in _KEEP_INSTEAD,

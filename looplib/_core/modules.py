@@ -38,7 +38,7 @@ class Slot(NamedTuple):
     name: str
 
 
-Swap = tuple[dict[str, Any], str, str, Any, Any]  # a slot, its own value, and the one for the duration of a call
+Swap = tuple[dict[str, Any], str, str, Any, Any]  # a slot, its name and value, and the value for a call
 
 
 # Names under which torch's wrappers hold the wrapped module; they are not part of parameter names.

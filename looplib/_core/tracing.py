@@ -114,8 +114,8 @@ entered: list[Trace | None] = []
 def within(trace: Trace | None) -> Iterator[None]:
     """Activate a trace for the duration of a block, or with None, deactivate it for work on the host.
 
-    It applies to this thread, and to the threads in which autograd runs its backward pass. Other threads may run
-    plain steps at the same time.
+    It applies to this thread, and to the threads in which autograd runs its backward pass. Forward and backward passes
+    of other threads' steps wait until the trace is complete (`_core.random.turn`).
     """
     before = current()
     entered.append(trace)
