@@ -138,7 +138,8 @@ def make_grad_fn(
             host.unwritten.check(params, writes)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
-        call.outs[-1] = call.outs[-1]._replace(grads=grads, buffers=after)
+        last = call.outs[-1]
+        call.outs[-1] = Gradients(grads, last.metrics, after, last.samples, last.weight, last.scale)
         return call.outs
 
     facts = Made(

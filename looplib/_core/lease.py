@@ -103,7 +103,8 @@ def follows(record: Any, before: Any, lease: Lease | None) -> None:
     """
     if lease is not None:
         for tree, old in ((record._opt_state, before._opt_state), (record._buffers, before._buffers)):
-            if tree is not old and not _covers(lease, tree, old):  # the same one after most updates in place
+            # The same one after most updates in place, and often empty.
+            if tree and tree is not old and not _covers(lease, tree, old):
                 lease = None
                 break
     _set_lease(record, lease)
@@ -327,7 +328,7 @@ def with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Tensors with copies of their values, for `put_back`."""
     # torch writes to no tensor that is expanded.
     given = [tensor for tensor in tensors if not _is_expanded(tensor)]
-    return [*zip(given, clones(given), strict=True)]
+    return [*zip(given, clones(given), strict=True)] if given else []
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -261,7 +261,9 @@ def update_(
     constant = "groups" not in opt_state and not any(recipe.moving)
     values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
     left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
-    with torch.set_grad_enabled(bool(recipe.defaults.get("differentiable"))):
+    grad_mode = torch.is_grad_enabled()
+    try:
+        torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
         for number, names, kernel in plan.parts:
             if len(grads) < len(states):
                 names = [name for name in names if name in grads]
@@ -277,7 +279,9 @@ def update_(
             left[number] += names
         if any(left):
             opt_state = _by_class(plan, values, left, grads, opt_state, params, mix(seed, step, STREAM))
-    return params, opt_state
+        return params, opt_state
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
 
 
 def _by_class(
