@@ -196,14 +196,29 @@ def test_every_public_name_is_in_a_test():
     assert not missing, f"write a test of {missing} in tests/<room>; see 'Add a feature' in CONTRIBUTING.md"
 
 
+def names_in(node):
+    """The names that code uses, and those of an `__all__`. Docstrings are no code."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+        elif isinstance(part, ast.alias):
+            yield part.name
+        elif isinstance(part, ast.Assign) and "__all__" in names_in(part.targets[0]):
+            yield from ast.literal_eval(part.value)
+
+
 def test_what_no_other_code_uses_is_in_an_index():
     package = Path(ll.__file__).parent
-    words = {path: re.findall(r"\w+", path.read_text()) for path in package.rglob("*.py")}
-    count = Counter(word for found in words.values() for word in found)
+    trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    count = Counter(name for tree in trees.values() for name in names_in(tree))
     unused = [
         f"{path.relative_to(package)}: {node.name}"
-        for path in words
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.decorator_list and count[node.name] < 2
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not (node.name.startswith("_") and node.decorator_list)  # a decorator may register it
+        and count[node.name] == [*names_in(node)].count(node.name)
     ]
     assert not unused, f"nobody uses {unused}: add a public name to its room's __init__.py, and delete any other"

@@ -160,8 +160,10 @@ def test_each_word_of_another_library_leads_to_places_that_can_be_found(site):
     known = {f"{entry['modulename']}#{entry.get('qualname', '')}" for entry in constant(folder, "docs")}
     words = constant(folder, "words")
     assert len(words) > 250
-    assert [word for word, count in Counter(word for word, _ in words).items() if count > 1] == []
-    assert [(word, places) for word, places in words if not places or not known.issuperset(places)] == []
+    twice = [word for word, count in Counter(word for word, _ in words).items() if count > 1]
+    assert not twice, f"{twice} stand in several rows of recipes/WORDS.md: join the rows"
+    lost = [(word, places) for word, places in words if not places or not known.issuperset(places)]
+    assert not lost, f"these rows of recipes/WORDS.md lead nowhere; give a public name or an entry's anchor: {lost}"
 
 
 TWO_NETWORKS = "train-two-networks-with-two-optimizers-a-gan-an-actor-critic"

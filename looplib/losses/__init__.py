@@ -1,4 +1,4 @@
-"""Loss functions and wrappers: a loss function goes in and a loss function comes out."""
+"""Losses, which take tensors and return a scalar or a `Mean`, and wrappers, from one loss function to another."""
 
 from looplib.losses._activations import offload, recompute
 from looplib.losses._autocast import autocast

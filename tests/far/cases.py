@@ -69,7 +69,7 @@ def samples(count=24):
 
 
 def data(device, count=24):
-    return tuple(column.to(device) for column in samples(count))
+    return tuple(column.to(device, copy=True) for column in samples(count))
 
 
 def batches(device, size=8):

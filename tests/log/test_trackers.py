@@ -7,6 +7,7 @@ import os
 import re
 import sqlite3
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -121,6 +122,20 @@ def read_trackio(tmp_path):
 
 
 READERS = {"tensorboard": read_tensorboard, "mlflow": read_mlflow, "trackio": read_trackio}
+
+
+def test_each_tracker_is_tested_and_documented(tmp_path):
+    with pytest.raises(ValueError, match="the trackers are") as refused:
+        tracker("none", tmp_path)
+    names = re.search("the trackers are ([^;]*);", str(refused.value))[1].split(", ")
+    root = Path(__file__).parents[2]
+    places = {
+        "READERS in tests/log/test_trackers.py": str([*READERS, "wandb"]),
+        "the docstring of ll.log.tracker": tracker.__doc__,
+        **{name: (root / name).read_text() for name in ("pyproject.toml", "recipes/COOKBOOK.md", "recipes/WORDS.md")},
+    }
+    missing = [(name, place) for name in names for place, text in places.items() if name.lower() not in text.lower()]
+    assert not missing, f"name each tracker there: {missing}; see 'Add a feature' in CONTRIBUTING.md"
 
 
 @pytest.mark.slow
