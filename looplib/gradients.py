@@ -128,7 +128,7 @@ def make_grad_fn(
             batch = batches[min(len(call.outs), len(batches) - 1)]
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
-            _hold_signals = True
+            _hold_signals = True  # see `_core.interrupts`
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
@@ -198,7 +198,7 @@ def _passes_of(
                 reach.check(call.loss, call.leaves.keys() - grads.keys())
             return grads, host.buffers() if host.slots.buffers else {}
         finally:
-            _hold_signals = True
+            _hold_signals = True  # see `_core.interrupts`
             for tensor in call.frozen:
                 tensor.requires_grad_(True)
             for leaf, grad in pairs(call.inputs, before):

@@ -193,7 +193,8 @@ def make_train_step(
 #   gradients, decide
 #            whatever the gradients or the optimizer can refuse or skip is decided here: only the forward pass has written so
 #            far. The host reads the flags of all wrappers at once.
-#   check    once more, since the loss or the decision may have run a step of another run over the same memory.
+#   check    once more, since the loss or the decision may have run a step of another run over the same memory. A pure step
+#            and a skipped one, which give up nothing, need it as well.
 #   own      a pure step copies what the update writes. A donated one gives up the state, which may still refuse, and then
 #            spends it. That comes before the first write, so an update that fails halfway cannot leave a state that looks
 #            valid (tests/_core/test_lease.py).
@@ -213,7 +214,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
         step = state.step
         if donate:
-            kept, counts = with_copies(buffers.values()), versions(params)
+            kept, writes = with_copies(buffers.values()), versions(params)
         else:
             watch.see(state, batch)
         grad_mode = torch.is_grad_enabled()
@@ -221,14 +222,14 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             try:
                 out = grad_fn(state, batch, request)
                 grads, metrics, new_buffers, samples, *_ = out
-                written = written_since(params, counts) if donate else ()  # names of parameters
+                written = written_since(params, writes) if donate else ()  # names of parameters
                 torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
                 decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, step)
                 applied = decision is True or read(decision)
             finally:
                 # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
                 _hold_signals = True
-            trees_of(state)  # raises if it was written since, by another thread or within the loss
+            trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
             if applied is not True and not any_of(applied):
                 if donate:
                     put_back(kept)
@@ -266,9 +267,11 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 _interrupts.returns_to(sys._getframe(1))
             return new, metrics
         except BaseException as error:
-            if donate and overwritten(state, (params, buffers)) is None:  # else its memory is no longer the state's
+            # Until the state is given up, only the forward pass has written, which is undone. The memory of one that is given
+            # up, by this step or by another run, is left alone.
+            if donate and overwritten(state, (params, buffers)) is None:
                 put_back(kept)
-                if written_since(params, counts):
+                if written_since(params, writes):
                     lease_over("a train step with donate=True", tensors_in((params, buffers))).write()
             fold(error)
             raise

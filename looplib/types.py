@@ -392,9 +392,9 @@ class Update(Protocol):
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
             `applied` (pass it on), `evaluate`, a function from params to `(loss, grads)` on the same batch, and `report`,
-            a dict: scalars and metrics that an update puts into it are returned with those of the step. (If a compiled
-            step skips the update, these are the values computed for the skipped one.) A function that does not take
-            one of them is not passed it.
+            a dict: scalars and metrics that an update puts into it are returned with those of the step. A skipped update
+            reports nothing, and `ll.Window` averages over those that were made. (A compiled step reports the values that
+            it has computed for the skipped one.) A function that does not take one of them is not passed it.
     """
 
     def __call__(self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Any: ...

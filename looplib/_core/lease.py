@@ -189,7 +189,8 @@ def found_valid(record: Leased, now: int) -> None:
 def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     """Spend a state, whose step writes these parameters, its buffers and the optimizer's state.
 
-    Returns the lease of the run, and when it was written before. Raises ValueError, with nothing spent, if `extra` holds
+    Returns the lease of the run, and when it was written before, to which a graph that has written the same values back
+    resets it. Raises ValueError, with nothing spent, if `extra` holds
     memory that the step would write.
     """
     lease: Lease | None = state._lease

@@ -245,7 +245,7 @@ class FunctionalModule:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
                 return self._hold(params, buffers, body, in_place)
             finally:
-                _hold_signals = True
+                _hold_signals = True  # see `_core.interrupts`
                 for generator, stream in pairs(generators, streams):
                     generator.set_state(stream)
 
@@ -277,7 +277,7 @@ class FunctionalModule:
                 raise ValueError(_FILLED.format(names=", ".join(filled)))
             return out
         finally:
-            _hold_signals = True
+            _hold_signals = True  # see `_core.interrupts`
             running.models = hosted
             for owner, key, _, own, _ in () if for_good else swaps:
                 owner[key] = own

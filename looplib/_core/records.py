@@ -183,7 +183,7 @@ def _public_name(thing: Any) -> str:
     looplib, name = sys.modules["looplib"], thing.__name__
     if vars(looplib).get(name) is thing:
         return f"ll.{name}"
-    room = thing.__module__.split(".")[1]
+    room, *_ = thing.__module__.partition(".")[2].split(".")
     return f"ll.{room}.{name}" if getattr(getattr(looplib, room, None), name, None) is thing else name
 
 

@@ -98,7 +98,7 @@ class Reach:
                 tensor.grad = None
             yield
         finally:
-            _hold_signals = True
+            _hold_signals = True  # see `_core.interrupts`
             for tensor, grad in zip(others, grads, strict=True):
                 tensor.grad = grad
 

@@ -127,10 +127,17 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
                 f"metrics to merge must have the same names: found {sorted(first)} and {sorted(other)}; "
                 "let the metric or loss function return each name for every batch"
             )
+    return _merged_by_name((first, *rest))
+
+
+def _merged_by_name(parts: Sequence[Metrics]) -> dict[str, Metric]:
+    """Merge the records of each name, over the parts that have it."""
+    names = dict.fromkeys(name for metrics in parts for name in metrics)
     try:
-        return {name: _merged([metrics[name] for metrics in (first, *rest)]) for name in first}
+        return {name: _merged([metrics[name] for metrics in parts if name in metrics]) for name in names}
     except AttributeError:
-        _check_metrics(first)
+        for metrics in parts:
+            _check_metrics(metrics)
         raise
 
 
@@ -231,7 +238,8 @@ class Window:
     again counts them twice. Up to 64 records wait unmerged: merging costs a few operations every 64 steps, and a
     window of any length takes the memory of 64 steps.
 
-    `metrics()` raises ValueError if nothing was added, or if steps have different names.
+    A name that only some of the steps have, such as one that an update reports and a skipped update does not, is merged
+    over these steps. `metrics()` raises ValueError if nothing was added.
     """
 
     merged: tuple[Metrics, ...] = ()
@@ -242,14 +250,14 @@ class Window:
         """The window with the metrics of one more step."""
         waiting = (*self.waiting, metrics)
         if len(waiting) == 64:
-            return Window((merge(*self.merged, *waiting),), (), self.steps + 1)
+            return Window((_merged_by_name((*self.merged, *waiting)),), (), self.steps + 1)
         return Window(self.merged, waiting, self.steps + 1)
 
     def metrics(self) -> dict[str, Metric]:
         """Metrics of all steps together, for `ll.compute`."""
         if not self.steps:
             raise ValueError("the window is empty; add the metrics of a step first: window = window.add(metrics)")
-        return merge(*self.merged, *self.waiting)
+        return _merged_by_name((*self.merged, *self.waiting))
 
     def __len__(self) -> int:
         return self.steps

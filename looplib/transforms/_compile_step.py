@@ -131,7 +131,7 @@ def compile_step(
 
 
 def spec_without_graphs(step: object, transform: str) -> StepSpec:
-    """Components of a step that runs eagerly."""
+    """Components of a step that runs eagerly. Those of another one have its graphs, which a new `core` would not change."""
     parts = spec_of(step, transform)
     message = (
         f"{transform} got a step that is compiled, of a stack or differentiable already: give the one that "
@@ -172,9 +172,11 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         try:
             for check in checks:
                 check()
-        except BaseException:
-            if lease is not None and not applied:
-                lease.written = spent  # the graph has put the state's own values into its tensors
+        except BaseException as error:
+            if lease is not None and applied:
+                error.add_note(_PART_APPLIED)
+            elif lease is not None:  # the graph has put the state's own values into its tensors
+                lease.written, lease.step = spent, state.step
             raise
         new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, same_batch, lease)
         if lease is not None:
@@ -184,6 +186,12 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         return new, out.metrics
 
     return compiled
+
+
+_PART_APPLIED = (
+    "the compiled step has donate=True and has updated another part of the partition, so the state is spent: continue from "
+    "a checkpoint, or from a copy (ll.copy_state(state))"
+)
 
 
 def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import looplib as ll
-from looplib._core.records import described, shown
+from looplib._core.records import described, shown, with_repr
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,3 +62,12 @@ def test_settings_are_described_by_their_names_and_numbers():
 def test_what_has_no_short_code_is_shown_by_its_name():
     values = list(range(20)), torch.zeros(1000), object(), (1,), [torch.nn.Linear(2, 1)]
     assert [*map(shown, values)] == ["list of 20", "Tensor(...)", "object(...)", "(1,)", "[Linear]"]
+
+
+def repeat(step, n):
+    return with_repr(lambda state, batch: step(state, batch), repeat, step, n)
+
+
+def test_what_a_function_of_a_users_made_is_shown_as_its_call():
+    assert repr(repeat(len, 3)) == "repeat(len, 3)"
+    assert repr(repeat(repeat(max, 2), 3)) == "repeat(repeat(max, 2), 3)"

@@ -262,7 +262,63 @@ def test_an_update_may_not_report_under_a_name_that_is_taken(way):
             _ = state.params
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_updates_report_is_averaged_over_those_that_were_made(donate):
+    model, optimizer = net(), skip_large(report(adamw()), LIMIT)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state, window, moved = ll.init_state(model, optimizer), ll.Window(), []
+    for x in batches(5):
+        state, metrics = step(state, x)
+        window = window.add(metrics)
+        moved += [metrics["moved"].item()] if "moved" in metrics else []
+        assert state.skipped == ("moved" not in metrics)
+    assert 0 < len(moved) < 5
+    assert ll.compute(window.metrics())["moved"] == pytest.approx(sum(moved) / len(moved))
+
+
 # Refused before anything is spent
+
+
+@pytest.mark.parametrize("kind", ["applied", "skipped", "pure"])
+def test_a_decision_that_donates_the_state_to_another_step_is_refused(kind):
+    """None of these steps gives up the state first: the pure and the skipped one never do."""
+    torch.manual_seed(0)
+    model, sgd, other = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), ll.optimizer(torch.optim.SGD, lr=0.1), []
+    grad_fn = ll.make_grad_fn(model, mean)
+    inner = ll.make_train_step(grad_fn, sgd, donate=True)
+    state, x = ll.init_state(model, sgd), torch.randn(8, 3) + 5
+
+    def decide(grads, opt_state, metrics, **info):
+        other.append(inner(state, x)[0])
+        return kind != "skipped", opt_state
+
+    step = ll.make_train_step(grad_fn, dataclasses.replace(sgd, decide=decide), donate=kind != "pure")
+    with pytest.raises(ll.DonatedStateError, match="that run is at step 1 now"):
+        step(state, x)
+    assert other[0].buffers["0.running_mean"].abs().min() > 0  # of the other run, which this one leaves alone
+
+
+@pytest.mark.parametrize("way", ["donated", "compiled, donated"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_optimizer_that_gives_up_says_what_is_left(way, parts):
+    """An eager step changes nothing then. A compiled one may have updated another part, which spends the state."""
+    model, sgd = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}), ll.optimizer(torch.optim.SGD, lr=0.1)
+    strict = ll.optim.apply_if_finite(sgd, max_consecutive=0)
+    optimizer = ll.optim.partition({"a": strict, "b": strict if parts == 1 else sgd}, lambda name, p: name[0])
+    step = made_step(model, optimizer, way, lambda model, x: model["a"](x[0]).mean() + model["b"](x[1]).mean())
+    start, good, bad = ll.init_state(model, optimizer), torch.ones(4, 2), torch.full((4, 2), torch.inf)
+    state, _ = step(start, (good, good))
+    kept = ll.copy_state(state)
+    with pytest.raises(ll.optim.NonFiniteGradientsError) as raised:
+        step(state, (bad, bad if parts == 1 else good))
+    if way == "compiled, donated" and parts == 2:
+        assert "continue from a checkpoint" in raised.value.__notes__[-1]
+        with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
+            _ = state.params
+    else:
+        assert bits(state.params) == bits(kept.params)
+        with pytest.raises(ll.DonatedStateError, match="that run is at step 1 now"):
+            _ = start.params
 
 
 def refused(optimizer, error, words, model=None, other=None, data=None, wrap=lambda grad_fn: grad_fn, **options):
