@@ -77,7 +77,10 @@ def wrap(
 def update_within(
     optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
 ) -> Updated:
-    """Update by the inner optimizer, whose new state takes its place in the wrapper's."""
+    """Update by the inner optimizer, whose new state takes its place in the wrapper's.
+
+    The wrapper's dict is written: the decision has made it (`wrap`).
+    """
     new, opt_state["inner_state"] = call_update(optimizer, grads, opt_state["inner_state"], params, step, info)
     return new, opt_state
 
