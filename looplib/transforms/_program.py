@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from looplib._core.closures import Variable, is_installed, is_plain, walk
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import Count, UntraceableError
 from looplib._core.trees import same
 from looplib.optim._traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
+from looplib.transforms._closures import Variable, is_installed, is_plain, walk
 from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
 

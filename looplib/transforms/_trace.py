@@ -25,10 +25,10 @@ from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.closures import Variable, is_library
 from looplib._core.tracing import Count, UntraceableError
 from looplib._core.trees import same_kind
 from looplib.steps import Outcome
+from looplib.transforms._closures import Variable, is_library, itself
 from looplib.transforms._decompositions import RecurrentInParts
 from looplib.transforms._program import (
     COUNTS,
@@ -169,16 +169,12 @@ def _tidied(
                 constant = nodes.placeholder(f"constant_{len(constants)}")
             constant.meta.update(node.meta)
             replace_node(node, constant)
-            constants.insert(0, reads.get(id(value), partial(_itself, value)))
+            constants.insert(0, reads.get(id(value), partial(itself, value)))
     for node, stream in zip(filter(draws, nodes.nodes), streams, strict=True):
         node.meta["stream"] = stream
     nodes.eliminate_dead_code()
     graph.recompile()
     return constants, [node.meta["stream"] for node in nodes.nodes if draws(node)]
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 @dataclass
