@@ -18,7 +18,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.mappings import mapped, stacked
 from looplib._core.records import parameters_of
-from looplib._core.tracing import afterwards, current, tracing, where
+from looplib._core.tracing import afterwards, tracing, where
 
 
 class Decision:
@@ -241,10 +241,7 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
         if _PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors)):
             on_cpu = all(map(_is_cpu, tensors))
             return list(torch_private.foreach_clone(tensors)) if on_cpu else _copied_by_kernels(tensors)
-        copies = [_clone(tensor) for tensor in tensors]
-        if (trace := current()) is not None:
-            trace.note_copies(tensors, copies)
-        return copies
+        return [_clone(tensor) for tensor in tensors]
     finally:
         torch_private.set_grad_enabled(grad_mode)
 

@@ -154,7 +154,10 @@ class _Stacked(Compiler):
                 asked.number = number
                 if asked.own or str(row) not in known:
                     inputs = {index: flat[index][number] for index in indices}
-                    known[str(row)] = as_answer(question.function(*question.arguments(inputs, counts)))
+                    arguments = question.arguments(inputs, counts)
+                    if any(isinstance(argument, tuple) for argument in arguments):
+                        raise UntraceableError(_SEEDS)
+                    known[str(row)] = as_answer(question.function(*arguments))
                 answers.append(known[str(row)])
         first, *others = (answer.key() for answer in answers)
         for number, key in enumerate(others, 1):
@@ -187,6 +190,12 @@ class _Stacked(Compiler):
         program = program_of(mapped, self.donate)
         draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None
         return CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
+
+
+_SEEDS = (
+    "on_host was given state.seed within vmap_step, which is a tuple of the members' seeds, and its answer is "
+    "for all of them, so that they would draw the same numbers: take the step of each member by itself"
+)
 
 
 def _mapped(
