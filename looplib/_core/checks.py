@@ -120,25 +120,6 @@ def named(value: Any) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def is_column(value: Any) -> bool:
-    """True for a tensor or array with at least one dimension."""
-    return (isinstance(value, Tensor) or type(value).__module__ == "numpy") and getattr(value, "ndim", 0) > 0
-
-
-def are_columns(values: Any) -> bool:
-    """True for the columns of a table, such as (x, y): tensors of equal length that differ in dtype or dimensions.
-
-    >>> import torch
-    >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
-    >>> are_columns((x, y)), are_columns((x, x))
-    (True, False)
-    """
-    if not isinstance(values, (tuple, list)) or not all(map(is_column, values)):
-        return False
-    same_rows = len({*map(len, values)}) == 1
-    return same_rows and len({(str(value.dtype), value.ndim) for value in values}) > 1
-
-
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that called looplib, directly or through torch."""
     frame, level = sys._getframe(1), 2

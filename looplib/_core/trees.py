@@ -185,7 +185,7 @@ def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> 
 # ---- samples ----
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     """True for a tensor, a NumPy array or a similar object with at least one dimension."""
     return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
 
@@ -196,7 +196,7 @@ def _is_list(node: Any) -> bool:
 
 def _holds_values(node: Any) -> bool:
     """True for a list or tuple of strings, numbers or unknown objects."""
-    return _is_list(node) and all(_node_of(child) is None and not _is_array(child) for child in node)
+    return _is_list(node) and all(_node_of(child) is None and not is_array(child) for child in node)
 
 
 def batch_size(batch: Any) -> int:
@@ -222,8 +222,8 @@ def batch_size(batch: Any) -> int:
         first = next(iter(batch.values() if type(batch) is dict else batch))
     if isinstance(first, Tensor) and first.dim():
         return first.size(0)
-    columns = [leaf for _, leaf in leaves(batch, lambda node: _is_array(node) or _holds_values(node))]
-    first, *_ = [*filter(_is_array, columns), *filter(_is_list, columns), batch]
+    columns = [leaf for _, leaf in leaves(batch, lambda node: is_array(node) or _holds_values(node))]
+    first, *_ = [*filter(is_array, columns), *filter(_is_list, columns), batch]
     try:
         return len(first)
     except TypeError:
@@ -241,8 +241,8 @@ def one_for_each(node: Any, count: int) -> bool:
     """
     if not _is_list(node) or len(node) != count:
         return False
-    inside = leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count)))
-    return {len(leaf) for _, leaf in inside if _is_array(leaf)} != {count}
+    inside = leaves(node, lambda inner: inner is not node and (is_array(inner) or one_for_each(inner, count)))
+    return {len(leaf) for _, leaf in inside if is_array(leaf)} != {count}
 
 
 def split(
@@ -293,15 +293,15 @@ def padding_batch(batch: Any) -> Any:
 
 def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
     """A copy of the tree for each function of `cuts`, with what it makes of each array or list that holds samples."""
-    is_array = _is_array(node)
-    if is_array and len(node) != count:
+    has_rows = is_array(node)
+    if has_rows and len(node) != count:
         raise ValueError(
             f"{named(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
             "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
             "(batch_size=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
             "without a count; a loader's collate_fn can make it)"
         )
-    if is_array or one_for_each(node, count):
+    if has_rows or one_for_each(node, count):
         rows = getattr(node, "iloc", node)  # pandas objects are indexed by position
         return [cut(rows) for cut in cuts]
     inner = _node_of(node)
