@@ -254,7 +254,7 @@ def split(
     if len(sizes) <= 1:
         return [batch]
     ends = pairwise([0, *accumulate(sizes)])
-    parts = _cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
+    parts = cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
@@ -263,16 +263,6 @@ def split(
             "batches that need not be cut, or another count (batch_size=)"
         )
     return parts
-
-
-def take(batch: Any, count: int, index: list[int]) -> Any:
-    """Samples of a batch of `count` at these indices, in this order."""
-
-    def at_index(rows: Any) -> Any:
-        return type(rows)(rows[i] for i in index) if _is_list(rows) else rows[index]
-
-    [taken] = _cut(batch, count, [at_index])
-    return taken
 
 
 def padding_batch(batch: Any) -> Any:
@@ -287,11 +277,11 @@ def padding_batch(batch: Any) -> Any:
         )
         return rows.new_ones(2, *rows.shape[1:])  # type: ignore[no-any-return]
 
-    [padding] = _cut(batch, 0, [ones])
+    [padding] = cut(batch, 0, [ones])
     return padding
 
 
-def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
+def cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
     """A copy of the tree for each function of `cuts`, with what it makes of each array or list that holds samples."""
     has_rows = is_array(node)
     if has_rows and len(node) != count:
@@ -303,7 +293,7 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
         )
     if has_rows or one_for_each(node, count):
         rows = getattr(node, "iloc", node)  # pandas objects are indexed by position
-        return [cut(rows) for cut in cuts]
+        return [one(rows) for one in cuts]
     inner = _node_of(node)
     if inner is None and path and _hides_samples(node, count):
         raise ValueError(
@@ -314,7 +304,7 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
     if inner is None or not inner.children:
         return [node] * len(cuts)
     columns = [
-        _cut(child, count, cuts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
+        cut(child, count, cuts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
     ]
     return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
 

@@ -271,19 +271,11 @@ def _clone(tensor: Tensor) -> Tensor:
 
 def ignore_extra_kwargs(function: Any) -> Any:
     """Wrap a function so that it ignores keyword arguments that it does not take."""
-    accepted = keywords(function)
-    if accepted is None:
+    accepted = parameters_of(function)
+    if not accepted or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
         return function
 
     def with_known_arguments(*args: Any, **extra: Any) -> Any:
         return function(*args, **{name: value for name, value in extra.items() if name in accepted})
 
     return with_known_arguments
-
-
-def keywords(function: Any) -> set[str] | None:
-    """Names of the keyword arguments that a function accepts; None for any."""
-    parameters = parameters_of(function)
-    if not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return set(parameters)

@@ -26,8 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
 from looplib._core.checks import warn
-from looplib._core.checksums import has_values
-from looplib._core.lease import last_write
+from looplib._core.lease import has_values, last_write
 from looplib._core.modules import LATE_CHECKPOINT, running
 from looplib._core.records import chain
 from looplib._core.torch_private import version
