@@ -18,6 +18,9 @@ from torch import Tensor, nn
 LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
 
 
+PLAIN = {Tensor, nn.Parameter}  # torch's own classes of tensors
+
+
 def is_count(value: Any, least: float = 1) -> bool:
     """True for an int of at least `least` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -56,7 +59,7 @@ def few(items: Collection[Any], most: int = 8, between: str = ", ") -> str:
 
 def is_plain(tensor: Tensor) -> bool:
     """True for a strided tensor of one of torch's own two classes."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in PLAIN and tensor.layout is torch.strided
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:

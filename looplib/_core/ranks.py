@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, distributed
 
 from looplib._core import torch_private
+from looplib._core.checks import PLAIN
 from looplib._core.mappings import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
@@ -219,18 +220,15 @@ def exchange(value: Any, on: Any) -> list[Any]:
     return received
 
 
-# Checked first, since looking up a missing attribute of a tensor takes ten times as long.
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
 def is_sharded(leaf: Any) -> TypeGuard[Any]:
     """True for a DTensor, of which this process may hold only a part. Does not import DTensor."""
-    return type(leaf) not in _PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "to_local")
+    # Looking up a missing attribute of a tensor takes ten times as long as the first question.
+    return type(leaf) not in PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "to_local")
 
 
 def any_sharded(tensors: Collection[Tensor]) -> bool:
     """True if there is a DTensor among these."""
-    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
+    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -47,8 +47,6 @@ class Reach:
         others: leaves in the graph that belong to neither the model nor the batch.
     """
 
-    __slots__ = ("_model", "_unreached", "known", "others", "plain")
-
     def __init__(self, model: nn.Module, plain: bool) -> None:
         self._model, self.plain = model, plain
         self.known = False
@@ -132,8 +130,6 @@ class Watch:
     state with the same batch does not count, since benchmarks and tests do so. A batch that is freed before the next
     one is created may look the same, as in `train_step(state, next(batches))`.
     """
-
-    __slots__ = ("_batch", "_model", "_reach", "_repeats", "_state")
 
     def __init__(self, grad_fn: Any) -> None:
         made = next((record for record in chain(grad_fn) if record.model is not None), None)
@@ -268,8 +264,6 @@ class LabelWatch:
     Checking takes a pass over the labels, and on an accelerator a wait. So it checks the first microbatch, the
     second, the fourth, the eighth and so on.
     """
-
-    __slots__ = ("_calls", "_warned")
 
     def __init__(self) -> None:
         self._calls, self._warned = 0, False
