@@ -27,10 +27,10 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, is_plain
+from looplib._core.checksums import checksums
 from looplib._core.mappings import pick
 from looplib._core.torch_private import functorch_level_of, pytree
 from looplib._core.tracing import tracing
-from looplib._core.trees import same
 from looplib._core.updates import clones
 
 
@@ -347,17 +347,17 @@ class Unwritten:
     def __init__(self) -> None:
         self.compared = False
 
-    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, Tensor]]:
+    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
         """Record what `check` compares after the forward pass."""
-        plain = [] if self.compared or tracing() else [name for name in params if has_values(params[name])]
-        return versions(params), dict(zip(plain, clones([params[name] for name in plain]), strict=True))
+        return versions(params), {} if self.compared or tracing() else _sums(params)
 
-    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, Tensor]]) -> None:
+    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:
         """Raise if a parameter was written."""
-        counts, copies = before
+        counts, sums = before
         names = written_since(params, counts)
-        if copies and not names:
-            names = [name for name, copy in copies.items() if not same(params[name].detach(), copy)]
+        if sums and not names:
+            now = _sums(params)
+            names = [name for name, value in sums.items() if now[name] != value]
             self.compared = not names
         if names:
             raise RuntimeError(_WROTE.format(names=", ".join(names)))
@@ -384,6 +384,11 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
     if now == before:
         return []
     return [name for name, old, new in zip(params, before, now, strict=True) if old != new]
+
+
+def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
+    plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
+    return dict(zip(plain, checksums(plain.values()), strict=True))
 
 
 def has_values(tensor: Tensor) -> bool:
