@@ -38,9 +38,6 @@ def marked(grad_fn):
     return marked_grad_fn
 
 
-WHOLE = ll.types.GradRequest()
-
-
 THROUGH = {
     "accumulate": lambda g: ll.accumulate(g, size=2),
     "reduce_gradients": ll.grads.reduce_gradients,
@@ -71,7 +68,8 @@ def test_a_wrapper_that_says_nothing_of_the_norm_is_refused(wrap):
 def test_a_wrong_order_is_refused_when_built_through_marked_wrappers(around):
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(nn.Linear(3, 2), loss_fn), 1.0)
     wrap = {"accumulate": lambda g: ll.accumulate(g, 2)}.get(around) or getattr(ll.grads, around)
-    for inner in (clipped, marked(clipped), marked(marked(clipped)), ll.log.step_timer().grad_fn(clipped)):
+    mapped = ll.grads.map_batch(clipped, lambda state, batch: batch)
+    for inner in (clipped, marked(marked(clipped)), mapped, ll.log.step_timer().grad_fn(clipped)):
         with pytest.raises(ValueError, match=f"clip_by_global_norm within {around} would act on"):
             wrap(inner)
 

@@ -45,21 +45,6 @@ def test_a_run_has_the_bits_of_one_without(device, donate, microbatches):
         assert run("cpu", loss, microbatches, donate) == expected
 
 
-class Attention(nn.Module):
-    """Saves views with gaps, views of one number, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.project, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
-        self.register_buffer("mask", torch.ones(5, 5).tril() > 0)
-
-    def forward(self, x):
-        queries, keys, values = self.project(x).chunk(3, dim=2)
-        scores = (queries @ keys.mT).masked_fill(~self.mask, -torch.inf).softmax(2)
-        return x * self.out(scores @ values) * x[:1, :1, :1].expand_as(x)
-
-
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
