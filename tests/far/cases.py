@@ -284,17 +284,13 @@ def with_infinity(device):
     return first, (x / 0, y), third
 
 
-# Optimizers, and what else is not as usual in the run.
 OPTIMIZERS = {
-    "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
-    "optim.own_steps": (
-        ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
-        {},
-    ),
-    "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
+    "optim.swa": ll.optim.swa(ADAMW, start=1, buffers=True),
+    "optim.own_steps": ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
+    "optim.partition": ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)),
 }
-for name, (optimizer, options) in OPTIMIZERS.items():
-    case(name)(functools.partial(both, optimizer=optimizer, **options))
+for name, optimizer in OPTIMIZERS.items():
+    case(name)(functools.partial(both, optimizer=optimizer))
 
 
 @case("optim.ema", "optim.ema_warmup", "optim.eval_state")
