@@ -2,12 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from ranks import launch
+from ranks import launch, torchrun
 from test_recipes import RECIPES
 from test_recipes import load as load_recipe
 
@@ -37,18 +35,6 @@ def stopped(engine, settings, calls):
     recipe.main(**settings)
 
 
-def torchrun(ranks, *command):
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def values(folder):
     rows = ll.log.read_jsonl(folder / "log.jsonl")
     assert all(row.pop("tokens_per_second") > 0 for row in rows if "train/loss" in row)
@@ -76,7 +62,9 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
 
     # Two in shards, by the command that the docstring gives, to the end.
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    shown = torchrun(2, str(RECIPES / "language_model_fsdp.py"), *arguments)
+    done = torchrun(2, RECIPES / "language_model_fsdp.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     assert "2 ranks, step 12 of 18" in shown
     assert f"{expected['bits_per_byte']:.3f} bits a byte on the held-out text" in shown
 
