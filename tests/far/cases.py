@@ -206,16 +206,6 @@ def _(device):
     return runs, ll.metrics.perplexity(loss(language_model(device), tokens(device))).compute()
 
 
-@case("losses.offload")
-def _(device):
-    return both(device, loss=ll.losses.offload(loss_fn, (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.Dropout)))
-
-
-@case("losses.recompute")
-def _(device):
-    return train(device, loss=ll.losses.recompute(loss_fn, (torch.nn.Linear, torch.nn.Dropout)))
-
-
 # Optimizers.
 
 
@@ -510,6 +500,7 @@ def _(device):
 
 _COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` runs it on a GPU"
 _RECORD = "a record, which holds what the case of its function shows"
+_MODULES = "tests/losses/test_offload.py runs it on the far device, with the bits of the CPU"
 _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
 
 # Names that make no tensors of their own.
@@ -527,6 +518,8 @@ EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,
+    "losses.offload": _MODULES,
+    "losses.recompute": _MODULES,
     "debug.read_fingerprints": "reads a text file",
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,

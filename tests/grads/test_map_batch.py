@@ -51,7 +51,6 @@ WRAPPED = {
     "alone": lambda grad_fn: ll.grads.map_batch(grad_fn, with_state),
     "around accumulate": lambda grad_fn: ll.grads.map_batch(ll.accumulate(grad_fn, 3), with_state),
     "within accumulate": lambda grad_fn: ll.accumulate(ll.grads.map_batch(grad_fn, with_state), 3),
-    "within clipping": lambda grad_fn: ll.clip_by_global_norm(ll.grads.map_batch(grad_fn, with_state), 1e9),
 }
 
 

@@ -81,11 +81,6 @@ def by_trainer():
     return {name: tensor.detach() for name, tensor in model.named_parameters()}, log, seen
 
 
-def windows(seen):
-    epochs = [seen[first : first + MICROBATCHES] for first in range(0, len(seen), MICROBATCHES)]
-    return [epoch[first : first + PIECES] for epoch in epochs for first in range(0, MICROBATCHES, PIECES)]
-
-
 def predictions(model, batch):
     """Logits and targets of the tokens that are learned."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
@@ -119,7 +114,10 @@ def by_looplib(batches):
 
 def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean():
     params, log, seen = by_trainer()
-    found, metrics = by_looplib([[collate(examples) for examples in window] for window in windows(seen)])
+    pieces = [collate(examples) for examples in seen]
+    epochs = [pieces[first : first + MICROBATCHES] for first in range(0, len(pieces), MICROBATCHES)]
+    windows = [epoch[first : first + PIECES] for epoch in epochs for first in range(0, MICROBATCHES, PIECES)]
+    found, metrics = by_looplib(windows)
     torch.testing.assert_close(dict(found), params, rtol=1e-9, atol=1e-11)
     for row, expected in zip(metrics, log, strict=True):  # which the Trainer adds up in float32
         assert (row["loss"], row["grad_norm"]) == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-6)
