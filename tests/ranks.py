@@ -74,7 +74,7 @@ def be_rank(rank, folder, environment, function, arguments):
 
 
 def torchrun(ranks, *command):
-    """What torchrun itself does with a script: where it looks after the ranks, or its command is shown to users."""
+    """Run a script by torchrun itself, where that looks after the ranks or is the command that a page shows."""
     given = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*map(str, given)], env=env, capture_output=True, text=True, timeout=300)

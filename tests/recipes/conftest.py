@@ -1,4 +1,4 @@
-"""What tests of several recipes share."""
+"""Fixtures of several recipes."""
 
 import pytest
 import torch
