@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -70,6 +71,13 @@ def be_rank(rank, folder, environment, function, arguments):
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def torchrun(ranks, *command):
+    """Run a script by torchrun itself, where that looks after the ranks or is the command that a page shows."""
+    given = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*map(str, given)], env=env, capture_output=True, text=True, timeout=300)
 
 
 def run_script(path, *arguments):

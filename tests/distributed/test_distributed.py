@@ -1,15 +1,11 @@
 """Many processes against one: real ranks by torchrun and gloo, and the same global batches."""
 
-import os
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
 import torch
 from ranks import launch as fork
-from ranks import run_script
+from ranks import run_script, torchrun
 
 import looplib as ll
 
@@ -136,17 +132,8 @@ with ll.distributed.setup(required=False):
 def launch(folder, ranks, code, *arguments):
     """Run a script in `ranks` processes, or for 0 in one that torchrun has not started. Gives all that they print."""
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(code))
+    script.write_text(code)
     return fork(ranks, run_script, str(script), *map(str, arguments))
-
-
-def torchrun(folder, ranks, code, *arguments, options=(), timeout=300):
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(code))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *options]
-    command += [script, *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, timeout=timeout)
 
 
 WAYS = ["mean", "tokens", "changing", "tokens in pieces with all", "mean in pieces with all"]
@@ -435,7 +422,9 @@ with ll.distributed.setup(output_dir=folder, timeout=600):
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_all_with_its_own_traceback(tmp_path):
     began = time.monotonic()
-    run = torchrun(tmp_path, 3, FAIL, "error", tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(FAIL)
+    run = torchrun(3, script, "error", tmp_path)
     assert run.returncode != 0
     assert time.monotonic() - began < 300  # not the 600 seconds of a timeout
     cause = run.stderr[run.stderr.index("Root Cause") :]
@@ -505,19 +494,6 @@ with ll.distributed.setup(required=False):
 """
 
 
-def losses(folder):
-    columns = ll.log.read_columns(folder / "log.jsonl")
-    assert columns["step"] == list(range(1, len(columns["step"]) + 1))
-    return columns
-
-
-def same_run(found, expected):
-    for name in ("samples", "epoch", "batch"):
-        assert found[name] == expected[name]
-    for name in ("loss", "grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-11)
-
-
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_run_of_four_ranks_continues_with_two_and_then_one(tmp_path, engine):
     for name in ("whole", "parts"):
@@ -525,4 +501,9 @@ def test_a_run_of_four_ranks_continues_with_two_and_then_one(tmp_path, engine):
     launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 12)
     for ranks, until in ((4, 4), (2, 8), (0, 12)):
         launch(tmp_path, ranks, ELASTIC, tmp_path / "parts", engine, until)
-    same_run(losses(tmp_path / "parts"), losses(tmp_path / "whole"))
+    expected, found = (ll.log.read_columns(tmp_path / name / "log.jsonl") for name in ("whole", "parts"))
+    assert found["step"] == expected["step"] == list(range(1, 13))
+    for name in ("samples", "epoch", "batch"):
+        assert found[name] == expected[name]
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-11)

@@ -109,8 +109,6 @@ def optimizers_on_two_ranks(folder):
             whole = {name: tensor.full_tensor() for name, tensor in found.items()}
             torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
 
-        print("as told")
-
 
 def few_bits_on_two_ranks(folder):
     import torchao.optim
@@ -135,7 +133,6 @@ def few_bits_on_two_ranks(folder):
             odd = nn.Sequential(nn.Linear(2048, 5), nn.Tanh(), nn.Linear(5, 1))
             with pytest.raises(TypeError, match=rf"{cls.__name__} keeps for 0.weight.*\(5, 2048\).*DistributedData"):
                 ll.init_state(sharded(odd), ours)
-        print("as told")
 
 
 def offloaded_on_two_ranks():
@@ -146,21 +143,20 @@ def offloaded_on_two_ranks():
             expected = local(run(wrap(make()), data, sgd).params)
             for choice in (nn.Linear, nn.Sequential):
                 assert state_is(run(wrap(make()), data, sgd, ll.losses.offload(loss_fn, choice)), expected)
-        print("as told")
 
 
 def test_optimizers_on_shards_are_those_of_one_process_or_refused(tmp_path):
-    assert launch(2, optimizers_on_two_ranks, str(tmp_path)).count("as told") == 2
+    launch(2, optimizers_on_two_ranks, str(tmp_path))
 
 
 def test_moments_of_few_bits_on_shards_are_those_of_a_raw_loop_and_stay_on_as_many_ranks(tmp_path):
     import torchao.optim
 
-    assert launch(2, few_bits_on_two_ranks, str(tmp_path)).count("as told") == 2
+    launch(2, few_bits_on_two_ranks, str(tmp_path))
     model, optimizer = make(), ll.optimizer(torchao.optim.AdamW8bit, lr=0.01)
     with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match="qmap"):
         ll.checkpoint_io(tmp_path / "AdamW8bit").restore(ll.init_state(model, optimizer))
 
 
 def test_offloaded_modules_run_in_ddp_and_fsdp():
-    assert launch(2, offloaded_on_two_ranks).count("as told") == 2
+    launch(2, offloaded_on_two_ranks)

@@ -143,18 +143,6 @@ def _(device):
     return both(device), both(device, optimizer=SGD)
 
 
-@case("steps.make_eval_step")
-def _(device):
-    model, state = started(device)
-    return ll.make_eval_step(model, metric_fn)(state, data(device))
-
-
-@case("steps.make_predict_step")
-def _(device):
-    model, state = started(device)
-    return ll.make_predict_step(model, lambda model, batch: model(batch[0]))(state, data(device))
-
-
 @case("state.bind", "state.copy_state", "state.end_epoch")
 def _(device):
     model, state = started(device)
@@ -162,13 +150,6 @@ def _(device):
     torch.nn.init.zeros_(model[0].weight)
     bound = ll.bind(model, kept.replace(batch=3))
     return ll.end_epoch(bound), model[0].weight
-
-
-@case("state.fold_in")
-def _(device):
-    model, state = started(device, make=plain)
-    predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]), training=True)
-    return predict_step(ll.state.fold_in(state, 1), data(device))
 
 
 # Gradients.
@@ -194,11 +175,6 @@ WRAPPED = {
 }
 for name, wrappers in WRAPPED.items():
     case(name)(lambda device, wrappers=wrappers: [both(device, grads=wrapper) for wrapper in wrappers])
-
-
-@case("grads.global_norm")
-def _(device):
-    return ll.grads.global_norm(started(device)[1].params.values())
 
 
 @case("grads.scale_loss", "optim.dynamic_loss_scale")
@@ -228,16 +204,6 @@ def _(device):
         for one in (loss, of_head)
     ]
     return runs, ll.metrics.perplexity(loss(language_model(device), tokens(device))).compute()
-
-
-@case("losses.offload")
-def _(device):
-    return both(device, loss=ll.losses.offload(loss_fn, (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.Dropout)))
-
-
-@case("losses.recompute")
-def _(device):
-    return train(device, loss=ll.losses.recompute(loss_fn, (torch.nn.Linear, torch.nn.Dropout)))
 
 
 # Optimizers.
@@ -284,17 +250,13 @@ def with_infinity(device):
     return first, (x / 0, y), third
 
 
-# Optimizers, and what else is not as usual in the run.
 OPTIMIZERS = {
-    "optim.swa": (ll.optim.swa(ADAMW, start=1, buffers=True), {}),
-    "optim.own_steps": (
-        ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
-        {},
-    ),
-    "optim.partition": (ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)), {}),
+    "optim.swa": ll.optim.swa(ADAMW, start=1, buffers=True),
+    "optim.own_steps": ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
+    "optim.partition": ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)),
 }
-for name, (optimizer, options) in OPTIMIZERS.items():
-    case(name)(functools.partial(both, optimizer=optimizer, **options))
+for name, optimizer in OPTIMIZERS.items():
+    case(name)(functools.partial(both, optimizer=optimizer))
 
 
 @case("optim.ema", "optim.ema_warmup", "optim.eval_state")
@@ -398,7 +360,7 @@ def _(device):
 # Evaluation and prediction.
 
 
-@case("evaluation.evaluate", "evaluation.measure")
+@case("evaluation.evaluate", "evaluation.measure", "steps.make_eval_step")
 def _(device):
     model, state = started(device)
     step = ll.make_eval_step(model, metric_fn)
@@ -410,7 +372,7 @@ def predict_fn(model, batch):
     return {"logits": logits, "class": logits.argmax(1)}
 
 
-@case("evaluation.predict")
+@case("evaluation.predict", "steps.make_predict_step")
 def _(device):
     model, state = started(device)
     return list(ll.predict(ll.make_predict_step(model, predict_fn), state, batches(device), device=device))
@@ -482,11 +444,6 @@ def _(device):
 # Looking into a run.
 
 
-@case("debug.step_seed")
-def _(device):
-    return ll.debug.step_seed(started(device)[1], microbatch=1)
-
-
 @case("debug.fingerprint")
 def _(device):
     return ll.debug.fingerprint(train(device)[0])
@@ -543,14 +500,15 @@ def _(device):
 
 _COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` runs it on a GPU"
 _RECORD = "a record, which holds what the case of its function shows"
+_MODULES = "tests/losses/test_offload.py runs it on the far device, with the bits of the CPU"
 _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
 
 # Names that make no tensors of their own.
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
     debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
-    evaluation.split_on_oom grads.map_batch grads.wrapper losses.model_inputs
-    losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric
+    debug.step_seed evaluation.split_on_oom grads.global_norm grads.map_batch grads.wrapper losses.model_inputs
+    losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.fold_in
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
     testing.assert_samples_independent
@@ -560,6 +518,8 @@ EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,
+    "losses.offload": _MODULES,
+    "losses.recompute": _MODULES,
     "debug.read_fingerprints": "reads a text file",
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,

@@ -1,7 +1,5 @@
 """The far device itself: what the other tests of this folder rely on."""
 
-import copy
-
 import pytest
 import torch
 
@@ -16,23 +14,6 @@ def available():
 
 def ones(device="far:0"):
     return torch.ones(3, device=device)
-
-
-def test_a_model_trains_with_the_bits_of_the_cpu():
-    torch.manual_seed(1)
-    near = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Flatten()
-    )
-    away, x = copy.deepcopy(near).to("far"), torch.randn(8, 1, 5, 5)
-    for model, batch in ((near, x), (away, x.to("far"))):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        torch.manual_seed(2)
-        for _ in range(3):
-            model(batch).square().mean().backward()
-            optimizer.step()
-    for one, other in zip(near.state_dict().values(), away.state_dict().values(), strict=True):
-        assert other.device == torch.device("far:0")
-        assert torch.equal(one, other.cpu())
 
 
 @pytest.mark.parametrize(

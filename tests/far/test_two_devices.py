@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import looplib as ll
 from far import cases
 from far.device import far
-from far.test_cases import bits, leaves
+from far.test_cases import bits
 
 CPU = torch.device("cpu")
 OPTIMIZER = ll.ema(ll.optim.apply_if_finite(cases.ADAMW, 3), buffers=True)
@@ -20,11 +20,7 @@ def first():
         yield device
 
 
-def devices(tree):
-    return {str(leaf.device) for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_state_saved_on_one_device_is_restored_on_another_to_the_bit(tmp_path, first, asynchronous):
     for number, (source, target) in enumerate([(first, CPU), (CPU, first), (first, torch.device("far:1"))]):
         state, _ = cases.train(source, optimizer=OPTIMIZER)
@@ -87,5 +83,5 @@ def test_a_model_on_two_devices_trains_and_resumes_and_leaves_both_random_stream
     ckpt.save(run(*begin(), batches[:1]))
     step, state = begin()
     restored = ckpt.restore(state)
-    assert devices(restored.params) == {"far:0", "far:1"}
+    assert {str(tensor.device) for tensor in restored.params.values()} == {"far:0", "far:1"}
     assert bits(run(step, restored, batches[1:])) == whole

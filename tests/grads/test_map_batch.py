@@ -51,7 +51,6 @@ WRAPPED = {
     "alone": lambda grad_fn: ll.grads.map_batch(grad_fn, with_state),
     "around accumulate": lambda grad_fn: ll.grads.map_batch(ll.accumulate(grad_fn, 3), with_state),
     "within accumulate": lambda grad_fn: ll.accumulate(ll.grads.map_batch(grad_fn, with_state), 3),
-    "within clipping": lambda grad_fn: ll.clip_by_global_norm(ll.grads.map_batch(grad_fn, with_state), 1e9),
 }
 
 
@@ -84,9 +83,3 @@ def test_a_number_of_the_state_that_a_graph_would_freeze_is_refused():
 def test_what_is_no_function_of_a_state_and_a_batch_is_refused_by_name():
     with pytest.raises(TypeError, match=r"map_batch got 3; give a function \(state, batch\)"):
         ll.grads.map_batch(ll.make_grad_fn(net(), loss_fn), 3)
-
-
-def test_wrappers_of_whole_gradients_within_it_are_still_seen():
-    grad_fn = ll.grads.map_batch(ll.clip_by_global_norm(ll.make_grad_fn(net(), loss_fn), 1.0), with_state)
-    with pytest.raises(ValueError, match="clip_by_global_norm within accumulate"):
-        ll.accumulate(grad_fn, 2)

@@ -5,7 +5,7 @@ import torch
 from far.device import far
 from far.test_cases import bits
 from shared import both_steps
-from test_recompute import CHOICES, Stack, loss_fn
+from test_recompute import CHOICES, batch, loss_fn, run
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,45 +19,17 @@ def device():
         yield device
 
 
-def batch(device):
-    return torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-def run(device, loss, microbatches=1, donate=False):
-    model, sgd = Stack().to(device), ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, loss), microbatches), 0.1)
-    step, state = ll.make_train_step(grad_fn, sgd, donate=donate), ll.init_state(model, sgd)
-    for _ in range(3):
-        state, metrics = step(state, batch(device))
-    return bits((state.params, state.buffers, ll.compute(metrics)))
-
-
 @both_steps
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_run_has_the_bits_of_one_without(device, donate, microbatches):
-    expected = run("cpu", loss_fn, microbatches, donate)
+    expected = run(loss_fn, microbatches, donate)
     losses = [offload(loss_fn, choice) for choice in CHOICES.values()]
     losses += [
         recompute(offload(loss_fn, lambda name, module: name == "blocks.0"), lambda name, module: name == "blocks.1")
     ]
     for loss in losses:
-        assert run(device, loss, microbatches, donate) == expected
-        assert run("cpu", loss, microbatches, donate) == expected
-
-
-class Attention(nn.Module):
-    """Saves views with gaps, views of one number, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.project, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
-        self.register_buffer("mask", torch.ones(5, 5).tril() > 0)
-
-    def forward(self, x):
-        queries, keys, values = self.project(x).chunk(3, dim=2)
-        scores = (queries @ keys.mT).masked_fill(~self.mask, -torch.inf).softmax(2)
-        return x * self.out(scores @ values) * x[:1, :1, :1].expand_as(x)
+        assert run(loss, microbatches, donate, device=device) == expected
+        assert run(loss, microbatches, donate) == expected
 
 
 class Layers(nn.Module):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from shared import bits, both_steps
+from far.test_cases import bits
+from shared import both_steps
 from shared import mean_square as loss_fn
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -59,26 +60,29 @@ CHOICES = {
 # The same bits
 
 
+def batch(device="cpu"):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def run(loss, microbatches, donate, bound=True, device="cpu"):
+    model, losses = Stack().to(device), []
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss), microbatches)
+    step, state = ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
+    state = state if bound else ll.copy_state(state)
+    for _ in range(3):
+        state, metrics = step(state, batch(device))
+        losses.append(ll.compute(metrics)["loss"])
+    return bits((state.params, state.buffers, losses))
+
+
 @both_steps
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_run_has_the_bits_of_one_without(donate, bound, microbatches):
-    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-
-    def run(loss):
-        model, losses = Stack(), []
-        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-        grad_fn = ll.accumulate(ll.make_grad_fn(model, loss), microbatches)
-        step, state = ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
-        state = state if bound else ll.copy_state(state)
-        for _ in range(3):
-            state, metrics = step(state, x)
-            losses.append(ll.compute(metrics)["loss"])
-        return bits((state.params, state.buffers, losses))
-
-    expected = run(loss_fn)
+    expected = run(loss_fn, microbatches, donate, bound)
     for choice in CHOICES.values():
-        assert run(recompute(loss_fn, choice)) == expected
+        assert run(recompute(loss_fn, choice), microbatches, donate, bound) == expected
 
 
 def grads(model, loss, x):

@@ -7,15 +7,9 @@ import schedulefree
 import torch
 from problem import adamw, assert_refused, batches, begin, loss_fn, net, raw_adamw, raw_loop, run, step_of
 from shared import bits, both_states, both_steps, equal
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import looplib as ll
-
-
-def smooth():
-    """One without gradients that are rounding errors alone, as that of a bias before BatchNorm."""
-    return net(torch.float64, nn.LayerNorm)
 
 
 def loss_of(model):
@@ -35,10 +29,11 @@ def ema_or_swa(kind, **options):
 @both_states
 @both_steps
 @pytest.mark.parametrize("buffers", [True, False], ids=["buffers too", "weights"])
-@pytest.mark.parametrize(("start", "every"), [(7, 4), (0, 1), (0, 3), (7, 1)])
+@pytest.mark.parametrize("options", [{"start": 7, "every": 4}, {"start": 0}, {"start": 0, "every": 3}, {"start": 7}])
 @pytest.mark.parametrize("kind", ["swa", "ema"])
-def test_averages_have_the_bits_of_torchs(kind, start, every, buffers, donate, bound):
-    optimizer, fn = ema_or_swa(kind, start=start, every=every, buffers=buffers)
+def test_averages_have_the_bits_of_torchs(kind, options, buffers, donate, bound):
+    optimizer, fn = ema_or_swa(kind, buffers=buffers, **options)
+    start, every = options["start"], options.get("every", 1)
     model, pure = net(), net()
     for one in (model, pure) if buffers else ():
         one[1].num_batches_tracked = None  # torch would average the integer as well
@@ -129,26 +124,28 @@ def test_a_donated_step_spends_an_eval_state_that_shares_its_averages(bound):
             assert bits(kept) == before
 
 
-def wrapped(name):
-    return {
-        "ema": lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=3, buffers=True),
-        "swa": lambda: ll.optim.swa(adamw(), start=4, every=2),
-        "skipping": lambda: ll.optim.apply_if_finite(
-            ll.optim.dynamic_loss_scale(ll.ema(adamw()), growth_interval=4), 3
-        ),
-        "partition": lambda: ll.optim.partition(
-            {
-                "first": ll.ema(adamw(), start=4),
-                "last": ll.optim.swa(adamw(), start=2),
-            },
-            lambda name, tensor: "first" if name[0] in "01" else "last",
-        ),
-    }[name]()
+AVERAGING = {
+    "ema": lambda inner: ll.ema(inner, 0.9, start=2, every=3, buffers=True),
+    "swa": lambda inner: ll.optim.swa(inner, start=3, every=2),
+}
+SKIPPING = {
+    "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 5),
+    "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
+}
 
 
-@pytest.mark.parametrize("name", ["ema", "swa", "skipping", "partition"])
-def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(name):
-    optimizer, model = wrapped(name), net()
+PARTS = {
+    "skipping": lambda inner: ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(ll.ema(inner), growth_interval=4)),
+    "partition": lambda inner: ll.optim.partition(
+        {"first": ll.ema(inner, start=4), "last": ll.optim.swa(inner, start=2)},
+        lambda name, tensor: "first" if name[0] in "01" else "last",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [*AVERAGING.values(), *PARTS.values()], ids=[*AVERAGING, *PARTS])
+def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(wrap):
+    optimizer, model = wrap(adamw()), net()
     step = step_of(model, optimizer)
     state = ll.init_state(model, optimizer)
     for batch in batches(9):
@@ -158,16 +155,6 @@ def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(name):
         assert bits(step(state, batch)[0]) == bits(new)
         assert bits(state) == before
         state = new
-
-
-AVERAGING = {
-    "ema": lambda inner: ll.ema(inner, 0.9, start=2, every=3, buffers=True),
-    "swa": lambda inner: ll.optim.swa(inner, start=3, every=2),
-}
-SKIPPING = {
-    "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 5),
-    "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
-}
 
 
 @both_steps
@@ -275,15 +262,3 @@ def test_the_warmup_is_that_of_diffusers(inv_gamma, power):
         assert warmup(step) == diffusers_decay(step, 0.999, inv_gamma or 1.0, power or 2 / 3)
     with pytest.raises(ValueError, match="inv_gamma is -1"):
         ll.optim.ema_warmup(0.9, inv_gamma=-1)
-
-
-def test_swa_averages_after_every_update_by_default():
-    model, (x,) = net(), batches(1)
-    ends = []
-    for options in ({}, {"every": 1}):
-        optimizer = ll.optim.swa(adamw(), start=0, **options)
-        step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), ll.init_state(model, optimizer)
-        for _ in range(3):
-            state, _ = step(state, x)
-        ends.append(state.opt_state["average"]["params"])
-    assert equal(*ends)

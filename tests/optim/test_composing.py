@@ -109,17 +109,19 @@ def test_a_second_update_on_the_same_batch_that_is_skipped_moves_the_record_alon
 
 @both_states
 @both_steps
-@pytest.mark.parametrize("make", ["adamw", "sgd"])
-def test_frozen_layers_keep_their_bits_and_thaw_as_with_a_gradient_of_none(make, donate, bound):
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
+        # torch's fused SGD fails on momentum that some parameters have and others have not yet
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    ],
+)
+def test_frozen_layers_keep_their_bits_and_thaw_as_with_a_gradient_of_none(cls, arguments, donate, bound):
     def frozen(name, step):
         return name[0] in "01" and (step < 7 or 12 <= step < 15)
 
     model = net()
-    if make == "adamw":
-        arguments = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-    else:  # torch's fused SGD fails on momentum that some parameters have and others have not yet
-        arguments = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
-    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[make]
     pure, raw = ll.optimizer(cls, **arguments), cls(model.parameters(), **arguments)
     own = net()
     head_step = step_of(own, pure, donate, trainable=lambda name, tensor: name[0] not in "01")

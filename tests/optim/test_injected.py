@@ -161,7 +161,6 @@ REFUSED = [
         "momentum_buffer ema SGD",
         lambda: ll.optim.hyperparameters(ll.ema(sgd()), ll.init_state(model(), sgd())),
     ),
-    (ValueError, "nothing ema SGD", lambda: ll.optim.hyperparameters(ll.ema(sgd()), ll.init_state(model()))),
 ]
 
 

@@ -155,11 +155,12 @@ def test_autocast_has_the_bits_of_the_raw_loop(dtype, enabled):
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("clip", [ll.grads.clip_by_value, ll.clip_by_global_norm])
-def test_no_clipping_hides_an_overflow(clip):
+def test_clipping_by_value_hides_no_overflow():
     optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), 2.0**10)
     grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model := net(), ll.autocast(loss_fn, torch.float16)))
-    state, _ = ll.make_train_step(clip(grad_fn, 0.5), optimizer)(ll.init_state(model, optimizer), batches(23)[22])
+    state, _ = ll.make_train_step(ll.grads.clip_by_value(grad_fn, 0.5), optimizer)(
+        ll.init_state(model, optimizer), batches(23)[22]
+    )
     assert state.skipped
     assert state.opt_state["loss_scale"] == 2.0**9
 
@@ -170,9 +171,9 @@ SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 SCALE = ll.optim.dynamic_loss_scale
 
 
-def scaled(wrap, optimizer=SGD):
+def scaled_without(optimizer):
     model = net()
-    return wrap(ll.make_grad_fn(model, loss_fn))(ll.init_state(model, optimizer), batches(1)[0])
+    return ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn))(ll.init_state(model, optimizer), batches(1)[0])
 
 
 REFUSED = [
@@ -180,16 +181,8 @@ REFUSED = [
         ("growth_factor", 1.0), ("backoff_factor", 1.0), ("backoff_factor", 0.0), ("growth_interval", 0),
         ("min_scale", 0.0), ("init_scale", 1e-5), ("init_scale", float("nan")),
     ]),
-    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled(ll.grads.scale_loss)),
-    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled(ll.grads.scale_loss, None)),
-    (ValueError, "once", lambda: scaled(lambda fn: ll.grads.scale_loss(ll.grads.scale_loss(fn)), ll.ema(SCALE(SGD)))),
-    (
-        ValueError,
-        "clip_by_global_norm(accumulate(",
-        lambda: scaled(
-            lambda fn: ll.accumulate(ll.clip_by_global_norm(ll.grads.scale_loss(fn), 1.0), 4), ll.ema(SCALE(SGD))
-        ),
-    ),
+    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(SGD)),
+    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(None)),
     *((ValueError, str(dtype), lambda dtype=dtype: ll.autocast(loss_fn, dtype)) for dtype in (torch.float64, torch.int8)),
     (ValueError, "float32 enabled=False", lambda: ll.autocast(loss_fn, torch.float32)),
 ]  # fmt: skip

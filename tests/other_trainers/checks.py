@@ -20,6 +20,19 @@ def close(one, other, rtol=1e-5, atol=1e-6):
     return not ll.debug.differences(one, other, rtol=rtol, atol=atol)
 
 
+def registers(checks):
+    """A decorator with the name of a row, whose check the function then is."""
+
+    def shows(name):
+        def register(check):
+            assert checks.setdefault(name, check) is check, name
+            return check
+
+        return register
+
+    return shows
+
+
 def runs():
     """The code runs."""
 

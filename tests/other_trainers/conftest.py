@@ -37,17 +37,20 @@ def metric_fn():
     return metric_fn
 
 
+def examples(count):
+    """Four numbers, and which of the first three is largest."""
+    x = torch.randn(count, 4)
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+
+
 @pytest.fixture
 def train_set():
-    """40 examples: four numbers, and which of the first three is largest."""
-    x = torch.randn(40, 4)
-    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+    return examples(40)
 
 
 @pytest.fixture
 def test_set():
-    x = torch.randn(25, 4)
-    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+    return examples(25)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A tiny GPT-2, trained by `transformers.Trainer` and by looplib on the very same batches."""
 
 import functools
-import itertools
 import tempfile
 
 import pytest
@@ -46,7 +45,6 @@ def collate(examples):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-@functools.cache
 def by_trainer():
     """The parameters, the log, and the examples of each micro-batch in the Trainer's own order."""
     model, seen = gpt2(), []
@@ -83,11 +81,6 @@ def by_trainer():
     return {name: tensor.detach() for name, tensor in model.named_parameters()}, log, seen
 
 
-def windows(seen):
-    epochs = [seen[first : first + MICROBATCHES] for first in range(0, len(seen), MICROBATCHES)]
-    return [epoch[first : first + PIECES] for epoch in epochs for first in range(0, MICROBATCHES, PIECES)]
-
-
 def predictions(model, batch):
     """Logits and targets of the tokens that are learned."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
@@ -101,7 +94,7 @@ def token_loss(model, batch):
     return ll.Mean(F.cross_entropy(logits, targets, reduction="sum"), len(targets))
 
 
-def by_looplib(batches, cut):
+def by_looplib(batches):
     model = gpt2()
     optimizer = ll.optimizer(
         torch.optim.AdamW,
@@ -109,7 +102,7 @@ def by_looplib(batches, cut):
         weight_decay=DECAY,
         groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],
     )
-    grad_fn = ll.clip_by_global_norm(cut(ll.make_grad_fn(model, token_loss)), MAX_NORM)
+    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, token_loss)), MAX_NORM)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     state, log = ll.init_state(model, optimizer), []
     with InDouble():
@@ -119,25 +112,12 @@ def by_looplib(batches, cut):
     return state.params, log
 
 
-def lists(seen):
-    return [[collate(examples) for examples in window] for window in windows(seen)]
-
-
-def wholes(seen):
-    return [collate(list(itertools.chain(*window))) for window in windows(seen)]
-
-
-CUTS = {
-    "a list of pieces": (lists, ll.accumulate),
-    "microbatches=4": (wholes, functools.partial(ll.accumulate, microbatches=4)),
-}
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean(cut):
+def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean():
     params, log, seen = by_trainer()
-    make, accumulate = CUTS[cut]
-    found, metrics = by_looplib(make(seen), cut=accumulate)
+    pieces = [collate(examples) for examples in seen]
+    epochs = [pieces[first : first + MICROBATCHES] for first in range(0, len(pieces), MICROBATCHES)]
+    windows = [epoch[first : first + PIECES] for epoch in epochs for first in range(0, MICROBATCHES, PIECES)]
+    found, metrics = by_looplib(windows)
     torch.testing.assert_close(dict(found), params, rtol=1e-9, atol=1e-11)
     for row, expected in zip(metrics, log, strict=True):  # which the Trainer adds up in float32
         assert (row["loss"], row["grad_norm"]) == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-6)

@@ -23,6 +23,7 @@ from checks import (
     parameters,
     rate,
     raw_updates,
+    registers,
     restored,
     runs,
     same_gradient,
@@ -223,14 +224,7 @@ CHECKS = {
 }
 
 
-def shows(name):
-    """A decorator: the function is the check of this row."""
-
-    def register(check):
-        assert CHECKS.setdefault(name, check) is check, name
-        return check
-
-    return register
+shows = registers(CHECKS)
 
 
 def adamw(raw):

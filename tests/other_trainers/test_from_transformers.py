@@ -28,6 +28,7 @@ from checks import (
     looplib_updates,
     parameters,
     rates,
+    registers,
     restored,
     runs,
     same_gradient,
@@ -140,14 +141,7 @@ CHECKS = {
 }
 
 
-def shows(name):
-    """A decorator: the function is the check of this row."""
-
-    def register(check):
-        assert CHECKS.setdefault(name, check) is check, name
-        return check
-
-    return register
+shows = registers(CHECKS)
 
 
 def arguments(**options):

@@ -9,24 +9,13 @@ from test_recipes import load
 
 import looplib as ll
 
+recipe = load("grpo_arithmetic")
+
 SETTINGS = {"epochs": 1, "solved": 8800, "questions": 20, "group": 4, "iterations": 2, "width": 8, "depth": 1}
 SETTINGS |= {"lr": 1e-2, "beta": 0.1, "max_norm": 0.5}  # 10 batches of the 200 sums without answers
 
 
-@pytest.fixture
-def recipe():
-    return load("grpo_arithmetic")
-
-
-@pytest.fixture
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
-def test_the_first_20_updates_are_those_of_a_raw_loop(recipe, float64, tmp_path, monkeypatch):
+def test_the_first_20_updates_are_those_of_a_raw_loop(float64, tmp_path, monkeypatch):
     def even(tokens):  # a network that has learned nothing hardly ever gets the reward of the recipe
         return float(tokens[6:].sum() % 2 == 0)
 
@@ -104,12 +93,12 @@ def test_the_first_20_updates_are_those_of_a_raw_loop(recipe, float64, tmp_path,
         ("12+34=\n46\n", 0),
     ],
 )
-def test_the_reward_is_for_the_right_sum_alone(recipe, text, right):
+def test_the_reward_is_for_the_right_sum_alone(text, right):
     tokens = torch.tensor([recipe.CHARACTERS.index(character) for character in text])
     assert recipe.reward(tokens) == right
 
 
-def test_every_sum_is_in_one_part_and_only_the_solved_ones_have_answers(recipe):
+def test_every_sum_is_in_one_part_and_only_the_solved_ones_have_answers():
     solved, train, test = recipe.load_data(2000)
     assert [part.shape for part in (solved, train, test)] == [(2000, 10), (7000, 6), (1000, 6)]
     assert len(torch.cat([solved[:, :6], train, test]).unique(dim=0)) == 10_000

@@ -8,12 +8,8 @@ import pytest
 from test_recipes import load
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    return load("optuna_pruning")
-
-
-def test_a_search_that_was_interrupted_continues(recipe, tmp_path, monkeypatch, capsys):
+def test_a_search_that_was_interrupted_continues(tmp_path, monkeypatch, capsys):
+    recipe = load("optuna_pruning")
     settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": f"sqlite:///{tmp_path}/optuna.db"}
     loss_fn, calls = recipe.loss_fn, itertools.count(1)
 

@@ -3,26 +3,15 @@
 import itertools
 import math
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from test_recipes import load
 
 import looplib as ll
 
+recipe = load("ppo_cartpole")
+
 SMALL = {"iterations": 4, "environments": 4, "steps": 32, "passes": 4, "minibatches": 2, "lr": 1e-2, "width": 16}
-
-
-@pytest.fixture
-def recipe():
-    return load("ppo_cartpole")
-
-
-@pytest.fixture
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def advantages_of(rollout):
@@ -78,7 +67,7 @@ def recorded(monkeypatch, recipe, name):
     return results
 
 
-def test_its_updates_are_those_of_cleanrl(recipe, float64, tmp_path, monkeypatch):
+def test_its_updates_are_those_of_cleanrl(float64, tmp_path, monkeypatch):
     played, batches = (recorded(monkeypatch, recipe, name) for name in ("collect", "with_advantages"))
     recipe.main(**SMALL, target_kl=0.01, directory=str(tmp_path))
     (found,) = ll.checkpoint_io(tmp_path / "checkpoints").steps()
@@ -126,7 +115,7 @@ def gymnasiums(x, x_dot, theta, theta_dot, action):
     return after, abs(after[0]) > 2.4 or abs(after[2]) > 12 * 2 * math.pi / 360
 
 
-def test_a_step_of_the_environment_is_that_of_gymnasium(recipe, float64):
+def test_a_step_of_the_environment_is_that_of_gymnasium(float64):
     states = [
         *itertools.product((-2.41, 0.3, 2.39), (-1.5, 0.49, 0.51), (-0.2, 0.01, 0.209), (-2.0, -0.03, 0.1), (0, 1)),
         (0.0, 0.0, 0.0, 0.0, 1),

@@ -165,11 +165,13 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(name, tmp_path, cap
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
-def test_a_recipe_is_short_and_opens_with_its_command(path):
+@each_script
+def test_a_recipe_is_short_and_opens_with_its_commands(path):
     text = path.read_text()
     assert len(text.splitlines()) < 200
-    assert f"python recipes/{path.name}" in ast.get_docstring(ast.parse(text))
+    of_a_folder = [f"cd recipes/{path.parent.name}", f"python {path.name}", "python -m pytest"]
+    for command in [f"python recipes/{path.name}"] if path.parent == RECIPES else of_a_folder:
+        assert command in ast.get_docstring(ast.parse(text))
 
 
 @pytest.mark.every_case

@@ -1,0 +1,11 @@
+"""Fixtures of several recipes."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
