@@ -41,6 +41,17 @@ def values(folder):
     return rows
 
 
+def near(values):
+    """Values up to the order in which sums are added: float32 has 24 bits, and Adam's quotients enlarge the last one.
+
+    The most likely token may then be another one where two are equally likely: a few of 46,592.
+    """
+    return {
+        name: pytest.approx(value, rel=1e-6, abs=1e-4 if name.endswith("accuracy") else None)
+        for name, value in values.items()
+    }
+
+
 @pytest.mark.slow
 def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process_logs(tmp_path):
     expected = load("ddp").main(**SMALL, sample=8, directory=str(tmp_path / "whole"))
@@ -71,12 +82,11 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     found = values(folder)
     assert [row.keys() for row in found] == [row.keys() for row in rows]
     for one, many in zip(rows, found, strict=True):
-        # float32 has 24 bits; sums of it in other orders differ in the last, which Adam's quotients enlarge
-        assert many == pytest.approx(one, rel=1e-6), many
+        assert many == near(one), many
 
     # A run that has ended is not trained again, and DDP's recipe takes a checkpoint of shards.
     again = load("ddp").main(**SMALL, sample=8, directory=str(folder))
-    assert again == pytest.approx(expected, rel=1e-6)
+    assert again == near(expected)
     assert values(folder) == found
 
 
