@@ -190,7 +190,8 @@ class Loader:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks)
 
-        return _closable(map(delivered, self.source.read(state, rank, ranks)))
+        # A generator, whose `close` ends the workers.
+        return (delivered(read) for read in self.source.read(state, rank, ranks))
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
@@ -297,6 +298,11 @@ def make_loader(
     receives a whole batch under the seed of its first index, so its draws also depend on the batch size and the
     number of ranks.
 
+    To save time, the streams are not seeded for each item while no item has drawn from them or read torch's seed or
+    state. If the first to do so is not in the first batch that a process reads, its batch is read a second time, with
+    its own draws; this happens once in each process. Code that draws from `random` or numpy and then puts back the
+    state that it found cannot be noticed.
+
     **Several processes.** Each rank reads consecutive samples of the global batch; if it does not divide evenly, the
     first ranks get one more, as with `torch.tensor_split`. No samples are repeated or dropped. In a batch with fewer
     samples than ranks, some ranks get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients`
@@ -389,11 +395,6 @@ def _epoch_length(epochs: Epochs) -> int:
         "function (epoch, generator), and keep no count",
     )
     return len(plan)
-
-
-def _closable(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches from a generator, whose `close` ends their workers."""
-    yield from batches
 
 
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -299,33 +298,25 @@ def _text_of(name: str, source: Any) -> str:
 
 
 def _draw_of(source: Any) -> Callable[[Epoch], Any]:
-    if isinstance(source, Iterable):
-        return partial(_listed_once, source)
-    return lambda epoch: source(epoch.number, epoch.generator)
+    def draw(epoch: Epoch) -> Any:
+        if not isinstance(source, Iterable):
+            return source(epoch.number, epoch.generator)
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch.number)
+        return list(source)  # read once; it draws from the global streams, seeded for the epoch
 
-
-def _listed_once(source: Any, epoch: Epoch) -> list[Any]:
-    """The elements of an iterable, which draws from the global streams, seeded for the epoch."""
-    if hasattr(source, "set_epoch"):
-        source.set_epoch(epoch.number)
-    return list(source)
+    return draw
 
 
 def check_undivided(title: str, source: Any) -> None:
     """Raise ValueError for torch's sampler that divides samples among ranks, or a shard of accelerate or transformers."""
-    for part in _with_inner(source):
+    while source is not None:  # a sampler or dataset, the sampler that it holds, and so on
         check(
-            not (isinstance(part, DistributedSampler) or hasattr(part, "process_index")),
-            f"{title} is or holds a {type(part).__name__}, which gives each rank samples of its own, and repeats or "
+            not (isinstance(source, DistributedSampler) or hasattr(source, "process_index")),
+            f"{title} is or holds a {type(source).__name__}, which gives each rank samples of its own, and repeats or "
             "drops some; a looplib loader divides each batch among the ranks by itself: give it the plain dataset and "
             "the batch_size of all ranks together, or divide=False to keep this division",
         )
-
-
-def _with_inner(source: Any) -> Iterator[Any]:
-    """A sampler or dataset, the sampler that it holds, and so on."""
-    while source is not None:
-        yield source
         source = getattr(source, "sampler", None)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ def _numpy() -> Any:
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
     numpy = _numpy()
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(legacy=False)
+    state = numpy and numpy.get_state(legacy=False)
+    if state and "key" in state["state"]:
+        state["state"]["key"] = state["state"]["key"].tolist()  # numpy reads its own array in 50 us, and a list in 5
+    return torch.get_rng_state(), random.getstate(), state
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
@@ -51,6 +55,45 @@ def seed_streams(seed: int) -> None:
         numpy.seed(
             seed >> 31
         )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
+
+
+@contextmanager
+def watched_streams() -> Iterator[Callable[[int], bool]]:
+    """Yield a function that tells if the streams have been used since they were seeded with its argument.
+
+    `random.random` and numpy's functions are bound in C to generators that nothing can watch, so it compares where the
+    streams stand with where the seed puts them. `torch.initial_seed` and other reads of torch's stream move nothing, so
+    the object that they ask is replaced in the block.
+    """
+    asked = _Noted()
+    module: Any = torch.random
+    module.default_generator = asked
+    try:
+        yield lambda seed: asked.used or _next() != _due(seed)
+    finally:
+        module.default_generator = torch.default_generator
+
+
+class _Noted:
+    """torch's stream, which notes that it was asked for something."""
+
+    used = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.used = True
+        return getattr(torch.default_generator, name)
+
+
+def _next() -> tuple[Any, ...]:
+    """Where torch's stream stands, and the next numbers of the others, which it draws."""
+    numpy = _numpy()
+    return torch.default_generator.get_state().numpy().tobytes(), random.random(), numpy and numpy.random_sample()
+
+
+@lru_cache(1)
+def _due(seed: int) -> tuple[Any, ...]:
+    seed_streams(seed)
+    return _next()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ samples in the batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 
 from looplib._core.random import mix
 from looplib.data._plan import listed, own_part
-from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams, watched_streams
 
 
 class Job(NamedTuple):
@@ -82,8 +82,18 @@ class Reader(Dataset[Any]):
 class Items(Reader):
     """Read a batch item by item, each with the draws of freshly seeded streams.
 
-    Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
+    Nothing is seeded for a dataset of torch's or Python's own that cannot draw. To seed the streams takes longer than
+    to read a short item, so if no item of a first batch has used them, later ones are read after a single seeding for
+    the whole batch. If an item then uses them after all, its batch is read again, and each item is seeded from then on.
+
+    Attributes:
+        still: True if no item has used the streams so far, in this process; None before the first batch.
     """
+
+    still: bool | None = None
+
+    def __copy__(self) -> Items:
+        return self  # all iterations share what is known of the dataset
 
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys, dataset = listed(job.keys), self.dataset
@@ -94,11 +104,28 @@ class Items(Reader):
         if self.batched and _reads_lists(dataset):
             seed_streams(next(seeds))
             return dataset.__getitems__(keys), job.size
+        with watched_streams() as used:
+            if self.still:
+                items = []
+                try:
+                    items = self._seeded([(ITEM, keys)], used)
+                except Exception:
+                    if self.still:
+                        raise
+                if self.still:
+                    return items, job.size
+            return self._seeded(zip(seeds, zip(keys, strict=True), strict=False), used), job.size
+
+    def _seeded(self, groups: Iterable[tuple[int, Iterable[Any]]], used: Callable[[int], bool]) -> list[Any]:
+        """Items of groups of keys. Each group has a seed, and `still` tells afterwards if any item has used the streams."""
         items = []
-        for key, seed in zip(keys, seeds, strict=False):
+        for seed, keys in groups:
             seed_streams(seed)
-            items.append(dataset[key])
-        return items, job.size
+            try:
+                items += [self.dataset[key] for key in keys]
+            finally:
+                self.still = self.still is not False and not used(seed)
+        return items
 
 
 class Rows(Dataset[Any]):
