@@ -93,26 +93,34 @@ def watched_streams() -> Iterator[Callable[[int], bool]]:
     """Yield a function that tells if the streams have been used since they were seeded with its argument.
 
     `random.random` and numpy's functions are bound in C to generators that nothing can watch, so it compares where the
-    streams stand with where the seed puts them. `torch.initial_seed` and other reads of torch's stream move nothing, so
-    the object that they ask is replaced in the block.
+    streams stand with where the seed puts them. To read a state or torch's seed moves nothing, and a draw can be undone
+    with what was read, so the names by which this is done are replaced in the block.
     """
-    asked = _Noted()
-    module: Any = torch.random
-    module.default_generator = asked
+    numpy, uses = _numpy(), list[str]()
+    names = {torch.random: "default_generator", random: "getstate"} | ({numpy: "get_state"} if numpy else {})
+    originals = {module: getattr(module, name) for module, name in names.items()}
     try:
-        yield lambda seed: asked.used or _next() != _due(seed)
+        for module, name in names.items():
+            setattr(module, name, _Noted(originals[module], uses))
+        yield lambda seed: bool(uses) or _next() != _due(seed)
     finally:
-        module.default_generator = torch.default_generator
+        _hold_signals = True
+        for module, name in names.items():
+            setattr(module, name, originals[module])
 
 
 class _Noted:
-    """torch's stream, which notes that it was asked for something."""
+    """A function or an object of which each use is noted."""
 
-    used = False
+    def __init__(self, original: Any, uses: list[str]) -> None:
+        self._original, self._uses = original, uses
 
     def __getattr__(self, name: str) -> Any:
-        self.used = True
-        return getattr(torch.default_generator, name)
+        self._uses.append(name)
+        return getattr(self._original, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__getattr__("__call__")(*args, **options)
 
 
 def _next() -> tuple[Any, ...]:

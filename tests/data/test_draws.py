@@ -62,9 +62,12 @@ def own_seed_put_back(index):
 
 
 def put_back(index):
-    """Draws, and leaves the stream as it was."""
+    """Draws, and leaves the streams as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    drawn = random.random() + np.random.rand()
+    random.setstate(python), np.random.set_state(numpy)
     with torch.random.fork_rng(devices=[]):
-        return torch.rand(()).item()
+        return drawn + torch.rand(()).item()
 
 
 def now_and_then(index):
