@@ -124,7 +124,7 @@ class _Noted:
 
 
 def _next() -> tuple[Any, ...]:
-    """Where torch's stream stands, and the next numbers of the others, which it draws."""
+    """Position of each stream: the state of torch's, and the next numbers of the others, which it draws."""
     numpy = _numpy()
     return torch.default_generator.get_state().numpy().tobytes(), random.random(), numpy and numpy.random_sample()
 
