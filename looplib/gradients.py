@@ -22,7 +22,7 @@ from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
 from looplib._core.records import Made, check_function_of_model, mark, with_repr
-from looplib._core.tracing import cuts_marked, differentiated, entered, tracing
+from looplib._core.tracing import around_loss, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import padding_batch
 from looplib._core.watches import LabelWatch, Reach
@@ -213,7 +213,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
         total, scale, call.loss = call.request.sum, call.request.scale, None
-        with cuts_marked() if call.traced else nullcontext():
+        with around_loss() if call.traced else nullcontext():
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):

@@ -139,7 +139,18 @@ class TrainState(lease.Leased):
     __setstate__ = lease.note_provenance
 
 
-errors.explain(TrainState, "a TrainState", errors.OF_A_STATE, "write state = state.replace({name}=...)")
+# What users of torch and of Trainers write -> what to write instead.
+_NOT_OF_A_STATE = {
+    "model": "the model is yours; ll.bind(model, state) copies the state's values into it",
+    "optimizer": "the optimizer is what ll.optimizer returned; its moments are state.opt_state",
+    "loss": "it is among the metrics, `state, metrics = train_step(state, batch)`",
+    "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
+    "global_step": "it is state.step",
+    "parameters": "they are state.params, name -> tensor",
+    "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
+    "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
+}
+errors.explain(TrainState, "a TrainState", _NOT_OF_A_STATE, "write state = state.replace({name}=...)")
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
@@ -487,11 +498,22 @@ class Optimizer:
             object.__setattr__(self, name, updates.ignore_extra_kwargs(getattr(self, name)))
 
 
+_NOT_OF_AN_OPTIMIZER = {
+    "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
+    "zero_grad": "there is nothing to reset: gradients belong to the step that computed them",
+    "state_dict": "its state is state.opt_state, which checkpoints hold; for a file that torch reads, "
+    "ll.checkpoint.optimizer_state_dict(...)",
+    "load_state_dict": "its state is state.opt_state, which ckpt.restore(state) loads; for one of torch's, "
+    "ll.checkpoint.load_optimizer_state_dict(...)",
+    "param_groups": "the learning rate is a function of the step; to read it, ll.optim.hyperparameters(optimizer, "
+    "state), and to change it in a loop, lr=ll.optim.injected(...)",
+    "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
+}
 kinds_of_classes[Optimizer] = "optimizer"
 errors.explain(
     Optimizer,
     "what ll.optimizer returns",
-    errors.OF_AN_OPTIMIZER,
+    _NOT_OF_AN_OPTIMIZER,
     "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",
 )
 

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
 
 
+PLAIN = {Tensor, nn.Parameter}  # torch's own classes of tensors
+
+
 def is_count(value: Any, least: float = 1) -> bool:
     """True for an int of at least `least` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -56,7 +59,7 @@ def few(items: Collection[Any], most: int = 8, between: str = ", ") -> str:
 
 def is_plain(tensor: Tensor) -> bool:
     """True for a strided tensor of one of torch's own two classes."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in PLAIN and tensor.layout is torch.strided
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
@@ -118,25 +121,6 @@ def named(value: Any) -> str:
         return f"the function {getattr(value, '__name__', value)}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
-
-
-def is_column(value: Any) -> bool:
-    """True for a tensor or array with at least one dimension."""
-    return (isinstance(value, Tensor) or type(value).__module__ == "numpy") and getattr(value, "ndim", 0) > 0
-
-
-def are_columns(values: Any) -> bool:
-    """True for the columns of a table, such as (x, y): tensors of equal length that differ in dtype or dimensions.
-
-    >>> import torch
-    >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
-    >>> are_columns((x, y)), are_columns((x, x))
-    (True, False)
-    """
-    if not isinstance(values, (tuple, list)) or not all(map(is_column, values)):
-        return False
-    same_rows = len({*map(len, values)}) == 1
-    return same_rows and len({(str(value.dtype), value.ndim) for value in values}) > 1
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

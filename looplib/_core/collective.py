@@ -12,7 +12,6 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -147,20 +146,6 @@ def together(group: Any = None) -> RankGroup:
 def _like(group: Any) -> RankGroup:
     """The ranks of a group, with a new group of torch's."""
     return RankGroup(_ranks.new_group(distributed.get_process_group_ranks(group), _PATIENCE))
-
-
-_unfinished: set[Future[Any]] = set()
-
-
-def finish_first(work: Future[Any]) -> None:
-    """Register work that threads do together, and that must finish before torch's groups are destroyed."""
-    _unfinished.add(work)
-    work.add_done_callback(_unfinished.discard)
-
-
-def finish() -> None:
-    """Wait for all work that threads do together. Errors are raised by the call that asks for the result."""
-    wait(list(_unfinished))
 
 
 def named(rank: int, error: BaseException) -> Exception:

@@ -18,10 +18,9 @@ in its main thread.
 from __future__ import annotations
 
 import _signal
-import os
 import signal
 import threading
-import time
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -31,22 +30,21 @@ _HELD = tuple(
     if hasattr(signal, name)  # Windows has SIGTERM and SIGINT
 )
 
-# In seconds. `timeout` sends its signal twice, and so do Slurm and torchrun together. Python may notice the second
-# one only after a long call into C.
-_ONE_SIGNAL = 5.0
-
 
 class Guard:
-    """Signal handler in front of another one."""
+    """Signal handler in front of another one.
+
+    Attributes:
+        listeners: functions that are told of the signal, and return True if the other handler is not to have it.
+    """
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
-        self.listeners: set[Listener] = set()
+        self.listeners: set[Callable[[int], bool]] = set()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        came = [one.came.setdefault(signum, now) for one in self.listeners if one.process == os.getpid()]
-        if any(now - first < _ONE_SIGNAL for first in came):
+        taken = [listener(signum) for listener in self.listeners]
+        if any(taken):
             return
         if held(frame):
             _send_later(signum)
@@ -58,36 +56,20 @@ class Guard:
             signal.signal(signum, current)
 
 
-class Listener:
-    """Signals that a predicate has seen. Guards refer to this and not to the predicate, so that it can be collected."""
-
-    def __init__(self, signals: tuple[int, ...]) -> None:
-        self.signals = tuple(dict.fromkeys(signals))
-        self.process = os.getpid()  # in a forked process the signals do what they did before
-        self.came: dict[int, float] = {}  # signal -> time of its first arrival
-        self.guards = [_guarded(signum) for signum in self.signals]
-        for guard in self.guards:
-            guard.listeners.add(self)
-
-    def close(self) -> None:
-        for guard in self.guards:
-            guard.listeners.discard(self)
-
-
 def install() -> None:
     """Put guards in front of the current Python handlers. Does nothing off the main thread."""
     # Each step asks, so it compares with what was there last time.
     if [*map(_signal.getsignal, _HELD)] != _handlers and threading.current_thread() is threading.main_thread():
         for signum in _HELD:
             if callable(_signal.getsignal(signum)):
-                _guarded(signum)
+                guarded(signum)
         _handlers[:] = map(_signal.getsignal, _HELD)
 
 
 _handlers: list[Any] = []  # when `install` last looked
 
 
-def _guarded(signum: int) -> Guard:
+def guarded(signum: int) -> Guard:
     """The guard of a signal, which is installed if a different handler stands in its place."""
     guard = signal.getsignal(signum)
     if not isinstance(guard, Guard):

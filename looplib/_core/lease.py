@@ -16,6 +16,7 @@ is spent. A pure step runs on copies, and checks that its forward pass has left 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -26,10 +27,10 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, is_plain
-from looplib._core.checksums import checksums, has_values
 from looplib._core.mappings import pick
-from looplib._core.torch_private import pytree
+from looplib._core.torch_private import functorch_level_of, pytree
 from looplib._core.tracing import tracing
+from looplib._core.trees import same
 from looplib._core.updates import clones
 
 
@@ -110,14 +111,8 @@ def follows(record: Any, before: Any, lease: Lease | None) -> None:
     _set_provenance(record, before._provenance)
 
 
-def lease_of(record: Leased) -> Lease | None:
-    """The lease that covers what a step of this run writes, if that is known."""
-    return record._lease
-
-
-def provenance(record: Leased) -> Any:
-    """Provenance of a run, as far as this state knows it, or None."""
-    return record._provenance
+# The lease that covers what a step of a state's run writes, and the provenance of the run; None if that is not known.
+lease_of, provenance = map(operator.attrgetter, ("_lease", "_provenance"))
 
 
 def note_provenance(record: Leased, value: Any) -> None:
@@ -177,9 +172,7 @@ def given_up(record: Leased) -> Lease | None:
     return own if own is not None and own.written > record._at else None
 
 
-def found_valid(record: Leased, now: int) -> None:
-    """No tensor of the record had been overwritten at this time."""
-    _set_time(record, now)
+found_valid = _set_time  # no tensor of the record had been overwritten at this time
 
 
 # Writing
@@ -352,17 +345,17 @@ class Unwritten:
     def __init__(self) -> None:
         self.compared = False
 
-    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
+    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, Tensor]]:
         """Record what `check` compares after the forward pass."""
-        return versions(params), {} if self.compared or tracing() else _sums(params)
+        plain = [] if self.compared or tracing() else [name for name in params if has_values(params[name])]
+        return versions(params), dict(zip(plain, clones([params[name] for name in plain]), strict=True))
 
-    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:
+    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, Tensor]]) -> None:
         """Raise if a parameter was written."""
-        counts, sums = before
+        counts, copies = before
         names = written_since(params, counts)
-        if sums and not names:
-            now = _sums(params)
-            names = [name for name, value in sums.items() if now[name] != value]
+        if copies and not names:
+            names = [name for name, copy in copies.items() if not same(params[name].detach(), copy)]
             self.compared = not names
         if names:
             raise RuntimeError(_WROTE.format(names=", ".join(names)))
@@ -391,6 +384,6 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
     return [name for name, old, new in zip(params, before, now, strict=True) if old != new]
 
 
-def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
-    plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
-    return dict(zip(plain, checksums(plain.values()), strict=True))
+def has_values(tensor: Tensor) -> bool:
+    """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
+    return is_plain(tensor) and not tensor.is_meta and not tensor.is_quantized and functorch_level_of(tensor) < 1

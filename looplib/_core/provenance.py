@@ -22,16 +22,6 @@ from looplib._core.records import MANY, described, settings_of
 _MOST_STEPS = 8  # on one batch, of several networks
 
 
-@dataclass(slots=True)
-class Reading:
-    """A loader's iteration over the rest of an epoch: where it began, and the number of batches drawn so far."""
-
-    epoch: int = 0
-    batch: int = 0
-    epoch_length: int | None = None
-    drawn: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Provenance:
     """Descriptions, as plain values, of what a state was made with.
@@ -43,7 +33,7 @@ class Provenance:
             known; otherwise "".
         at_step: step of that restored state.
         model: that of `init_state`, or None.
-        reading: the last iteration of a loader, which the states of its loop share.
+        reading: the last iteration of a loader (`data._loader.Reading`), which the states of its loop share; or None.
     """
 
     optimizer: Mapping[str, Any] | None = None
@@ -51,7 +41,7 @@ class Provenance:
     restored: str = ""
     at_step: int = 0
     model: Mapping[str, Any] | None = None
-    reading: Reading | None = None
+    reading: Any = None
 
 
 def provenance_of(state: Leased) -> Provenance:

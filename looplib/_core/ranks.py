@@ -13,10 +13,8 @@ of the samples, and that is watched until it is read. Calls of other threads, su
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
 import sys
 import threading
 import time
@@ -32,6 +30,7 @@ import torch
 from torch import Tensor, distributed
 
 from looplib._core import torch_private
+from looplib._core.checks import PLAIN
 from looplib._core.mappings import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
@@ -209,53 +208,27 @@ class Sums:
 
 
 def gather(value: Any) -> list[Any]:
-    """Values of all ranks in order, on each rank. They are pickled, so pass plain values and tensors."""
-    if not is_distributed():
-        return [value]
-    return exchange(value, host_group())
+    """Values of all ranks in order, on each rank. They are pickled, so pass plain values."""
+    return exchange(value, host_group()) if is_distributed() else [value]
 
 
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
-    data, received = pickled(value), [b""] * distributed.get_world_size(on)
+    received: list[Any] = [None] * distributed.get_world_size(on)
     with reported():
-        distributed.all_gather_object(received, data, on)
-    return [pickle.loads(data) for data in received]
-
-
-def pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    Pickler(file).dump(value)
-    return file.getvalue()
-
-
-class Pickler(pickle.Pickler):
-    """Pickles tensors of all dtypes. torch cannot read its own pickles of the younger ones, such as uint16 and float8."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is not Tensor or thing.layout != torch.strided or thing.is_nested:
-            return NotImplemented
-        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten()
-        plain = plain.clone(memory_format=torch.contiguous_format)  # a view as bytes needs a stride of 1
-        return _tensor_of, (plain.view(torch.uint8).numpy(), thing.dtype, thing.shape)
-
-
-def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
-# Checked first, since looking up a missing attribute of a tensor takes ten times as long.
-_PLAIN = {Tensor, torch.nn.Parameter}
+        distributed.all_gather_object(received, value, on)
+    return received
 
 
 def is_sharded(leaf: Any) -> TypeGuard[Any]:
     """True for a DTensor, of which this process may hold only a part. Does not import DTensor."""
-    return type(leaf) not in _PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "to_local")
+    # Looking up a missing attribute of a tensor takes ten times as long as the first question.
+    return type(leaf) not in PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "to_local")
 
 
 def any_sharded(tensors: Collection[Tensor]) -> bool:
     """True if there is a DTensor among these."""
-    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
+    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:

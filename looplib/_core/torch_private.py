@@ -27,11 +27,6 @@ set_grad_enabled = torch._C._set_grad_enabled
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
-def has_saved_tensors_hooks() -> bool:
-    """True within hooks for saved tensors, such as those of a checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version = operator.attrgetter("_version")
 is_view = operator.methodcaller("_is_view")

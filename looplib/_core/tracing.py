@@ -9,8 +9,7 @@ a trace, each of these is the plain operation.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from looplib._core import torch_private, trees
 from looplib._core.ranks import is_sharded
@@ -33,74 +30,26 @@ class UntraceableError(RuntimeError):
     __module__ = "looplib.transforms"  # as tracebacks name it
 
 
-class Count:
-    """Placeholder for a state's field that is not a tensor, whose value a trace would freeze if it were read."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def refuse(self, *_: Any) -> Any:
-        raise UntraceableError(
-            f"state.{self.name} was read for its value, which the graph of a step would keep for ever: ask for what "
-            f"follows from it by ll.transforms.on_host(function, state.{self.name}), which is called again at each step"
-        )
-
-
-# All that can be done with a number, or with the user's `extra`, which is often a dict.
-_names = {*vars(int), *vars(dict), "__str__", "__format__"} - {"__new__", "__getattribute__", *vars(Count)}
-for _name in _names:
-    setattr(Count, _name, Count.refuse)
-
-
 @dataclass(eq=False)
 class Trace:
     """One trace of a step.
 
     Attributes:
-        inputs: id of a traced tensor -> its index among the inputs.
-        answer: function that returns the host's answer to a question.
-        differentiable: True if the graph itself is to be differentiated.
+        answer: function that returns the host's answer to a question: a function, and its arguments.
+        around_loss: context for the user's loss function, if the graph itself is to be differentiated.
         stacked: True if the graph is to be mapped over members.
         kernels_from: number of parameters from which on a fused kernel, which can neither be mapped over members nor
             differentiated, updates them.
         stream: index of the microbatch for which random numbers are drawn.
         afterwards: checks to make after the graph has run.
-        copies: copies of inputs, kept alive for their ids.
     """
 
-    inputs: dict[int, int]
-    answer: Callable[[Callable[..., Any], list[Any]], Any]
-    differentiable: bool = False
+    answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    around_loss: Callable[[], AbstractContextManager[Any]] | None = None
     stacked: bool = False
     kernels_from: float = math.inf
     stream: int = 0
     afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
-
-    def note_copies(self, originals: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
-        """Let the host be asked about copies of inputs too: an update is given copies, of numbers such as counts too."""
-        for original, copy in zip(originals, copies, strict=True):
-            if id(original) in self.inputs:
-                self.inputs[id(copy)] = self.inputs[id(original)]
-                self.copies.append(copy)
-
-    def ask(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-        sources: list[Any] = []
-        for value in values:
-            if isinstance(value, Count):
-                sources.append(("count", value.name))
-            elif isinstance(value, Tensor):
-                if id(value) not in self.inputs:
-                    raise UntraceableError(
-                        "on_host was given a tensor that the step has computed: it takes numbers of the state as "
-                        "the step was given it, such as state.step or a counter in opt_state"
-                    )
-                sources.append(("input", self.inputs[id(value)]))
-            else:
-                sources.append(("value", value))
-        return self.answer(function, sources)
 
 
 _KEY = "looplib.tracing"
@@ -141,13 +90,19 @@ def tracing() -> bool:
 def differentiated() -> bool:
     """True while a step is being traced to be differentiated itself."""
     trace = current()
-    return trace is not None and trace.differentiable
+    return trace is not None and trace.around_loss is not None
+
+
+def around_loss() -> AbstractContextManager[Any]:
+    """Context for a user's loss function, in which a trace that is to be differentiated marks where it blocks gradients."""
+    trace = current()
+    return nullcontext() if trace is None or trace.around_loss is None else trace.around_loss()
 
 
 def keeps_terms_of_0() -> bool:
     """True if an update is to have the terms whose factors are 0: of other members they may not be, or of a gradient."""
     trace = current()
-    return trace is not None and (trace.stacked or trace.differentiable)
+    return trace is not None and (trace.stacked or trace.around_loss is not None)
 
 
 def takes_kernel(parameters: int) -> bool:
@@ -160,27 +115,6 @@ def draws_for(microbatch: int) -> None:
     """Set the microbatch for which a trace draws random numbers from now on."""
     if (trace := current()) is not None:
         trace.stream = microbatch
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Lock for making graphs: torch's compilers and their flags are shared by the whole process.
-
-    A checkpoint around the step would take what a trace saves for what the step saves, so its hooks wait as well.
-    """
-    if tracing():  # inside another trace, which holds the lock
-        yield
-        return
-    around = saved_tensors_hooks(_unchanged, _unchanged) if torch_private.has_saved_tensors_hooks() else nullcontext()
-    with _lock, around:
-        yield
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-_lock = threading.RLock()
 
 
 def on_host(function: Callable[..., R], *values: Any) -> R:
@@ -205,16 +139,7 @@ def on_host(function: Callable[..., R], *values: Any) -> R:
     """
     if (trace := current()) is None:
         return function(*values)
-
-    def of_one(*values: Any) -> R:
-        if any(isinstance(value, tuple) for value in values):
-            raise UntraceableError(
-                "on_host was given state.seed within vmap_step, which is a tuple of the members' seeds, and its answer is "
-                "for all of them, so that they would draw the same numbers: take the step of each member by itself"
-            )
-        return function(*values)
-
-    answer: R = trace.ask(of_one, values)
+    answer: R = trace.answer(function, values)
     return answer
 
 
@@ -266,66 +191,3 @@ def _chosen(flag: Tensor, new: Any, old: Any) -> Any:
         return torch.where(flag.to(new.device), new, old)
     with torch.no_grad():
         return torch.where(flag.to(new.device), new, old).requires_grad_(new.requires_grad)
-
-
-# Where a loss function itself blocks the gradient to its inputs
-#
-# The graph of a step contains its own backward pass, in which torch detaches tensors freely. A differentiable step must
-# block gradients exactly where the loss function does, so the operations of those cuts are marked.
-
-STOPS = "looplib_stops"  # key in a node's metadata: no gradient passes here
-
-
-class _Marks(TorchFunctionMode):
-    """Mode that marks where a loss function blocks gradients: with `detach`, `no_grad` and similar.
-
-    It watches `no_grad` itself to know if gradients are off, because they are also off inside an `autograd.Function`,
-    which blocks nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trace = current()
-        self.off = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if current() is not self.trace:  # a step inside the loss function is traced with its own marks
-            return func(*args, **kwargs)
-        _refuse_strangers(args, kwargs)
-        if func is torch_private.set_grad_enabled:
-            self.off = not args[0]
-        if not (self.off or _cuts(func, kwargs)):
-            return func(*args, **kwargs)
-        with torch.fx.traceback.annotate({STOPS: True}):
-            return func(*args, **kwargs)
-
-
-def _cuts(func: Any, kwargs: Any) -> bool:
-    """True if a torch function returns something through which its inputs get no gradient."""
-    if func is torch.autograd.grad:
-        return not kwargs.get("create_graph")
-    if getattr(func, "__self__", None) is Tensor.data:
-        return True
-    name: str = getattr(func, "__name__", "")
-    return name.partition(".")[0] == "detach"
-
-
-def _refuse_strangers(args: Any, kwargs: Any) -> None:
-    """Raise for tensors of a torch.func transform that is not active here: no gradient would reach them."""
-    level = torch_private.functorch_level()
-    for leaf in torch_private.pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and torch_private.functorch_level_of(leaf) > level:
-            raise UntraceableError(
-                "the step reads a tensor that torch.func transforms from elsewhere than its state and batch (a "
-                "function closes over it), so no gradient would reach it: give it in the batch, or as a "
-                "hyperparameter in the state (ll.optim.injected)"
-            )
-
-
-def cuts_marked() -> AbstractContextManager[Any]:
-    """Context for a user's loss function, in which a differentiable trace marks its cuts."""
-    return _Marks() if differentiated() else _nothing
-
-
-_nothing = nullcontext()

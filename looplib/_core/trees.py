@@ -185,7 +185,7 @@ def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> 
 # ---- samples ----
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     """True for a tensor, a NumPy array or a similar object with at least one dimension."""
     return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
 
@@ -196,7 +196,7 @@ def _is_list(node: Any) -> bool:
 
 def _holds_values(node: Any) -> bool:
     """True for a list or tuple of strings, numbers or unknown objects."""
-    return _is_list(node) and all(_node_of(child) is None and not _is_array(child) for child in node)
+    return _is_list(node) and all(_node_of(child) is None and not is_array(child) for child in node)
 
 
 def batch_size(batch: Any) -> int:
@@ -222,8 +222,8 @@ def batch_size(batch: Any) -> int:
         first = next(iter(batch.values() if type(batch) is dict else batch))
     if isinstance(first, Tensor) and first.dim():
         return first.size(0)
-    columns = [leaf for _, leaf in leaves(batch, lambda node: _is_array(node) or _holds_values(node))]
-    first, *_ = [*filter(_is_array, columns), *filter(_is_list, columns), batch]
+    columns = [leaf for _, leaf in leaves(batch, lambda node: is_array(node) or _holds_values(node))]
+    first, *_ = [*filter(is_array, columns), *filter(_is_list, columns), batch]
     try:
         return len(first)
     except TypeError:
@@ -241,8 +241,8 @@ def one_for_each(node: Any, count: int) -> bool:
     """
     if not _is_list(node) or len(node) != count:
         return False
-    inside = leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count)))
-    return {len(leaf) for _, leaf in inside if _is_array(leaf)} != {count}
+    inside = leaves(node, lambda inner: inner is not node and (is_array(inner) or one_for_each(inner, count)))
+    return {len(leaf) for _, leaf in inside if is_array(leaf)} != {count}
 
 
 def split(
@@ -254,7 +254,7 @@ def split(
     if len(sizes) <= 1:
         return [batch]
     ends = pairwise([0, *accumulate(sizes)])
-    parts = _cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
+    parts = cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
@@ -263,16 +263,6 @@ def split(
             "batches that need not be cut, or another count (batch_size=)"
         )
     return parts
-
-
-def take(batch: Any, count: int, index: list[int]) -> Any:
-    """Samples of a batch of `count` at these indices, in this order."""
-
-    def at_index(rows: Any) -> Any:
-        return type(rows)(rows[i] for i in index) if _is_list(rows) else rows[index]
-
-    [taken] = _cut(batch, count, [at_index])
-    return taken
 
 
 def padding_batch(batch: Any) -> Any:
@@ -287,23 +277,23 @@ def padding_batch(batch: Any) -> Any:
         )
         return rows.new_ones(2, *rows.shape[1:])  # type: ignore[no-any-return]
 
-    [padding] = _cut(batch, 0, [ones])
+    [padding] = cut(batch, 0, [ones])
     return padding
 
 
-def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
+def cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path = ()) -> list[Any]:
     """A copy of the tree for each function of `cuts`, with what it makes of each array or list that holds samples."""
-    is_array = _is_array(node)
-    if is_array and len(node) != count:
+    has_rows = is_array(node)
+    if has_rows and len(node) != count:
         raise ValueError(
             f"{named(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
             "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
             "(batch_size=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
             "without a count; a loader's collate_fn can make it)"
         )
-    if is_array or one_for_each(node, count):
+    if has_rows or one_for_each(node, count):
         rows = getattr(node, "iloc", node)  # pandas objects are indexed by position
-        return [cut(rows) for cut in cuts]
+        return [one(rows) for one in cuts]
     inner = _node_of(node)
     if inner is None and path and _hides_samples(node, count):
         raise ValueError(
@@ -314,7 +304,7 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
     if inner is None or not inner.children:
         return [node] * len(cuts)
     columns = [
-        _cut(child, count, cuts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
+        cut(child, count, cuts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
     ]
     return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
 

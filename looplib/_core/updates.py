@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import PLAIN
 from looplib._core.mappings import mapped, stacked
 from looplib._core.records import parameters_of
-from looplib._core.tracing import afterwards, current, tracing, where
+from looplib._core.tracing import afterwards, tracing, where
 
 
+@dataclass(slots=True, eq=False)
 class Decision:
     """A flag whose meaning is more than its value: one for each part, or an error to raise if it is not set.
 
@@ -29,10 +32,8 @@ class Decision:
         checks: functions with their arguments, which may raise. They are called if some flag is not set.
     """
 
-    __slots__ = ("checks", "flag")
-
-    def __init__(self, flag: Any, checks: Sequence[tuple[Callable[..., None], tuple[Any, ...]]] = ()) -> None:
-        self.flag, self.checks = flag, checks
+    flag: Any
+    checks: Sequence[tuple[Callable[..., None], tuple[Any, ...]]] = ()
 
     def __and__(self, other: Any) -> Decision:
         one, two = self, other if isinstance(other, Decision) else Decision(other)
@@ -204,7 +205,7 @@ def copy_tree(tree: Any) -> Any:
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
     # A container of tensors alone is read at once: a call for each would be most of the time for a state of thousands.
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,)
-    if _PLAIN.issuperset(map(type, values)):
+    if PLAIN.issuperset(map(type, values)):
         tensors += values
         return
     for value in values:
@@ -218,7 +219,7 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return next(copies)
     if isinstance(tree, dict):
-        if _PLAIN.issuperset(map(type, tree.values())):
+        if PLAIN.issuperset(map(type, tree.values())):
             return dict(zip(tree, copies, strict=False))  # which takes no more copies than there are keys
         return {key: _rebuilt(value, copies) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -227,7 +228,6 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     return tree
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
 _is_cpu = operator.attrgetter("is_cpu")
 
 
@@ -238,13 +238,10 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     grad_mode = torch.is_grad_enabled()
     try:  # a signal may arrive as soon as the mode is set
         torch_private.set_grad_enabled(False)
-        if _PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors)):
+        if PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors)):
             on_cpu = all(map(_is_cpu, tensors))
             return list(torch_private.foreach_clone(tensors)) if on_cpu else _copied_by_kernels(tensors)
-        copies = [_clone(tensor) for tensor in tensors]
-        if (trace := current()) is not None:
-            trace.note_copies(tensors, copies)
-        return copies
+        return [_clone(tensor) for tensor in tensors]
     finally:
         torch_private.set_grad_enabled(grad_mode)
 
@@ -264,7 +261,7 @@ def _copied_by_kernels(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _clone(tensor: Tensor) -> Tensor:
     """A copy with the same strides even if there are gaps, so that sums run in the same order."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or 0 in tensor.stride():
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or 0 in tensor.stride():
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -274,19 +271,11 @@ def _clone(tensor: Tensor) -> Tensor:
 
 def ignore_extra_kwargs(function: Any) -> Any:
     """Wrap a function so that it ignores keyword arguments that it does not take."""
-    accepted = keywords(function)
-    if accepted is None:
+    accepted = parameters_of(function)
+    if not accepted or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
         return function
 
     def with_known_arguments(*args: Any, **extra: Any) -> Any:
         return function(*args, **{name: value for name, value in extra.items() if name in accepted})
 
     return with_known_arguments
-
-
-def keywords(function: Any) -> set[str] | None:
-    """Names of the keyword arguments that a function accepts; None for any."""
-    parameters = parameters_of(function)
-    if not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return set(parameters)

@@ -26,8 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
 from looplib._core.checks import warn
-from looplib._core.checksums import has_values
-from looplib._core.lease import last_write
+from looplib._core.lease import has_values, last_write
 from looplib._core.modules import LATE_CHECKPOINT, running
 from looplib._core.records import chain
 from looplib._core.torch_private import version
@@ -47,8 +46,6 @@ class Reach:
         plain: True if backward passes must not be told which leaves to fill.
         others: leaves in the graph that belong to neither the model nor the batch.
     """
-
-    __slots__ = ("_model", "_unreached", "known", "others", "plain")
 
     def __init__(self, model: nn.Module, plain: bool) -> None:
         self._model, self.plain = model, plain
@@ -133,8 +130,6 @@ class Watch:
     state with the same batch does not count, since benchmarks and tests do so. A batch that is freed before the next
     one is created may look the same, as in `train_step(state, next(batches))`.
     """
-
-    __slots__ = ("_batch", "_model", "_reach", "_repeats", "_state")
 
     def __init__(self, grad_fn: Any) -> None:
         made = next((record for record in chain(grad_fn) if record.model is not None), None)
@@ -269,8 +264,6 @@ class LabelWatch:
     Checking takes a pass over the labels, and on an accelerator a wait. So it checks the first microbatch, the
     second, the fourth, the eighth and so on.
     """
-
-    __slots__ = ("_calls", "_warned")
 
     def __init__(self) -> None:
         self._calls, self._warned = 0, False

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from looplib._core import errors
 from looplib._core.checks import check, check_type
-from looplib._core.collective import RankGroup, finish_first, together
+from looplib._core.collective import RankGroup, together
 from looplib._core.mappings import mapped
 from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone
@@ -31,6 +31,7 @@ from looplib.checkpoint._format import DamagedCheckpointError, counts_of
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, trees_to_save
 from looplib.checkpoint._write import Parts
+from looplib.distributed._processes import finish_first
 from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
 
@@ -408,4 +409,6 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
-errors.explain(CheckpointIO, "what ll.checkpoint_io returns", errors.OF_A_CHECKPOINT_IO)
+errors.explain(
+    CheckpointIO, "what ll.checkpoint_io returns", {"load": "ckpt.restore(state) reads the latest checkpoint"}
+)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from looplib._core.checks import check, check_type, few
-from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
 from looplib._core.provenance import Provenance, other_settings, provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences, without_secrets
 from looplib.checkpoint._format import leaves_of, trees_of
+from looplib.distributed._checksums import checksums
 from looplib.types import TrainState
 
 

@@ -16,11 +16,11 @@ import orjson
 from torch import Tensor
 
 from looplib._core.checks import check, is_plain
-from looplib._core.checksums import bits_of
 from looplib._core.mappings import mapped, without
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import MANIFEST, about, bytes_of, encoded, leaves_of, local, words
 from looplib.checkpoint._shards import box_of, is_written_here
+from looplib.distributed._checksums import bits_of
 
 # safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
 _SAFETENSORS = {

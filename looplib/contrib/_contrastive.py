@@ -18,11 +18,12 @@ from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
 from looplib._core.random import mix
-from looplib._core.ranks import gather, is_distributed, largest_over_ranks, rank
+from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
 from looplib._objective import aux_records, mean_of, record, shape_or_type, split_loss
+from looplib.distributed._reduce import gather_tensors
 from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
@@ -207,7 +208,7 @@ def _loss_and_grads(
 
 def _of_all_ranks(embedded: Any, embeddings: Any, count: int, device: torch.device) -> tuple[Any, int]:
     """The embeddings of all ranks in order, this rank's with their graph, and the number of samples."""
-    everyone, counts = zip(*gather((trees.map_leaves(Tensor.cpu, embeddings), count)), strict=True)
+    everyone, counts = zip(*gather_tensors((trees.map_leaves(Tensor.cpu, embeddings), count)), strict=True)
     parts = [trees.map_leaves(lambda value: value.to(device), part) for part in everyone]
     parts[rank()] = embedded
     return _concatenated(parts), sum(counts)

@@ -23,7 +23,7 @@ from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_kind, mark, with_repr
-from looplib._core.tracing import cuts_marked, tracing
+from looplib._core.tracing import around_loss, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
 from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
@@ -124,7 +124,7 @@ def _value_and_sums(
     host: _modules.FunctionalModule, loss_fn: LossFn, batch: Any, lent: dict[str, Tensor]
 ) -> tuple[Tensor, _Sums]:
     """The loss to differentiate and the metrics of a batch of one sample, with a state's tensors in the module."""
-    with cuts_marked():
+    with around_loss():
         loss, aux = split_loss(loss_fn(host.model, batch))
     value = mean_of(loss)
     sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, check, check_optional_count, few, is_column, named
+from looplib._core.checks import check, check_optional_count, few, named
+from looplib._core.trees import is_array
 from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
 
@@ -125,7 +126,7 @@ def check_samples(dataset: Any) -> None:
         TypeError,
     )
     # A list of tensors that `default_collate` could stack may be one of samples.
-    columns = isinstance(dataset, tuple) and all(map(is_column, dataset)) and len({*map(len, dataset)}) == 1
+    columns = isinstance(dataset, tuple) and all(map(is_array, dataset)) and len({*map(len, dataset)}) == 1
     check(
         not columns and not are_columns(dataset),
         f"dataset is {named(dataset)} of tensors or arrays of the same length, so its items would be whole columns; write "
@@ -139,6 +140,20 @@ def check_samples(dataset: Any) -> None:
             "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=...",
             TypeError,
         )
+
+
+def are_columns(values: Any) -> bool:
+    """True for the columns of a table, such as (x, y): tensors or arrays of equal length that differ in dtype or dimensions.
+
+    >>> import torch
+    >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
+    >>> are_columns((x, y)), are_columns((x, x))
+    (True, False)
+    """
+    if not isinstance(values, (tuple, list)) or not all(map(is_array, values)):
+        return False
+    same_rows = len({*map(len, values)}) == 1
+    return same_rows and len({(str(getattr(value, "dtype", "")), value.ndim) for value in values}) > 1
 
 
 _OPTIONS = (

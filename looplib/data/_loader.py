@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count, warn
 from looplib._core.lease import note_provenance
-from looplib._core.provenance import Reading, other_settings, provenance_of, warn_of_two_steps
+from looplib._core.provenance import other_settings, provenance_of, warn_of_two_steps
 from looplib._core.ranks import rank
 from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
 from looplib.data import _arguments
@@ -34,6 +34,16 @@ from looplib.data._readers import reader_of
 from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
+
+
+@dataclass(slots=True)
+class Reading:
+    """A loader's iteration over the rest of an epoch: where it began, and the number of batches drawn so far."""
+
+    epoch: int = 0
+    batch: int = 0
+    epoch_length: int | None = None
+    drawn: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check, few
-from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import local
 from looplib.debug._fingerprint import Fingerprint, fingerprint, leaves_by_path, same_bits
+from looplib.distributed._checksums import bits_of
 from looplib.types import TrainState
 
 

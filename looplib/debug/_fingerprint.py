@@ -12,8 +12,8 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import bytes_of, local
+from looplib.distributed._checksums import bits_of
 from looplib.log._loggers import read_jsonl
 from looplib.metrics._mean import Mean
 

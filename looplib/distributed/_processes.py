@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import distributed
 
-from looplib._core import collective as _agreement
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check_argument
+from looplib._core.collective import together
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,12 +117,26 @@ def setup(
 
         get_error_handler().record_exception(error)
         raise
-    _agreement.finish()
-    _agreement.together().barrier()
+    _finish()
+    together().barrier()
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
     time.sleep(0.1)
+
+
+_unfinished: set[Future[Any]] = set()
+
+
+def finish_first(work: Future[Any]) -> None:
+    """Register work that threads do together, and that must finish before torch's groups are destroyed."""
+    _unfinished.add(work)
+    work.add_done_callback(_unfinished.discard)
+
+
+def _finish() -> None:
+    """Wait for all work that threads do together. Errors are raised by the call that asks for the result."""
+    wait([*_unfinished])
 
 
 def _device(local_rank: int, launched: bool) -> torch.device:
@@ -260,7 +275,7 @@ def barrier() -> None:
     >>> import looplib as ll
     >>> ll.distributed.barrier()
     """
-    _agreement.together().barrier()
+    together().barrier()
 
 
 def set_data_parallel_group(group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Metrics merged over ranks."""
+"""Metrics merged over ranks, and values of all ranks with tensors of any dtype among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 import types
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
 from looplib._core.collective import together_with_data
@@ -43,15 +44,22 @@ def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] |
     if not _ranks.is_distributed():
         return own
     unsent: _Unsent = {}
-    data = _pickled(own, unsent)
     if own is None and like is not None:
         _pickled(dict(like), unsent)
-    received = [_Unpickler(sent, unsent).load() for sent in _ranks.gather(data)]
-    parts = [part for part in received if part is not None]
+    parts = [part for part in _exchanged(own, unsent) if part is not None]
     return merge(*parts) if parts else None
 
 
+def gather_tensors(value: Any) -> list[Any]:
+    """Values of all ranks in order, on each rank. They may contain tensors, which come on the CPU."""
+    return _exchanged(value, {}) if _ranks.is_distributed() else [value]
+
+
 _Unsent = dict[tuple[str, int], Any]  # functions and modules that each rank has, by name and number
+
+
+def _exchanged(value: Any, unsent: _Unsent) -> list[Any]:
+    return [_Unpickler(sent, unsent).load() for sent in _ranks.gather(_pickled(value, unsent))]
 
 
 def _pickled(value: Any, unsent: _Unsent) -> bytes:
@@ -60,12 +68,22 @@ def _pickled(value: Any, unsent: _Unsent) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(_ranks.Pickler):
-    """Pickles the parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent."""
+class _Pickler(pickle.Pickler):
+    """Pickles the parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent.
+
+    Tensors may have all dtypes. torch cannot read its own pickles of the younger ones, such as uint16 and float8.
+    """
 
     def __init__(self, file: io.BytesIO, unsent: _Unsent) -> None:
         super().__init__(file)
         self.unsent = unsent
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not Tensor or thing.layout != torch.strided or thing.is_nested:
+            return NotImplemented
+        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten()
+        plain = plain.clone(memory_format=torch.contiguous_format)  # a view as bytes needs a stride of 1
+        return _tensor_of, (plain.view(torch.uint8).numpy(), thing.dtype, thing.shape)
 
     def persistent_id(self, thing: Any) -> tuple[str, int] | None:
         if isinstance(thing, types.FunctionType) and not _importable(thing):
@@ -77,6 +95,10 @@ class _Pickler(_ranks.Pickler):
         while self.unsent.setdefault((name, index), thing) is not thing:
             index += 1
         return name, index
+
+
+def _tensor_of(data: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 def _importable(function: types.FunctionType) -> bool:

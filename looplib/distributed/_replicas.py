@@ -10,10 +10,10 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import few
-from looplib._core.checksums import checksums
 from looplib._core.collective import together
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_sharded, shards
+from looplib.distributed._checksums import checksums
 from looplib.types import COUNTS, TrainState, check_state
 
 

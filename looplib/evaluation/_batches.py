@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from looplib._core.checks import are_columns, check_optional_count, named
+from looplib._core.checks import check_optional_count, named
 from looplib._core.collective import together, together_with_data
 from looplib._core.ranks import alone, is_distributed, is_first, is_sharded, rank, world_size
+from looplib.data._arguments import are_columns
 from looplib.types import TrainState
 
 T = TypeVar("T")

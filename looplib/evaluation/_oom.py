@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import torch
 
 from looplib._core.checks import check_optional_count, warn
-from looplib._core.errors import out_of_memory
 from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -74,6 +73,21 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
     return remembered
 
 
+_SIGNS = (
+    "out of memory",
+    "can't allocate memory",  # torch's CPU allocator
+    "not enough memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
 def _attempt(
     step: Callable[[TrainState, Any], Any], state: TrainState, pieces: Sequence[Any], largest: int
 ) -> list[Any] | None:
@@ -81,7 +95,7 @@ def _attempt(
     try:
         return [step(state, piece) for piece in pieces]
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not _out_of_memory(error):
             raise
         if largest == 1:
             error.add_note("split_on_oom: this is one sample alone, which cannot be cut")

@@ -12,9 +12,10 @@ from torch import Tensor
 from looplib._core import random as draws
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.ranks import gather, is_distributed
+from looplib._core.ranks import is_distributed
 from looplib._core.records import check_kind
 from looplib._core.trees import batch_size
+from looplib.distributed._reduce import gather_tensors
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._outputs import end_to_end
@@ -121,7 +122,7 @@ def check_unshuffled(batches: Any) -> None:
 def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
     """Outputs of all ranks in order. Those of parts of one batch are concatenated."""
     on_host = [(size, trees.map_tensors(Tensor.cpu, output)) for size, output in parts]
-    gathered = [*chain.from_iterable(gather(on_host))]
+    gathered = [*chain.from_iterable(gather_tensors(on_host))]
     if by_rows and len(gathered) > 1:
         sizes, outputs = map(list, zip(*gathered, strict=True))
         return [(sum(sizes), end_to_end(sizes, outputs))]

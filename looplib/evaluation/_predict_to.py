@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, few
-from looplib._core.checksums import checksum
 from looplib._core.collective import together
 from looplib._core.ranks import is_first
 from looplib._core.records import check_kind
 from looplib.checkpoint._shards import whole
+from looplib.distributed._checksums import checksum
 from looplib.evaluation._batches import Reading, is_loader
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._outputs import count_rows, is_texts, named_leaves

@@ -7,9 +7,8 @@ from typing import Any
 
 from looplib._core import engines
 from looplib._core import ranks as _ranks
-from looplib._core.checks import is_column
 from looplib._core.records import with_repr
-from looplib._core.trees import leaves, padding_batch
+from looplib._core.trees import is_array, leaves, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib.grads._wrapper import check_parts, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -73,7 +72,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
 
 def _is_empty(batch: Any) -> bool:
     """True if this rank has no sample of the batch, or of any microbatch in a list of them."""
-    columns = [leaf for _, leaf in leaves(batch) if is_column(leaf)]
+    columns = [leaf for _, leaf in leaves(batch) if is_array(leaf)]
     return bool(columns) and not any(map(len, columns))
 
 

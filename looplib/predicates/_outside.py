@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from looplib._core.checks import is_number
 from looplib._core.collective import together
-from looplib._core.interrupts import Listener
+from looplib._core.interrupts import guarded
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
@@ -89,6 +90,32 @@ class after_seconds(_Clock):
 _CATCHABLE = signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
 
 
+# In seconds. `timeout` sends its signal twice, and so do Slurm and torchrun together. Python may notice the second
+# one only after a long call into C.
+_ONE_SIGNAL = 5.0
+
+
+class _Listener:
+    """Signals that a predicate has seen. Guards refer to this and not to the predicate, so that it can be collected."""
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self.signals = tuple(dict.fromkeys(signals))
+        self.process = os.getpid()  # in a forked process the signals do what they did before
+        self.came: dict[int, float] = {}  # signal -> time of its first arrival
+        self.guards = [guarded(signum) for signum in self.signals]
+        for guard in self.guards:
+            guard.listeners.add(self)
+
+    def __call__(self, signum: int) -> bool:
+        """Note a signal, and return True if that is all that it is to do."""
+        now = time.monotonic()
+        return self.process == os.getpid() and now - self.came.setdefault(signum, now) < _ONE_SIGNAL
+
+    def close(self) -> None:
+        for guard in self.guards:
+            guard.listeners.discard(self)
+
+
 class after_signal(Predicate):
     """Stop on a signal: true once one of these signals has arrived, and from then on. Not pure: it listens.
 
@@ -143,7 +170,7 @@ class after_signal(Predicate):
                 f"after_signal was called in the thread {threading.current_thread().name}, and Python lets only the "
                 "main thread set signal handlers: make it there, and hand the predicate over"
             )
-        self._listener = Listener(signals)
+        self._listener = _Listener(signals)
         self._close = weakref.finalize(self, self._listener.close)
         # While Python exits, a repeated signal must not cut off data that are still being written.
         self._close.atexit = False

@@ -60,12 +60,22 @@ def assert_samples_independent(
             expected = trees.map_tensors(lambda output: output[index], out)  # noqa: B023
             fail(
                 f"samples of a batch see each other: their outputs change when they stand {way}",
-                _differing_outputs(expected, function(wide, trees.take(rows, count, index)), tolerance),
+                _differing_outputs(expected, function(wide, take(rows, count, index)), tolerance),
                 "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
                 "batch and length the wrong way round (batch_first), a reshape or view that mixes samples where a "
                 "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
                 "is meant, reshape with einops, and predict in eval mode, as ll.make_predict_step does.",
             )
+
+
+def take(batch: Any, count: int, index: list[int]) -> Any:
+    """Samples of a batch of `count` at these indices, in this order."""
+
+    def at_index(rows: Any) -> Any:
+        return type(rows)(rows[i] for i in index) if isinstance(rows, (list, tuple)) else rows[index]
+
+    [taken] = trees.cut(batch, count, [at_index])
+    return taken
 
 
 def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, tolerance: float = 1e-5) -> None:

@@ -160,7 +160,7 @@ class Kernel(NamedTuple):
 def compiled_together() -> Iterator[None]:
     """Compile the kernels of each graph that this thread compiles, or finds in Inductor's cache, in few files.
 
-    Another thread of looplib's that compiles waits (`tracing.one_at_a_time`), since the functions belong to the process.
+    Another thread of looplib's that compiles waits (`random.turn`), since the functions belong to the process.
     """
     from torch._inductor.async_compile import AsyncCompile
 

@@ -14,28 +14,29 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
-from looplib._core import tracing
 from looplib._core.checks import check, few, warn
 from looplib._core.lease import give_up
 from looplib._core.modules import _generators
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.records import with_repr
-from looplib._core.tracing import UntraceableError
+from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.watches import Watch, warn_of_reached
 from looplib.gradients import EVALUATED, check_history
 from looplib.steps import Outcome, StepSpec, advanced, spec_of, with_spec
 from looplib.transforms._backends import Compiled, backend
+from looplib.transforms._closures import itself
 from looplib.transforms._program import (
     COUNTS,
     Core,
@@ -218,6 +219,13 @@ def seed_streams(state: TrainState, generators: Sequence[torch.Generator]) -> li
     return []
 
 
+def _without_hooks() -> AbstractContextManager[Any]:
+    """Context in which a checkpoint around the step does not take what a trace saves for what the step saves."""
+    if tracing() or torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return saved_tensors_hooks(itself, itself)
+
+
 def _is_watched() -> bool:
     """True if somebody reads what is printed: on a terminal, or in a notebook."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -343,7 +351,8 @@ class Compiler:
         if shown:
             print("looplib: compiling the step ...", file=sys.stderr, flush=True)
         # A trace moves the random streams that steps of other threads draw from, so these wait for it.
-        with draws.turn, tracing.one_at_a_time():
+        # Nor does one compile beside another: torch's compilers and their flags are shared by the whole process.
+        with draws.turn, _without_hooks():
             machine = self.make(inputs)
         traced = machine.program.traced
         if self.no_grad:

@@ -22,13 +22,14 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from looplib._core import tracing
+from looplib._core import torch_private, tracing
 from looplib._core.checks import check
 from looplib._core.mappings import mapped
 from looplib._core.records import with_repr
-from looplib._core.tracing import STOPS
+from looplib._core.tracing import UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
 from looplib.transforms import _decompositions
@@ -155,7 +156,7 @@ class _Differentiable(Compiler):
                 return answer._replace(tensors=[*map(_zeros, answer.tensors)])
 
             examples = inputs._replace(flat=[*map(_zeros, inputs.flat)])
-            traced = trace(self.core, examples, evaluate, differentiable=True)
+            traced = trace(self.core, examples, evaluate, around_loss=_Marks)
             graph = _without_cuts(traced.graph)
         program = program_of(replace(traced, graph=graph, trained=frozenset()), apart=False)
         draw = seed_streams if traced.streams else None
@@ -220,3 +221,58 @@ def _detach_where_asked(graph: Graph, node: Node) -> None:
 
 def _stops(node: Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(STOPS))
+
+
+# Where a loss function itself blocks the gradient to its inputs
+#
+# The graph of a step contains its own backward pass, in which torch detaches tensors freely. A differentiable step must
+# block gradients exactly where the loss function does, so the operations of those cuts are marked.
+
+STOPS = "looplib_stops"  # key in a node's metadata: no gradient passes here
+
+
+class _Marks(TorchFunctionMode):
+    """Mode that marks where a loss function blocks gradients: with `detach`, `no_grad` and similar.
+
+    It watches `no_grad` itself to know if gradients are off, because they are also off inside an `autograd.Function`,
+    which blocks nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = tracing.current()
+        self.off = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if tracing.current() is not self.trace:  # a step inside the loss function is traced with its own marks
+            return func(*args, **kwargs)
+        _refuse_strangers(args, kwargs)
+        if func is torch_private.set_grad_enabled:
+            self.off = not args[0]
+        if not (self.off or _cuts(func, kwargs)):
+            return func(*args, **kwargs)
+        with torch.fx.traceback.annotate({STOPS: True}):
+            return func(*args, **kwargs)
+
+
+def _cuts(func: Any, kwargs: Any) -> bool:
+    """True if a torch function returns something through which its inputs get no gradient."""
+    if func is torch.autograd.grad:
+        return not kwargs.get("create_graph")
+    if getattr(func, "__self__", None) is Tensor.data:
+        return True
+    name: str = getattr(func, "__name__", "")
+    return name.partition(".")[0] == "detach"
+
+
+def _refuse_strangers(args: Any, kwargs: Any) -> None:
+    """Raise for tensors of a torch.func transform that is not active here: no gradient would reach them."""
+    level = torch_private.functorch_level()
+    for leaf in torch_private.pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and torch_private.functorch_level_of(leaf) > level:
+            raise UntraceableError(
+                "the step reads a tensor that torch.func transforms from elsewhere than its state and batch (a "
+                "function closes over it), so no gradient would reach it: give it in the batch, or as a "
+                "hyperparameter in the state (ll.optim.injected)"
+            )

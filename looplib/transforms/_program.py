@@ -19,14 +19,36 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from looplib._core.closures import Variable, is_installed, is_plain, walk
 from looplib._core.torch_private import pytree
-from looplib._core.tracing import Count, UntraceableError
+from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same
 from looplib.optim._traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
+from looplib.transforms._closures import Variable, is_installed, is_plain, walk
 from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
+
+
+class Count:
+    """Placeholder for a state's field that is not a tensor, whose value a trace would freeze if it were read."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(self, *_: Any) -> Any:
+        raise UntraceableError(
+            f"state.{self.name} was read for its value, which the graph of a step would keep for ever: ask for what "
+            f"follows from it by ll.transforms.on_host(function, state.{self.name}), which is called again at each step"
+        )
+
+
+# All that can be done with a number, or with the user's `extra`, which is often a dict.
+_names = {*vars(int), *vars(dict), "__str__", "__format__"} - {"__new__", "__getattribute__", *vars(Count)}
+for _name in _names:
+    setattr(Count, _name, Count.refuse)
+
 
 _LITERALS = {type(None), bool, int, float, str}  # of which repr is code
 

@@ -20,19 +20,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.closures import Variable, is_library
-from looplib._core.tracing import Count, UntraceableError
+from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same_kind
 from looplib.steps import Outcome
+from looplib.transforms._closures import Variable, is_library, itself
 from looplib.transforms._decompositions import RecurrentInParts
 from looplib.transforms._program import (
     COUNTS,
     Core,
+    Count,
     Expression,
     HostInput,
     Inputs,
@@ -53,7 +54,7 @@ def trace(
     core: Core,
     inputs: Inputs,
     evaluate: Callable[[HostInput], Expression],
-    differentiable: bool = False,
+    around_loss: Callable[[], Any] | None = None,
     stacked: bool = False,
     kernels_from: float = math.inf,
 ) -> Traced:
@@ -63,7 +64,7 @@ def trace(
         core: the step without its counts.
         inputs: the inputs for which the program is made.
         evaluate: function that returns the host's answer for this state.
-        differentiable: True if the graph itself is to be differentiated.
+        around_loss: context for the loss function, if the graph itself is to be differentiated.
         stacked: True if the graph is to be mapped over members.
         kernels_from: number of parameters from which on a fused kernel updates them.
     """
@@ -77,7 +78,7 @@ def trace(
     def run(*tensors: Tensor) -> list[Tensor]:
         """Run the step on a state made of these tensors."""
         known = {id(tensor): index for index, tensor in enumerate(tensors)}
-        record = tracing.Trace(known, branch.ask, differentiable, stacked, kernels_from)
+        record = tracing.Trace(branch.ask, around_loss, stacked, kernels_from)
         counts: dict[str, Any] = {name: None if inputs.counts[name] is None else Count(name) for name in COUNTS}
         params, buffers, opt_state = in_state.build()(tensors)
         state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
@@ -169,16 +170,12 @@ def _tidied(
                 constant = nodes.placeholder(f"constant_{len(constants)}")
             constant.meta.update(node.meta)
             replace_node(node, constant)
-            constants.insert(0, reads.get(id(value), partial(_itself, value)))
+            constants.insert(0, reads.get(id(value), partial(itself, value)))
     for node, stream in zip(filter(draws, nodes.nodes), streams, strict=True):
         node.meta["stream"] = stream
     nodes.eliminate_dead_code()
     graph.recompile()
     return constants, [node.meta["stream"] for node in nodes.nodes if draws(node)]
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 @dataclass
@@ -190,20 +187,39 @@ class _Branch:
     without_values: FakeTensorMode
     key: Any = None
 
-    def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
+    def ask(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         """The host's answer, with its tensors as inputs of the graph."""
-        question = HostInput(function, sources, {})
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        question = HostInput(function, [_source(value, tracer) for value in values], {})
         with _disable_current_modes():  # the host computes now, and nothing is recorded
             answer = self.evaluate(question)
             inputs = [self.without_values.from_tensor(tensor) for tensor in answer.tensors]
         question = self.table.setdefault(self.key, question)
-        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         for tensor in inputs:
             proxy = tracer.create_proxy("placeholder", f"host_{len(tracer.graph.nodes)}", (), {})
             proxy.node.meta[FROM_HOST] = True
             track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
         self.table, self.key = question.answers, answer.key()
         return answer.build()(inputs)
+
+
+def _source(value: Any, tracer: Any) -> tuple[str, Any]:
+    """Where an argument of `on_host` comes from, as in `HostInput.sources`."""
+    if isinstance(value, Count):
+        return "count", value.name
+    if not isinstance(value, Tensor):
+        return "value", value
+    tracked: Any = get_proxy_slot(value, tracer, None)
+    node: Any = tracked and tracked.proxy.node
+    while node is not None and node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+        (node,) = node.all_input_nodes  # an update is given copies
+    given = [each for each in tracer.graph.find_nodes(op="placeholder") if FROM_HOST not in each.meta]
+    if node not in given:
+        raise UntraceableError(
+            "on_host was given a tensor that the step has computed: it takes numbers of the state as "
+            "the step was given it, such as state.step or a counter in opt_state"
+        )
+    return "input", given.index(node)
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from looplib._core.checks import check
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import with_repr
@@ -154,7 +155,7 @@ class _Stacked(Compiler):
                 asked.number = number
                 if asked.own or str(row) not in known:
                     inputs = {index: flat[index][number] for index in indices}
-                    known[str(row)] = as_answer(question.function(*question.arguments(inputs, counts)))
+                    known[str(row)] = _answer(question, inputs, counts)
                 answers.append(known[str(row)])
         first, *others = (answer.key() for answer in answers)
         for number, key in enumerate(others, 1):
@@ -187,6 +188,18 @@ class _Stacked(Compiler):
         program = program_of(mapped, self.donate)
         draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None
         return CompiledProgram(program, self.build(program), draw, partial(_of_all, self.count))
+
+
+def _answer(question: HostInput, inputs: dict[int, Tensor], counts: Mapping[str, Any]) -> Expression:
+    """The host's answer for a member with these inputs."""
+    arguments = question.arguments(inputs, counts)
+    check(
+        not any(isinstance(argument, tuple) for argument in arguments),
+        "on_host was given state.seed within vmap_step, which is a tuple of the members' seeds, and its answer is "
+        "for all of them, so that they would draw the same numbers: take the step of each member by itself",
+        UntraceableError,
+    )
+    return as_answer(question.function(*arguments))
 
 
 def _mapped(

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from looplib._core import checksums
-from looplib._core.checksums import checksum
+from looplib.distributed import _checksums as checksums
+from looplib.distributed._checksums import checksum
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int8, torch.bool]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from looplib._core import trees
+from looplib.testing._samples import take
 from looplib.types import TrainState
 
 
@@ -153,7 +154,7 @@ def test_splitting_is_slicing_each_leaf_with_samples(case):
 def test_taking_samples_is_taking_them_of_each_leaf(case, data):
     build, count, _ = case
     index = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=6))
-    taken = trees.take(build(lambda leaf: leaf), count, index)
+    taken = take(build(lambda leaf: leaf), count, index)
     equal(
         taken, build(lambda leaf: type(leaf)(leaf[i] for i in index) if type(leaf) in (list, tuple) else leaf[index])
     )
@@ -240,7 +241,7 @@ class Bag:
         return len(self.items)
 
 
-@pytest.mark.parametrize("way", [lambda batch: trees.split(batch, 4, 2), lambda batch: trees.take(batch, 4, [0])])
+@pytest.mark.parametrize("way", [lambda batch: trees.split(batch, 4, 2), lambda batch: take(batch, 4, [0])])
 def test_a_tensor_of_another_length_is_refused(way):
     with pytest.raises(ValueError, match=r"batch\['y'\]\[0\] has shape \(6, 2\), and the batch 4 samples"):
         way({"x": torch.zeros(4), "y": [torch.zeros(6, 2)]})
@@ -255,7 +256,7 @@ def test_an_object_that_hides_samples_is_refused(hidden):
     ):
         trees.split({"x": torch.zeros(4), "it": hidden}, 4, 2)
     with pytest.raises(ValueError, match="cannot be cut into 4 samples"):
-        trees.take({"x": torch.zeros(4), "it": hidden}, 4, [0])
+        take({"x": torch.zeros(4), "it": hidden}, 4, [0])
 
 
 def test_trees_of_different_structures_are_not_mapped_together():

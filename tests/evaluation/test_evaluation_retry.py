@@ -129,7 +129,9 @@ def test_one_example_that_does_not_fit_raises_the_original_with_a_note(error, me
     with pytest.raises(error) as raised:
         quiet(split_on_oom(ll.make_eval_step(tight, metric_fn)), ll.init_state(tight), {"x": rows(5), "y": rows(5)})
     assert str(raised.value) == message
-    assert raised.value.__notes__ == ["split_on_oom: this is one sample alone, which cannot be cut"]
+    batch, alone = raised.value.__notes__
+    assert batch.startswith("The batch was a dict {x: float64 (1, 3)")
+    assert alone == "split_on_oom: this is one sample alone, which cannot be cut"
     assert tight.calls == [5, 3, 2, 1]
 
 

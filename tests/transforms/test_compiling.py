@@ -387,6 +387,18 @@ def schedule_free():
     return ll.optimizer(pytest.importorskip("schedulefree").AdamWScheduleFree, lr=0.1)
 
 
+def counting_first():
+    """An optimizer that asks for a number of the state after it has moved it."""
+    plain = adamw()
+
+    def update_(grads, opt_state, params, step):
+        opt_state["n"] += 1
+        ll.transforms.on_host(int, opt_state["n"])
+        return plain.update_(grads, opt_state, params, step)
+
+    return ll.types.Optimizer(lambda params: {**plain.init(params), "n": torch.tensor(0)}, update_)
+
+
 LINE = "cannot be part of a compiled step"
 REFUSED = {  # name -> (arguments of `refused`, what the message names)
     "read": ({"loss": read}, [__file__, "in read:", "float", LINE]),
@@ -397,6 +409,7 @@ REFUSED = {  # name -> (arguments of `refused`, what the message names)
     "global": ({"loss": counting_global}, ["CALLS['n']", "register_buffer"]),
     "count": ({"wrap": scaled_by_a_count}, ["state.step", "ll.transforms.on_host(function, state.step)"]),
     "computed": ({"loss": asking_for_what_it_computes}, ["on_host", "computed"]),
+    "moved": ({"optimizer": counting_first}, ["on_host", "computed"]),
     "array": ({"batch": (np.ones((2, 4)), 0)}, ["ndarray", "torch.from_numpy"]),
     "sparse": ({"model": embedding, "loss": squares}, ["0.weight", "sparse=True"]),
     "numbers of its own": ({"optimizer": schedule_free}, ["AdamWScheduleFree"]),
@@ -422,9 +435,13 @@ def test_numbers_that_are_asked_for(donate):
     model = net()
     inner, plain = ll.make_grad_fn(model, loss_fn), adamw()
 
+    def factor_of(step, extra, cycle):
+        length, usual = cycle
+        return extra["by"] if step % length else usual
+
     def grad_fn(state, batch, *part):
         out = inner(state, batch, *part)
-        factor = ll.transforms.on_host(lambda step, extra: extra["by"] if step % 3 else 1.0, state.step, state.extra)
+        factor = ll.transforms.on_host(factor_of, state.step, state.extra, (3, 1.0))
         return out._replace(grads={key: grad * factor for key, grad in out.grads.items()})
 
     def update_(grads, opt_state, params, step):

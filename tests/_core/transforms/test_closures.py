@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import looplib as ll
-from looplib._core import closures
+from looplib.transforms import _closures as closures
 
 
 def found(*roots):

@@ -67,7 +67,7 @@ def _search(roots: tuple[Any, ...], names: set[str]) -> list[Variable]:
     """One search for attributes with these names, to which those in the code on the way are added."""
     found: list[Variable] = []
     seen: dict[int, Any] = {}  # by id, and kept alive for it
-    waiting = [Variable(None, "it", partial(_itself, root), root) for root in reversed(roots)]
+    waiting = [Variable(None, "it", partial(itself, root), root) for root in reversed(roots)]
     while waiting:
         found.append(variable := waiting.pop())
         thing = variable.value
@@ -115,7 +115,7 @@ def _references(thing: Any, path: str, names: set[str]) -> Iterator[Reference]:
     elif type(thing).__module__.split(".")[0] not in ("looplib", "torch"):
         for name in sorted(names & _attributes(thing)):
             yield f"{path}.{name}", partial(getattr, thing, name, None)
-        yield path, partial(_itself, type(thing))
+        yield path, partial(itself, type(thing))
 
 
 _PARTS = {
@@ -134,7 +134,7 @@ def _of_module(model: nn.Module) -> Iterator[Reference]:
         for name in vars(module):
             if not name.startswith("_") and name != "training":
                 yield f"{path}.{name}", partial(vars(module).get, name)
-        yield path, partial(_itself, type(module))
+        yield path, partial(itself, type(module))
 
 
 def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) -> Iterator[Reference]:
@@ -156,7 +156,7 @@ def _of_function(function: types.FunctionType, names: set[str]) -> Iterator[Refe
         for name in sorted(_names(function.__code__) & space.keys()):
             yield name, partial(space.get, name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield f"a default of {function.__name__}", partial(_itself, value)
+            yield f"a default of {function.__name__}", partial(itself, value)
 
 
 def _attributes(thing: Any) -> set[str]:
@@ -178,7 +178,7 @@ def _keys(values: Any) -> Iterable[Any]:
     return list(values) if isinstance(values, dict) else range(len(values))
 
 
-def _itself(value: Any) -> Any:
+def itself(value: Any) -> Any:
     return value
 
 

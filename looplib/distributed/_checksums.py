@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from looplib._core.checks import is_plain
 from looplib._core.mappings import stacked
-from looplib._core.torch_private import functorch_level_of
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 _CHUNK = 1 << 18  # words: they fit in a cache of a CPU, and kernels of a GPU are few
@@ -52,8 +50,3 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Checksums of several tensors, copied to the CPU in one transfer."""
     sums = [checksum(tensor) for tensor in tensors]
     return stacked(sums).tolist() if sums else []
-
-
-def has_values(tensor: Tensor) -> bool:
-    """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
-    return is_plain(tensor) and not tensor.is_meta and not tensor.is_quantized and functorch_level_of(tensor) < 1
