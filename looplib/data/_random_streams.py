@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -35,39 +35,38 @@ def _numpy() -> Any:
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
     numpy = _numpy()
-    return torch.get_rng_state(), random.getstate(), numpy and _state_of(numpy)
+    return torch.get_rng_state(), random.getstate(), numpy and _numpys_state(numpy)
 
 
-_copies: dict[bytes, dict[str, Any]] = {}  # the last state of numpy's stream, by its words in memory
+def _numpys_state(numpy: Any) -> Any:
+    """The state of numpy's stream, as numpy's `get_state` returns it.
 
-
-def _state_of(numpy: Any) -> Any:
-    """The state of numpy's stream.
-
-    numpy copies its 624 words one by one, in 50 us. So the last copy serves again while the words in memory are the
-    same. Whether a normal number is kept for the next call is not in them, and only a draw tells.
+    That copies the 624 words of a Mersenne Twister one by one, in 50 us, so they are read from where they lie in memory.
+    Whether a normal number is kept for the next call is not said there. If one is, a draw returns it and moves nothing.
     """
+    twister = numpy.get_bit_generator()
+    if type(twister) is not numpy.MT19937 or not _words_lie_in_memory(numpy):
+        return numpy.get_state(legacy=False)
     _hold_signals = True
-    words = _words(numpy)
-    if known := _copies.get(words):
-        normal = numpy.standard_normal()
-        state = known | {"has_gauss": 1, "gauss": normal} if _words(numpy) == words else known
-        numpy.set_state(state)
-        return state
-    state = numpy.get_state(legacy=False)
-    if words:
-        numbers = state["state"]
-        numbers["key"] = numbers["key"].tolist()  # numpy reads its own array in 50 us, and a list in 5
-        _copies.clear()
-        if words == struct.pack("624Ii", *numbers["key"], numbers["pos"]):  # a later numpy may keep them otherwise
-            _copies[words] = state | {"has_gauss": 0, "gauss": 0.0}
+    memory = _memory_of(twister)
+    normal = numpy.standard_normal()
+    kept = (1, normal) if _memory_of(twister) == memory else (0, 0.0)
+    *words, position = struct.unpack("624Ii", memory)
+    state = "MT19937", words, position, *kept  # numpy reads a list of words in 5 us, and an array of its own in 50
+    numpy.set_state(state)
     return state
 
 
-def _words(numpy: Any) -> bytes:
-    """The words of a Mersenne Twister and the place of the next one, as they lie in memory."""
-    source = numpy.get_bit_generator()
-    return string_at(source.ctypes.state_address, 2500) if type(source) is numpy.MT19937 else b""
+def _memory_of(twister: Any) -> bytes:
+    return string_at(twister.ctypes.state_address, 2500)
+
+
+@cache
+def _words_lie_in_memory(numpy: Any) -> bool:
+    """True if this numpy keeps the words of a Mersenne Twister, and the position in them, as `_numpys_state` reads them."""
+    twister = numpy.MT19937(0)
+    state = twister.state["state"]
+    return _memory_of(twister) == struct.pack("624Ii", *state["key"], state["pos"])
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
@@ -96,13 +95,13 @@ def watched_streams() -> Iterator[Callable[[int], bool]]:
     streams stand with where the seed puts them. To read a state or torch's seed moves nothing, and a draw can be undone
     with what was read, so the names by which this is done are replaced in the block.
     """
-    numpy, uses = _numpy(), list[str]()
+    numpy, uses = _numpy(), list[bool]()
     names = {torch.random: "default_generator", random: "getstate"} | ({numpy: "get_state"} if numpy else {})
     originals = {module: getattr(module, name) for module, name in names.items()}
     try:
         for module, name in names.items():
             setattr(module, name, _Noted(originals[module], uses))
-        yield lambda seed: bool(uses) or _next() != _due(seed)
+        yield lambda seed: bool(uses) or _next_draws() != _first_draws(seed)
     finally:
         _hold_signals = True
         for module, name in names.items():
@@ -112,27 +111,29 @@ def watched_streams() -> Iterator[Callable[[int], bool]]:
 class _Noted:
     """A function or an object of which each use is noted."""
 
-    def __init__(self, original: Any, uses: list[str]) -> None:
-        self._original, self._uses = original, uses
+    def __init__(self, original: Any, uses: list[bool]) -> None:
+        self.original, self.uses = original, uses
 
     def __getattr__(self, name: str) -> Any:
-        self._uses.append(name)
-        return getattr(self._original, name)
+        self.uses.append(True)
+        return getattr(self.original, name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.__getattr__("__call__")(*args, **options)
+        self.uses.append(True)
+        return self.original(*args, **options)
 
 
-def _next() -> tuple[Any, ...]:
-    """Position of each stream: the state of torch's, and the next numbers of the others, which it draws."""
+def _next_draws() -> tuple[Any, ...]:
+    """Where each stream stands: the state of torch's, and the next numbers of the others, which it draws."""
     numpy = _numpy()
     return torch.default_generator.get_state().numpy().tobytes(), random.random(), numpy and numpy.random_sample()
 
 
-@lru_cache(1)
-def _due(seed: int) -> tuple[Any, ...]:
+@lru_cache(1)  # of the seed that all batches have while no item draws
+def _first_draws(seed: int) -> tuple[Any, ...]:
+    """Where the streams stand right after they were seeded."""
     seed_streams(seed)
-    return _next()
+    return _next_draws()
 
 
 @contextmanager
