@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from enum import Enum
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import check, check_optional_count, few, named
+from looplib._core.checks import check, check_optional_count, check_type, few, named
 from looplib._core.trees import is_array
 from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
 
-class NotGiven(Enum):
+class _Required:
     """Default of `batch_size`, since no value is right for most datasets."""
-
-    BATCH_SIZE = "no batch_size"
 
     def __repr__(self) -> str:  # in signatures that editors show
         return "required"
 
+
+REQUIRED: Any = _Required()
 
 _INSTEAD = {
     "shuffle": "order=ll.data.shuffled(), which is the default, or order=ll.data.sequential()",
@@ -36,53 +35,40 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def check_dataloader_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option of torch's DataLoader that has a different name here."""
-    for name in options:
+def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an `order` that is not an Order, or an option that has a different name in torch's DataLoader."""
+    for name in dataloader_options:
         check(name not in _INSTEAD, f"make_loader has no argument {name}; write {_INSTEAD.get(name)}", TypeError)
-
-
-def check_beside_dataloader(dataset: Any, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments that a DataLoader, passed as the dataset, already has."""
-    names = sorted(name for name, value in given.items() if value not in (None, NotGiven.BATCH_SIZE))
-    check(
-        not names,
-        f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; give them to it, or "
-        "give its dataset to make_loader",
+    check_type(
+        "order is",
+        order,
+        Order | None,
+        "expected what a call returns of ll.data.shuffled(), sequential(), "
+        "with_replacement(num_samples), weighted(weights), mixture(weights, num_samples), by_length(lengths), "
+        "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
+        "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
     )
+    advice = "expected a number of batches, at least 1, or None for all"
+    check_optional_count("max_batches", max_batches, advice=advice)
 
 
-def check_batch_size(
-    dataset: Any, batch_size: int | NotGiven | None, order: Order | None, drop_last: bool
-) -> int | None:
+def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, drop_last: bool) -> int | None:
     """Return the batch size, after checking it against the dataset and the order."""
     if order is not None and order.whole_batches:
         check(
-            batch_size in (None, NotGiven.BATCH_SIZE),
+            batch_size in (None, REQUIRED),
             f"batch_size={batch_size} and order={order} are given; the order makes the batches",
         )
         batch_size = None
     check(
-        batch_size is not NotGiven.BATCH_SIZE,
+        batch_size is not REQUIRED,
         "make_loader needs a batch_size: write make_loader(dataset, batch_size=64), or batch_size=None if each item of "
         f"the dataset (a {type(dataset).__name__}) is a batch already",
         TypeError,
     )
     check_optional_count("batch_size", batch_size, advice="expected a positive int, or None if items are batches")
     check(batch_size is not None or not drop_last, "drop_last=True needs a batch_size")
-    return cast(int | None, batch_size)
-
-
-def check_order(order: Any) -> None:
-    """Raise TypeError for an `order` that is not an Order."""
-    check(
-        order is None or isinstance(order, Order),
-        f"order is {named(order)}; expected what a call returns of ll.data.shuffled(), sequential(), "
-        "with_replacement(num_samples), weighted(weights), mixture(weights, num_samples), by_length(lengths), "
-        "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
-        "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
-        TypeError,
-    )
+    return batch_size
 
 
 def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num_workers: int, divide: bool) -> None:
@@ -126,9 +112,8 @@ def check_samples(dataset: Any) -> None:
         TypeError,
     )
     # A list of tensors that `default_collate` could stack may be one of samples.
-    columns = isinstance(dataset, tuple) and all(map(is_array, dataset)) and len({*map(len, dataset)}) == 1
     check(
-        not columns and not are_columns(dataset),
+        not (are_columns(dataset) or (isinstance(dataset, tuple) and _are_arrays_of_one_length(dataset))),
         f"dataset is {named(dataset)} of tensors or arrays of the same length, so its items would be whole columns; write "
         "make_loader(torch.utils.data.TensorDataset(x, y), batch_size=...)",
         TypeError,
@@ -150,10 +135,13 @@ def are_columns(values: Any) -> bool:
     >>> are_columns((x, y)), are_columns((x, x))
     (True, False)
     """
-    if not isinstance(values, (tuple, list)) or not all(map(is_array, values)):
+    if not isinstance(values, (tuple, list)) or not _are_arrays_of_one_length(values):
         return False
-    same_rows = len({*map(len, values)}) == 1
-    return same_rows and len({(str(getattr(value, "dtype", "")), value.ndim) for value in values}) > 1
+    return len({(str(getattr(value, "dtype", "")), value.ndim) for value in values}) > 1
+
+
+def _are_arrays_of_one_length(values: Sequence[Any]) -> bool:
+    return all(map(is_array, values)) and len({*map(len, values)}) == 1
 
 
 _OPTIONS = (
@@ -168,22 +156,29 @@ _OPTIONS = (
 )
 
 
-def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Arguments for `make_loader` that reproduce a DataLoader (or torchdata's StatefulDataLoader)."""
-    options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
-    if isinstance(loader.dataset, IterableDataset):
-        return options | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+def settings_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for `make_loader` that reproduce a DataLoader (or torchdata's StatefulDataLoader).
+
+    Raises ValueError for arguments that are given besides.
+    """
+    names = sorted(name for name, value in given.items() if value not in (None, REQUIRED))
+    check(
+        not names,
+        f"{', '.join(names)} given together with a {type(loader).__name__}, which has its own; give them to it, or "
+        "give its dataset to make_loader",
+    )
     batches: Any = loader.batch_sampler
-    if _torchs_name(batches) == "BatchSampler":
-        options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
-        return options | {"order": _order_of(loader, batches.sampler)}
-    if batches is not None:
-        return options | {"order": batch_sampler(batches)}
-    return options | {"batch_size": None, "order": _order_of(loader, loader.sampler)}
+    plain: Any = batches if _torchs_name(batches) == "BatchSampler" else loader
+    settings = {name: getattr(loader, name) for name in _OPTIONS}
+    settings |= {"batch_size": plain.batch_size, "drop_last": plain.drop_last}
+    if isinstance(loader.dataset, IterableDataset):
+        return settings
+    if batches is not None and batches is not plain:
+        return settings | {"order": batch_sampler(batches)}
+    return settings | {"order": _order_of(loader.dataset, plain.sampler)}
 
 
-def _order_of(loader: DataLoader[Any], source: Any) -> Order:
-    dataset: Any = loader.dataset
+def _order_of(dataset: Any, source: Any) -> Order:
     whole = hasattr(dataset, "__len__") and len(source) == len(dataset)
     if whole and _torchs_name(source) == "SequentialSampler":
         return sequential()

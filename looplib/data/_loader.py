@@ -7,7 +7,6 @@ DataLoader provides workers and pinned memory.
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,15 +19,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
-from looplib._core.checks import check, check_optional_count, warn
+from looplib._core.checks import check, warn
 from looplib._core.lease import note_provenance
 from looplib._core.provenance import other_settings, provenance_of, warn_of_two_steps
 from looplib._core.ranks import rank
 from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
 from looplib.data import _arguments
-from looplib.data._arguments import NotGiven, settings_of
+from looplib.data._arguments import REQUIRED, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
-from looplib.data._plan import Epochs, empty_part, rank_and_ranks
+from looplib.data._plan import Plan, empty_part, plan_of, rank_and_ranks
 from looplib.data._position import resumed
 from looplib.data._readers import reader_of
 from looplib.data._sources import Samples, Stream, Streamed
@@ -86,7 +85,9 @@ class Loader:
         self._say_if_epochs_have_no_end(state)
         warn_of_two_steps(state)
         _note_loader(state, self.description)
-        return self._batches(state, _note_reading(state), pairs=False)
+        reading = Reading(state.epoch, state.batch, state.epoch_length)
+        note_provenance(state, replace(provenance_of(state), reading=reading))
+        return self._batches(state, reading, pairs=False)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -112,10 +113,10 @@ class Loader:
         The result is an int64 tensor of shape (samples,). It covers this rank's part of the batch. Streams return None,
         since their samples have no indices.
         """
-        if not isinstance(self.source, Samples):
+        if isinstance(self.source, Streamed):
             return None
-        plan = self.source.plan_at(state)
-        return plan.keys[plan.part(state.batch, *(rank_and_ranks(self.divide) if self.source.batched else (0, 1)))]
+        keys: Tensor = next(self.source.jobs(state, *rank_and_ranks(self.divide))).keys
+        return keys
 
     def resume(self, state: TrainState) -> TrainState:
         """Continue a run with a different batch size or dataset: convert the state's position to this loader's batches.
@@ -200,13 +201,13 @@ class Loader:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks)
 
-        return _closable(map(delivered, self.source.read(state, rank, ranks)))
+        # A generator, whose `close` ends the workers.
+        return (delivered(read) for read in self.source.read(state, rank, ranks))
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
-        if state.epoch_length is not None or state.step or state.opt_state is None:
-            return
-        if isinstance(self.source, Samples) and not self.source.order.may_vary:
+        is_new = state.epoch_length is None and not state.step and state.opt_state is not None
+        if is_new and self.order is not None and not self.order.may_vary:
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
                 "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
@@ -240,7 +241,7 @@ kinds_of_classes[Loader] = "loader"
 def make_loader(
     dataset: Any,
     *,
-    batch_size: int | NotGiven | None = NotGiven.BATCH_SIZE,
+    batch_size: int | None = REQUIRED,
     order: Order | None = None,
     seed: int = 0,
     drop_last: bool = False,
@@ -307,6 +308,11 @@ def make_loader(
     receives a whole batch under the seed of its first index, so its draws also depend on the batch size and the
     number of ranks.
 
+    To save time, the streams are not seeded for each item while no item has drawn from them or read their state or
+    seed. If the first to do so is not in the first batch that a process reads, its batch is read a second time, now with
+    the draws of each item; this happens once in each process. Not noticed is a draw that is undone afterwards with a
+    state read by `from random import getstate`, `from numpy.random import get_state` or `torch.default_generator`.
+
     **Several processes.** Each rank reads consecutive samples of the global batch; if it does not divide evenly, the
     first ranks get one more, as with `torch.tensor_split`. No samples are repeated or dropped. In a batch with fewer
     samples than ranks, some ranks get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients`
@@ -330,18 +336,13 @@ def make_loader(
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None}
-        _arguments.check_beside_dataloader(dataset, {**given, "collate_fn": collate_fn, **dataloader_options})
-        settings = settings_of(dataset)
+        given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None, "collate_fn": collate_fn}
+        settings = settings_of(dataset, given | dataloader_options)
         return make_loader(
             dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
         )
 
-    _arguments.check_dataloader_options(dataloader_options)
-    _arguments.check_order(order)
-    check_optional_count(
-        "max_batches", max_batches, advice="expected a number of batches, at least 1, or None for all"
-    )
+    _arguments.check_options(order, max_batches, dataloader_options)
     if _arguments.is_stream(dataset):
         _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)
         order = None
@@ -356,11 +357,11 @@ def make_loader(
     source: Samples | Streamed
     if order is None:
         engines = Engines(Stream(dataset, collate, seed, size, drop_last), seed, dataloader_options)
-        source = _streamed(dataset, engines, divide)
+        source = Streamed(engines, dataset, divide)
     else:
-        epochs = Epochs(order, dataset, size, seed, drop_last, max_batches)
+        plan = functools.partial(plan_of, order, dataset, size, seed, drop_last, max_batches)
         engines = Engines(reader_of(dataset, collate, seed, size, batched=batched), seed, dataloader_options)
-        source = Samples(engines, order, epochs, _epoch_length(epochs), batched)
+        source = Samples(engines, order, plan, _epoch_length(order, plan, size, drop_last), batched)
     move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
     made = Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, move)
     return with_repr(
@@ -379,31 +380,16 @@ def make_loader(
     )
 
 
-def _streamed(dataset: Any, engines: Engines, divide: bool) -> Streamed:
-    # Workers and pin_memory read ahead of the loop.
-    keeps = engines.in_process and hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
-    fresh = copy.deepcopy(dataset.state_dict()) if keeps else None
-    return Streamed(engines, f"the stream ({type(dataset).__name__})", keeps, fresh, divide)
-
-
-def _epoch_length(epochs: Epochs) -> int:
-    plan = epochs(0)
+def _epoch_length(order: Order, plan: Callable[[int], Plan], batch_size: int | None, drop_last: bool) -> int:
+    first = plan(0)
+    check(first, f"an epoch has no batches: {first.drawn} samples, batch_size={batch_size}, drop_last={drop_last}")
     check(
-        plan,
-        f"an epoch has no batches: {plan.drawn} samples, batch_size={epochs.batch_size}, drop_last={epochs.drop_last}",
-    )
-    check(
-        epochs.order.source is None or plan.listed == epochs(0).listed,
-        f"{epochs.order} gave two different orders when asked twice for epoch 0; it must be a function of the epoch: "
+        order.source is None or first.listed == plan(0).listed,
+        f"{order} gave two different orders when asked twice for epoch 0; it must be a function of the epoch: "
         "draw from the global streams, from its own torch `generator` attribute, or from the generator given to a "
         "function (epoch, generator), and keep no count",
     )
-    return len(plan)
-
-
-def _closable(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches from a generator, whose `close` ends their workers."""
-    yield from batches
+    return len(first)
 
 
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:
@@ -420,13 +406,6 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
 
     # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
     return functools.partial(trees.map_leaves, moved, is_leaf=lambda node: hasattr(node, "to"))
-
-
-def _note_reading(state: Any) -> Reading:
-    """Record that a loader begins to yield batches for a state."""
-    reading = Reading(state.epoch, state.batch, state.epoch_length)
-    note_provenance(state, replace(provenance_of(state), reading=reading))
-    return reading
 
 
 _KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from looplib._core.checks import check, check_optional_count
+from looplib.data._plan import own_rows
 
 
 @dataclass(frozen=True)
@@ -49,37 +50,32 @@ class collate_microbatches:
     length: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
-        microbatches, tokens = self.microbatches, self.tokens
         check(
-            (microbatches is None) != (tokens is None),
-            f"microbatches={microbatches}, tokens={tokens}: give one of both",
+            (self.microbatches is None) != (self.tokens is None),
+            f"microbatches={self.microbatches}, tokens={self.tokens}: give one of both",
         )
-        check_optional_count("microbatches", microbatches)
-        check_optional_count("tokens", tokens)
+        check_optional_count("microbatches", self.microbatches)
+        check_optional_count("tokens", self.tokens)
 
     def __call__(self, samples: list[Any]) -> list[Any]:
         length = self.length or _length
         ordered = sorted(samples, key=length, reverse=True)  # the longest first: if it does not fit, you know at once
-        ends = [0, *accumulate(self._sizes([*map(length, ordered)]))]
+        ends = [0, *self._ends([*map(length, ordered)])]
         return [self.collate_fn(ordered[begin:end]) for begin, end in pairwise(ends)]
 
-    def _sizes(self, lengths: list[int]) -> Iterable[int]:
-        if self.tokens is not None:
-            return _within(self.tokens, lengths, self.packed)
-        count = min(self.microbatches or 1, len(lengths))
-        return (len(lengths) // count + (k < len(lengths) % count) for k in range(count))
-
-
-def _within(tokens: int, lengths: Sequence[int], packed: bool) -> Iterator[int]:
-    """Numbers of samples per microbatch, for lengths that fall."""
-    count = total = longest = 0
-    for length in lengths:
-        longest = longest if count else length
-        if count and (total + length if packed else (count + 1) * longest) > tokens:
-            yield count
-            count, total, longest = 0, 0, length
-        count, total = count + 1, total + length
-    yield count
+    def _ends(self, lengths: list[int]) -> Iterator[int]:
+        """Where each microbatch ends, for lengths that fall."""
+        if self.tokens is None:
+            count = min(self.microbatches or 1, len(lengths))
+            yield from (own_rows(len(lengths), k, count)[1] for k in range(count))
+            return
+        begin = 0
+        for k in range(1, len(lengths)):
+            together = lengths[begin : k + 1]
+            if (sum(together) if self.packed else len(together) * lengths[begin]) > self.tokens:
+                yield k
+                begin = k
+        yield len(lengths)
 
 
 def _length(sample: Any) -> int:

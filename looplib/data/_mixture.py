@@ -57,7 +57,7 @@ def mixture(weights: Sequence[float] | Tensor | Callable[[int], Any], num_sample
         weights_of, shown = weights, getattr(weights, "__qualname__", type(weights).__name__)
     else:
         numbers = _numbers("weights", weights)
-        weights_of, shown = (lambda epoch: numbers), _shown(numbers[:7].tolist())
+        weights_of, shown = (lambda epoch: numbers), _shown(numbers)
 
     def draw(epoch: Epoch) -> Tensor:
         advice = "it needs a torch.utils.data.ConcatDataset: give make_loader(ConcatDataset([first, second]), ...)"
@@ -65,10 +65,11 @@ def mixture(weights: Sequence[float] | Tensor | Callable[[int], Any], num_sample
         sizes = [*map(len, epoch.dataset.datasets)]
         counts = [_counts(number, weights_of(number), num_samples, len(sizes)) for number in range(epoch.number + 1)]
         read = torch.stack(counts).sum(0) - counts[-1]
-        keys, first = [], 0
-        for k, size in enumerate(sizes):
-            keys.append(first + _next_of(size, int(read[k]), int(counts[-1][k]), epoch.seed, k))
-            first += size
+        firsts = [0, *epoch.dataset.cumulative_sizes]
+        keys = [
+            firsts[k] + _next_of(size, int(read[k]), int(counts[-1][k]), epoch.seed, k)
+            for k, size in enumerate(sizes)
+        ]
         return torch.cat(keys)[torch.randperm(num_samples, generator=epoch.generator)]
 
     return Order(f"mixture({shown}, num_samples={num_samples})", draw, shuffles=True, source=weights)

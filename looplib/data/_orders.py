@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +182,7 @@ def weighted(weights: Sequence[float] | Tensor, num_samples: int | None = None) 
         return torch.searchsorted(bounds, points, right=True)
 
     count = "" if num_samples is None else f", num_samples={num_samples}"
-    return Order(f"weighted({_shown(numbers[:7].tolist())}{count})", draw, shuffles=True, numbers=numbers)
+    return Order(f"weighted({_shown(numbers)}{count})", draw, shuffles=True, numbers=numbers)
 
 
 def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Order:
@@ -231,7 +230,7 @@ def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Ord
             batches[[0, first]] = batches[[first, 0]]
         return torch.cat([batches.flatten(), keys[full * size :]])
 
-    text = f"by_length({_shown(numbers[:7].tolist())}{'' if pool is None else f', pool={pool}'})"
+    text = f"by_length({_shown(numbers)}{'' if pool is None else f', pool={pool}'})"
     return Order(text, draw, shuffles=True, distinct=True, any_batch_size=False, numbers=numbers)
 
 
@@ -255,8 +254,7 @@ def sampler(source: Sampler) -> Order:
         ValueError: from `make_loader`, if `source` gives two different orders for one epoch, or divides the samples
             among ranks itself (DistributedSampler).
     """
-    varies = not isinstance(source, Iterable)  # an iterable has one length
-    return Order(_text_of("sampler", source), _draw_of(source), may_vary=varies, source=source)
+    return _order_of("sampler", source, may_vary=not isinstance(source, Iterable))  # an iterable has one length
 
 
 def batch_sampler(source: Sampler) -> Order:
@@ -280,52 +278,43 @@ def batch_sampler(source: Sampler) -> Order:
     Args:
         source: as for `sampler`, but of lists of indices.
     """
-    text, draw, varies = _text_of("batch_sampler", source), _draw_of(source), not isinstance(source, Sequence)
-    return Order(text, draw, may_vary=varies, whole_batches=True, any_batch_size=False, source=source)
+    varies = not isinstance(source, Sequence)
+    return _order_of("batch_sampler", source, may_vary=varies, whole_batches=True, any_batch_size=False)
 
 
-def _text_of(name: str, source: Any) -> str:
-    """The code that made a user's order. Raises TypeError for a source that does not have an order for each epoch."""
-    kind, iterable = type(source).__name__, isinstance(source, Iterable)
+def _order_of(name: str, source: Any, **kind: Any) -> Order:
+    """A user's order. Raises TypeError for a source that does not have an order for each epoch."""
+    cls, iterable = type(source).__name__, isinstance(source, Iterable)
     check(
         hasattr(source, "__len__") and not isinstance(source, Iterator) if iterable else callable(source),
-        f"{name} got a {kind}, which is no function, or has no __len__ and so may never end or be read once only; give a "
+        f"{name} got a {cls}, which is no function, or has no __len__ and so may never end or be read once only; give a "
         "torch Sampler, a sequence, or a function (epoch, generator) -> indices",
         TypeError,
     )
     if isinstance(source, (list, tuple, range)):
-        return f"{name}({_shown(source)})"
-    return f"{name}({kind}(...))" if iterable else f"{name}({getattr(source, '__qualname__', kind)})"
+        shown = _shown(source)
+    else:
+        shown = f"{cls}(...)" if iterable else getattr(source, "__qualname__", cls)
 
+    def draw(epoch: Epoch) -> Any:
+        if not iterable:
+            return source(epoch.number, epoch.generator)
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch.number)
+        return list(source)  # read once; it draws from the global streams, seeded for the epoch
 
-def _draw_of(source: Any) -> Callable[[Epoch], Any]:
-    if isinstance(source, Iterable):
-        return partial(_listed_once, source)
-    return lambda epoch: source(epoch.number, epoch.generator)
-
-
-def _listed_once(source: Any, epoch: Epoch) -> list[Any]:
-    """The elements of an iterable, which draws from the global streams, seeded for the epoch."""
-    if hasattr(source, "set_epoch"):
-        source.set_epoch(epoch.number)
-    return list(source)
+    return Order(f"{name}({shown})", draw, source=source, **kind)
 
 
 def check_undivided(title: str, source: Any) -> None:
     """Raise ValueError for torch's sampler that divides samples among ranks, or a shard of accelerate or transformers."""
-    for part in _with_inner(source):
+    while source is not None:  # a sampler or dataset, the sampler that it holds, and so on
         check(
-            not (isinstance(part, DistributedSampler) or hasattr(part, "process_index")),
-            f"{title} is or holds a {type(part).__name__}, which gives each rank samples of its own, and repeats or "
+            not (isinstance(source, DistributedSampler) or hasattr(source, "process_index")),
+            f"{title} is or holds a {type(source).__name__}, which gives each rank samples of its own, and repeats or "
             "drops some; a looplib loader divides each batch among the ranks by itself: give it the plain dataset and "
             "the batch_size of all ranks together, or divide=False to keep this division",
         )
-
-
-def _with_inner(source: Any) -> Iterator[Any]:
-    """A sampler or dataset, the sampler that it holds, and so on."""
-    while source is not None:
-        yield source
         source = getattr(source, "sampler", None)
 
 
@@ -343,7 +332,14 @@ def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
     return numbers.clone()  # copied, so that a later change of the user's array does not change the order
 
 
-def _shown(values: Sequence[Any]) -> str:
+def _shown(values: Sequence[Any] | Tensor) -> str:
     """The first six values as code."""
-    first = [repr(int(value) if isinstance(value, float) and value.is_integer() else value) for value in values[:6]]
+    first = [
+        repr(int(value) if isinstance(value, float) and value.is_integer() else value) for value in listed(values[:6])
+    ]
     return f"[{', '.join(first)}{', ...' if len(values) > 6 else ''}]"
+
+
+def listed(values: Any) -> Any:
+    """Convert a tensor to a list; return everything else unchanged."""
+    return values.tolist() if isinstance(values, Tensor) else values

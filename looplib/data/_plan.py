@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import ranks as _ranks
 from looplib._core.checks import check
 from looplib._core.random import mix
+from looplib._core.ranks import rank_and_size
 from looplib._core.trees import batch_size, split
-from looplib.data._orders import Epoch, Order
+from looplib.data._orders import Epoch, Order, listed
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
 
 
@@ -73,46 +73,40 @@ class Plan:
         return self.ends[k - 1] if k else 0
 
 
-@dataclass(frozen=True, eq=False)
-class Epochs:
-    """Plans of all epochs: `epochs(epoch)` returns the plan of one, without reading the dataset.
+def plan_of(
+    order: Order,
+    dataset: Any,
+    batch_size: int | None,
+    seed: int,
+    drop_last: bool,
+    max_batches: int | None,
+    epoch: int,
+) -> Plan:
+    """The plan of an epoch, without reading the dataset.
 
-    Attributes:
+    Args:
         order: draws the keys of an epoch, or its batches of keys.
         dataset: the dataset.
         batch_size: keys in a batch; None if each batch has one key, or if the order decides.
         seed: seed of the order's generator and the global streams, together with the epoch.
         drop_last: drop an incomplete last batch.
         max_batches: number of batches after which an epoch ends, or None for all.
+        epoch: index of the epoch.
     """
-
-    order: Order
-    dataset: Any
-    batch_size: int | None
-    seed: int
-    drop_last: bool
-    max_batches: int | None
-
-    def __call__(self, epoch: int) -> Plan:
-        generator = torch.Generator().manual_seed(mix(ORDER, self.seed, epoch))
-        ends: Sequence[int]
-        with kept_streams():
-            seed_streams(mix(ORDER, self.seed, epoch, 1))
-            drawn = self.order.draw(Epoch(self.dataset, self.batch_size, self.drop_last, epoch, self.seed, generator))
-            if self.order.whole_batches:
-                batches = [list(listed(batch)) for batch in islice(drawn, self.max_batches)]
-                keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
-            else:
-                keys, size = _as_keys(drawn), self.batch_size or 1
-                ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.max_batches]
-        count = len(keys)
-        keys = keys[: ends[-1]] if ends else keys
-        return Plan(keys, ends, None if self.order.distinct else _visits(keys), count)
-
-
-def listed(values: Any) -> Any:
-    """Convert a tensor to a list; return everything else unchanged."""
-    return values.tolist() if isinstance(values, Tensor) else values
+    generator = torch.Generator().manual_seed(mix(ORDER, seed, epoch))
+    ends: Sequence[int]
+    with kept_streams():
+        seed_streams(mix(ORDER, seed, epoch, 1))
+        drawn = order.draw(Epoch(dataset, batch_size, drop_last, epoch, seed, generator))
+        if order.whole_batches:
+            batches = [list(listed(batch)) for batch in islice(drawn, max_batches)]
+            keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
+        else:
+            keys, size = _as_keys(drawn), batch_size or 1
+            ends = range(size, len(keys) + (1 if drop_last else size), size)[:max_batches]
+    count = len(keys)
+    keys = keys[: ends[-1]] if ends else keys
+    return Plan(keys, ends, None if order.distinct else _visits(keys), count)
 
 
 def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor:
@@ -141,7 +135,7 @@ def _visits(keys: Tensor) -> Tensor:
 
 def rank_and_ranks(divide: bool) -> tuple[int, int]:
     """Current rank and number of ranks; (0, 1) for a loader that is not divided."""
-    return (_ranks.rank(), _ranks.world_size()) if divide else (0, 1)
+    return rank_and_size() if divide else (0, 1)
 
 
 def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from looplib._core.checks import check
+from looplib._core.checks import check, check_type
 from looplib._core.collective import together_with_data
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import rank, world_size
@@ -171,11 +171,7 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
         TypeError,
     )
     extra = {} if state.extra is None else state.extra
-    check(
-        isinstance(extra, Mapping),
-        f"state.extra is a {type(extra).__name__}; give a dict to add {KEY!r} to",
-        TypeError,
-    )
+    check_type("state.extra is", extra, Mapping, f"give a dict to add {KEY!r} to")
     text = ""
     if state.batch:
         epoch, batch = source.yielded

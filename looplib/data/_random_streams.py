@@ -8,9 +8,12 @@ on what it read before.
 from __future__ import annotations
 
 import random
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import string_at
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +35,38 @@ def _numpy() -> Any:
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
     numpy = _numpy()
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(legacy=False)
+    return torch.get_rng_state(), random.getstate(), numpy and _numpys_state(numpy)
+
+
+def _numpys_state(numpy: Any) -> Any:
+    """The state of numpy's stream, as numpy's `get_state` returns it.
+
+    That copies the 624 words of a Mersenne Twister one by one, in 50 us, so they are read from where they lie in memory.
+    Whether a normal number is kept for the next call is not said there. If one is, a draw returns it and moves nothing.
+    """
+    twister = numpy.get_bit_generator()
+    if type(twister) is not numpy.MT19937 or not _words_lie_in_memory(numpy):
+        return numpy.get_state(legacy=False)
+    _hold_signals = True
+    memory = _memory_of(twister)
+    normal = numpy.standard_normal()
+    kept = (1, normal) if _memory_of(twister) == memory else (0, 0.0)
+    *words, position = struct.unpack("624Ii", memory)
+    state = "MT19937", words, position, *kept  # numpy reads a list of words in 5 us, and an array of its own in 50
+    numpy.set_state(state)
+    return state
+
+
+def _memory_of(twister: Any) -> bytes:
+    return string_at(twister.ctypes.state_address, 2500)
+
+
+@cache
+def _words_lie_in_memory(numpy: Any) -> bool:
+    """True if this numpy keeps the words of a Mersenne Twister, and the position in them, as `_numpys_state` reads them."""
+    twister = numpy.MT19937(0)
+    state = twister.state["state"]
+    return _memory_of(twister) == struct.pack("624Ii", *state["key"], state["pos"])
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
@@ -51,6 +85,55 @@ def seed_streams(seed: int) -> None:
         numpy.seed(
             seed >> 31
         )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
+
+
+@contextmanager
+def watched_streams() -> Iterator[Callable[[int], bool]]:
+    """Yield a function that tells if the streams have been used since they were seeded with its argument.
+
+    `random.random` and numpy's functions are bound in C to generators that nothing can watch, so it compares where the
+    streams stand with where the seed puts them. To read a state or torch's seed moves nothing, and a draw can be undone
+    with what was read, so the names by which this is done are replaced in the block.
+    """
+    numpy, uses = _numpy(), list[bool]()
+    names = {torch.random: "default_generator", random: "getstate"} | ({numpy: "get_state"} if numpy else {})
+    originals = {module: getattr(module, name) for module, name in names.items()}
+    try:
+        for module, name in names.items():
+            setattr(module, name, _Noted(originals[module], uses))
+        yield lambda seed: bool(uses) or _next_draws() != _first_draws(seed)
+    finally:
+        _hold_signals = True
+        for module, name in names.items():
+            setattr(module, name, originals[module])
+
+
+class _Noted:
+    """A function or an object of which each use is noted."""
+
+    def __init__(self, original: Any, uses: list[bool]) -> None:
+        self.original, self.uses = original, uses
+
+    def __getattr__(self, name: str) -> Any:
+        self.uses.append(True)
+        return getattr(self.original, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.uses.append(True)
+        return self.original(*args, **options)
+
+
+def _next_draws() -> tuple[Any, ...]:
+    """Where each stream stands: the state of torch's, and the next numbers of the others, which it draws."""
+    numpy = _numpy()
+    return torch.default_generator.get_state().numpy().tobytes(), random.random(), numpy and numpy.random_sample()
+
+
+@lru_cache(1)  # of the seed that all batches have while no item draws
+def _first_draws(seed: int) -> tuple[Any, ...]:
+    """Where the streams stand right after they were seeded."""
+    seed_streams(seed)
+    return _next_draws()
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate, default_convert
 
 from looplib._core.random import mix
-from looplib.data._plan import listed, own_part
-from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
+from looplib.data._orders import listed
+from looplib.data._plan import own_part
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams, watched_streams
 
 
 class Job(NamedTuple):
@@ -51,15 +52,15 @@ class Reader(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
-        self.collate_draws = collate not in (default_collate, default_convert)
-        self.dataset_draws = type(dataset) not in (list, tuple, range, Tensor, TensorDataset)
+        self.collate_may_draw = collate not in (default_collate, default_convert)
+        self.dataset_may_draw = type(dataset) not in (list, tuple, range, Tensor, TensorDataset)
 
     def read(self, job: Any) -> tuple[list[Any], int] | None:
         """This rank's items of a batch, and the number of samples in the batch; None at the end of a stream."""
         raise NotImplementedError
 
     def __getitem__(self, job: Any) -> tuple[Any, int] | None:
-        with kept_streams() if self.collate_draws or self.dataset_draws else nullcontext():
+        with kept_streams() if self.collate_may_draw or self.dataset_may_draw else nullcontext():
             try:
                 read = self.read(job)
                 return None if read is None else self._collated(*read, job)
@@ -71,7 +72,7 @@ class Reader(Dataset[Any]):
                 ) from error
 
     def _collated(self, items: list[Any], size: int, job: Any) -> tuple[Any, int]:
-        if self.collate_draws:
+        if self.collate_may_draw:
             # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
             drawn_by = [job.rank] if job.rank and self.batched else []
             seed_streams(mix(COLLATE, self.seed, job.epoch, job.batch, *drawn_by))
@@ -82,23 +83,45 @@ class Reader(Dataset[Any]):
 class Items(Reader):
     """Read a batch item by item, each with the draws of freshly seeded streams.
 
-    Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
+    Nothing is seeded for a dataset of torch's or Python's own that cannot draw. To seed the streams takes longer than
+    to read a short item, so while no item has used them, a batch is read after a single seeding. If an item then uses
+    them after all, its batch is read again, and each item is seeded from then on.
+
+    Attributes:
+        draws: True if an item has used the streams in this process, False if none has; None before the first batch.
     """
+
+    draws: bool | None = None
+
+    def __copy__(self) -> Items:
+        return self  # all iterations share what is known of the dataset
 
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys, dataset = listed(job.keys), self.dataset
-        if not self.dataset_draws or not keys:
+        if not self.dataset_may_draw or not keys:
             return [dataset[key] for key in keys], job.size
         visits = itertools.repeat(0) if job.visits is None else listed(job.visits)
         seeds = map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), keys, visits)
         if self.batched and _reads_lists(dataset):
             seed_streams(next(seeds))
             return dataset.__getitems__(keys), job.size
-        items = []
-        for key, seed in zip(keys, seeds, strict=False):
-            seed_streams(seed)
-            items.append(dataset[key])
-        return items, job.size
+        with watched_streams() as used_since:
+            if self.draws is False:
+                seed_streams(ITEM)
+                try:
+                    items = [dataset[key] for key in keys]
+                except Exception:
+                    if not used_since(ITEM):  # else it may have failed by a draw that is not its own
+                        raise
+                else:
+                    if not used_since(ITEM):
+                        return items, job.size
+            items = []
+            for seed, key in zip(seeds, keys, strict=False):
+                seed_streams(seed)
+                items.append(dataset[key])
+                self.draws = self.draws or used_since(seed)
+            return items, job.size
 
 
 class Rows(Dataset[Any]):

@@ -6,15 +6,15 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib.data._orders import Order
-from looplib.data._plan import Plan, listed, own_rows
+from looplib.data._orders import Order, listed
+from looplib.data._plan import Plan, own_rows
 from looplib.data._position import check_position, stored_position
 from looplib.data._random_streams import STREAM, restore_streams, save_streams, seed_streams
 from looplib.data._readers import Job, Reader
@@ -40,16 +40,16 @@ class Samples:
     length: int
     batched: bool
 
-    def plan_at(self, state: TrainState) -> Plan:
-        """The plan of the state's epoch, after checking that the state is at one of its batches."""
+    def jobs(self, state: TrainState, rank: int, ranks: int) -> Iterator[Job]:
+        """Jobs of the rest of the state's epoch, after checking that the state is at one of its batches."""
         plan = self.plan(state.epoch)
         check_position(state, len(plan), self.length)
-        return plan
+        # The iterator holds no state, which a loop would keep alive until the end of the epoch.
+        return _jobs(plan, state.epoch, state.batch, rank, ranks, self.batched)
 
     def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch."""
-        # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        jobs = _jobs(self.plan_at(state), state.epoch, state.batch, rank, ranks, self.batched)
+        jobs = self.jobs(state, rank, ranks)
         if not self.engines.in_process:
             # Send lists: a tensor would go to the worker as a file descriptor, with its entire storage.
             jobs = (job._replace(keys=listed(job.keys), visits=listed(job.visits)) for job in jobs)
@@ -57,7 +57,7 @@ class Samples:
 
 
 def _jobs(plan: Plan, epoch: int, first: int, rank: int, ranks: int, batched: bool) -> Iterator[Job]:
-    """Jobs of the rest of an epoch. They refer to no loader, since an engine that is left early holds the rest."""
+    """The jobs refer to no loader, since an engine that is left early holds the rest."""
     for k in range(first, len(plan)):
         part = plan.part(k, rank, ranks) if batched else plan.part(k)
         visits = None if plan.visits is None else plan.visits[part]
@@ -124,7 +124,6 @@ class Stream(Reader):
         return iter(self.dataset)
 
 
-@dataclass(frozen=True, eq=False)
 class Streamed:
     """Source of a loader over a stream.
 
@@ -135,17 +134,17 @@ class Streamed:
         fresh: the dataset's state before anything was read.
         divide: True if all ranks read the same samples.
         yielded: epoch, and number of its batches that were yielded, of the last pass.
-        moved: not empty while the dataset is within a pass that began at a position, so that it must be put back for a
-            pass from its start.
+        moved: True while the dataset is within a pass that began at a position, so that it must be put back for a pass
+            from its start.
     """
 
-    engines: Engines
-    name: str
-    keeps_position: bool
-    fresh: Any
-    divide: bool
-    yielded: list[int] = field(default_factory=lambda: [0, 0])
-    moved: list[bool] = field(default_factory=list)
+    def __init__(self, engines: Engines, dataset: Any, divide: bool) -> None:
+        self.engines, self.name, self.divide = engines, f"the stream ({type(dataset).__name__})", divide
+        has_position = hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
+        self.keeps_position = has_position and engines.in_process  # workers and pin_memory read ahead of the loop
+        self.fresh = copy.deepcopy(dataset.state_dict()) if self.keeps_position else None
+        self.yielded = 0, 0
+        self.moved = False
 
     def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch."""
@@ -162,7 +161,7 @@ class Streamed:
         """
         count = before = 0 if position is None else first
         if position is not None:
-            self.moved[:] = [True]
+            self.moved = True
         elif self.moved:
             position = self.fresh
         workers, ended = self.engines.workers, 0
@@ -173,13 +172,10 @@ class Streamed:
                 ended = 0 if part else ended + 1  # each worker ends by itself
                 if part:
                     count += 1
-                    self.yielded[:] = epoch, count
+                    self.yielded = epoch, count
                     if count > first:
                         yield part
-            self.moved.clear()  # the dataset stands where it would without the position
-        self._check_end(epoch, first, length, count)
-
-    def _check_end(self, epoch: int, first: int, length: int | None, count: int) -> None:
+            self.moved = False  # the dataset stands where it would without the position
         check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
         check(
             length is None or count >= length,

@@ -626,8 +626,8 @@ class Row:
 
 
 SEEDED = (
-    "looplib seeds the global streams of torch, `random` and numpy for each batch, and looks twice whether the dataset has "
-    "drawn from them, which it then seeds for each sample. So its draws are a function of (seed, epoch, index) with any number "
+    "looplib seeds the global streams of torch, `random` and numpy for each batch, and looks afterwards whether the dataset has "
+    "used them, in which case it seeds them for each sample. So its draws are a function of (seed, epoch, index) with any number "
     "of workers. It also saves and restores the three streams for each batch. The others do none of this. The least is a "
     "bare loop over indices that are known before: it reads and stacks the samples and does the same seeding, but does not "
     "look for draws and does not keep numpy's stream"

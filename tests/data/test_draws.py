@@ -54,11 +54,35 @@ def own_seed(index):
     return random.random() + np.random.rand()
 
 
+def own_seed_put_back(index):
+    states = random.getstate(), np.random.get_state()
+    drawn = own_seed(index)
+    random.setstate(states[0]), np.random.set_state(states[1])
+    return drawn
+
+
+def put_back(index):
+    """Draws, and leaves the streams as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    drawn = random.random() + np.random.rand()
+    random.setstate(python), np.random.set_state(numpy)
+    with torch.random.fork_rng(devices=[]):
+        return drawn + torch.rand(()).item()
+
+
 def now_and_then(index):
     return np.random.rand() if torch.rand(()) < 0.2 else 0.5
 
 
-DRAWS = [from_random, from_numpy, from_torch, cached_normals, own_seed, now_and_then, own_state]
+def rarely(index):
+    return random.random() if index == RARE else 0.5
+
+
+RARE = 9  # in the third batch of epoch 0
+DRAWS = [
+    *(from_random, from_numpy, from_torch, cached_normals, own_seed, own_seed_put_back, put_back),
+    *(now_and_then, own_state, rarely),
+]
 
 
 def read(loader, epoch=0, batch=0):
@@ -83,6 +107,30 @@ def test_each_sample_has_the_draws_of_streams_seeded_for_it():
         for batch_size, batch in ((7, 2), (2, 7)):
             assert read(made(draw, batch_size), 1, batch) == want, draw.__name__
         assert states_of_streams() == before
+
+
+@pytest.mark.parametrize(("draw", "again"), [(rarely, 7), (from_random, 0), (lambda index: 0.5, 0)])
+def test_items_are_read_twice_at_most_in_one_batch_and_not_seeded_unless_one_draws(draw, again, monkeypatch):
+    seeds, reads, seed = [], [], random.seed
+    monkeypatch.setattr(random, "seed", lambda number: (seeds.append(number), seed(number)))
+    loader = made(lambda index: (reads.append(index), draw(index))[1])
+    read(loader)
+    assert len(reads) == COUNT + again
+    seeds.clear()
+    read(loader, 1)
+    assert len(reads) == 2 * COUNT + again
+    assert (len(seeds) > COUNT) == (draw in DRAWS)
+
+
+def test_an_item_that_fails_by_a_draw_of_another_seed_is_read_again():
+    drawn = seeded(Drawing(rarely), SEED, 0, RARE)[1]
+
+    def fails(index):
+        if rarely(index) not in (0.5, drawn):
+            raise LookupError("no such draw")
+        return index
+
+    assert sorted(read(made(fails))) == [(index, index) for index in range(COUNT)]
 
 
 @pytest.mark.parametrize("draw", [now_and_then, cached_normals])
@@ -126,3 +174,12 @@ def test_a_normal_number_that_numpy_keeps_for_the_next_call_is_still_kept(before
             got.append(np.random.standard_normal())
             state = states_of_streams()
         assert got == want[: before + 4]
+
+
+def test_numpys_stream_is_kept_also_if_only_its_kept_normal_number_differs():
+    loader = made(from_torch)
+    for count in (2, 1, 2, 0, 1):
+        np.random.seed(3), np.random.standard_normal(count)
+        state = states_of_streams()
+        read(loader)
+        assert states_of_streams() == state
