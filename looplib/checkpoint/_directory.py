@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -58,15 +58,14 @@ def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str
     # A name of its own, so that no other process that saves this step writes into the same entry.
     writing = target.with_name(ranks.on_rank0(lambda: f"{_WRITING}{token_hex(4)}-{target.name}"))
 
-    def write_files() -> dict[str, Any]:
+    def write_files() -> tuple[dict[str, Any], Callable[[], None]]:
         if not (parts.data or ranks.first):
-            return {}
+            return {}, lambda: None
         name = f"tensors-{ranks.rank:05d}.safetensors" if parts.sharded else DATA
-        file = write_tensors(writing / name, parts)
-        sync(writing / name)
-        return {name: file}
+        file, synced = write_tensors(writing / name, parts)
+        return {name: file}, synced
 
-    def finish() -> None:
+    def describe() -> None:
         files = {name: file for files in of_ranks for name, file in files.items()}
         manifest = {
             "format": FORMAT, **about, "files": files,
@@ -75,12 +74,17 @@ def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str
         manifest["metrics"] = about["metrics"] or _metrics_of_same(target, files)
         write_manifest(writing, manifest)
         sync(writing / MANIFEST, writing)
+
+    def finish() -> None:
         writing.rename(target)
         sync(target.parent)
 
     try:
         ranks.on_rank0(writing.mkdir)
-        of_ranks = ranks.gather(ranks.all_or_raise(write_files))
+        own, synced = ranks.all_or_raise(write_files)
+        of_ranks = ranks.gather(own)
+        ranks.on_rank0(describe)
+        ranks.all_or_raise(synced)
         ranks.on_rank0(finish)
     except BaseException as error:
         if ranks.first:

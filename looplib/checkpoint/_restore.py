@@ -18,7 +18,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
 from looplib._core.lease import same_value
-from looplib._core.mappings import fields_of, subset, without
+from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
@@ -87,12 +87,12 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
-    entry, is_tensor = reader.about(leaf_path), isinstance(leaf, Tensor)
-    saved = in_words(entry) if entry else type(reader.values[leaf_path]).__name__
-    new = in_words(about(leaf)) if is_tensor else type(leaf).__name__
+    saved = reader.about(leaf_path) or type(reader.values[leaf_path]).__name__
+    new = about(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
     # An int may become a float, and a None may be set later.
-    fits = saved == new or {saved, new} == {"int", "float"} or ("NoneType" in (saved, new) and not is_tensor)
-    return "" if fits else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
+    may_differ = {str(saved), str(new)} == {"int", "float"} or "NoneType" in (saved, new) and not isinstance(leaf, Tensor)
+    fits = saved == new or may_differ
+    return "" if fits else f"{leaf_path} is {in_words(saved)} in the checkpoint, {in_words(new)} in the state"
 
 
 def _bound(
@@ -105,7 +105,7 @@ def _bound(
     is not restored, it keeps its value in a copy.
     """
     writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
-    roots = same_memory(writable)  # for each tensor, the path of the first one in the same memory
+    roots = same_memory(mapped(local, writable))  # for each tensor, the path of the first one in the same memory
     kept = _apart({each: leaf for each, leaf in without(leaves, wanted).items() if roots.get(each) in values})
     writes: list[tuple[Tensor, Tensor]] = []
     for leaf_path, value in values.items():
@@ -113,14 +113,14 @@ def _bound(
         # Frozen parameters and masks, which states of pure steps share with the module, are not written.
         is_same = is_weight and same_value(leaf, value)
         is_tied = root is not None and reader.root(root) == reader.root(leaf_path)
-        check(
-            is_same or is_tied or not is_weight,
-            f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
-            f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
-            "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))",
-        )
         if is_same or is_tied:
             kept[leaf_path] = leaf
+        elif is_weight:
+            raise ValueError(
+                f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
+                f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
+                "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))"
+            )
         if root == leaf_path and not is_same:
             writes.append((local(leaf) if is_sharded(leaf) else leaf, value))
     return kept, writes

@@ -12,13 +12,18 @@ from torch import Tensor
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 
-Box = Sequence[Sequence[int]]
+Box = tuple[tuple[int, int], ...]
 """A part of a tensor: the range of its indices in each dimension."""
 
 
 def full_box(shape: Sequence[int]) -> Box:
     """All of a tensor of this shape."""
-    return [[0, size] for size in shape]
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Box) -> list[int]:
+    """Shape of a part of a tensor."""
+    return [end - begin for begin, end in box]
 
 
 def size_of(box: Box) -> int:
@@ -28,7 +33,7 @@ def size_of(box: Box) -> int:
 
 def common(one: Box, other: Box) -> Box:
     """The elements that two parts of a tensor have in common."""
-    return [[max(a, b), min(c, d)] for (a, c), (b, d) in zip(one, other, strict=True)]
+    return tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(one, other, strict=True))
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
@@ -41,7 +46,7 @@ def box_of(leaf: Any) -> Box:
     if not is_sharded(leaf):
         return full_box(leaf.shape)
     (chunk,) = leaf.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
-    return [[first, first + size] for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    return tuple((first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def is_written_here(leaf: Any, first: bool) -> bool:
