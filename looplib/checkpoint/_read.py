@@ -6,6 +6,7 @@ which files that is, so they are read before.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import zlib
@@ -58,11 +59,11 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], int]:
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor in a file: which one, and where it begins."""
+    """A part of a tensor in a file."""
 
     file: str
-    begin: int
     box: Box
+    data: Tensor
 
 
 class Reader:
@@ -98,7 +99,10 @@ class Reader:
                 box = full_box(self.tensors[leaf_path]["shape"])
                 if leaf_path in boxes:
                     box = tuple((begin, end) for begin, end in orjson.loads(boxes[leaf_path]))
-                self._chunks[leaf_path].append(_Chunk(name, start + entry["data_offsets"][0], box))
+                shape, dtype = shape_of(box), getattr(torch, self.tensors[leaf_path]["dtype"])
+                if count := math.prod(shape):
+                    tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=start + entry["data_offsets"][0])
+                    self._chunks[leaf_path].append(_Chunk(name, box, tensor.view(shape)))
 
     def root(self, path: str) -> str:
         """Path under which the tensor at a path is stored."""
@@ -114,14 +118,15 @@ class Reader:
         Do not write to them: they may lie in memory of the files. Each file in which a part of one of them lies is read
         and verified as a whole.
         """
-        wanted: dict[str, tuple[Box, list[tuple[_Chunk, Box]]]] = {}
+        wanted: dict[str, tuple[Box, list[_Chunk]]] = {}
         with errors_as_damage(self.directory):  # as what the headers say is not verified yet
             for path, leaf in leaves.items():
-                if (entry := self.about(path)) is not None:
+                if entry := self.tensors.get(root := self.root(path)):
                     box = box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
-                    chunks = self._chunks[self.root(path)]
-                    wanted[path] = box, [(each, part) for each in chunks if size_of(part := common(box, each.box))]
-        names = {chunk.file for _, chunks in wanted.values() for chunk, _ in chunks}
+                    chunks = self._chunks[root]
+                    same = [chunk for chunk in chunks if chunk.box == box]
+                    wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
+        names = {chunk.file for _, chunks in wanted.values() for chunk in chunks}
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
             for name in names:
                 self._verify(name, pool)
@@ -134,18 +139,16 @@ class Reader:
         with errors_as_damage(self.directory / name):
             check(is_same, "its checksum is wrong")
 
-    def _assembled(self, path: str, box: Box, chunks: list[tuple[_Chunk, Box]]) -> Tensor:
-        """A part of the tensor at a path, from the chunks that overlap with it, and what they have in common with it."""
-        dtype: torch.dtype = getattr(torch, self.tensors[self.root(path)]["dtype"])
-        if [part for _, part in chunks] == [box]:
-            return self._chunk(chunks[0][0], dtype)[within(box, chunks[0][0].box)]
+    def _assembled(self, path: str, box: Box, chunks: list[_Chunk]) -> Tensor:
+        """A part of the tensor at a path, from the chunks that have elements in common with it."""
+        if [chunk.box for chunk in chunks] == [box]:
+            return chunks[0].data
+        parts = [common(box, chunk.box) for chunk in chunks]
         missing = f"the files in {self.directory} do not have all of {path}"
-        check(sum(size_of(part) for _, part in chunks) == size_of(box), missing, DamagedCheckpointError)
-        tensor = torch.empty(shape_of(box), dtype=dtype)
-        for chunk, part in chunks:
-            words(tensor)[within(part, box)] = words(self._chunk(chunk, dtype))[within(part, chunk.box)]
+        check(sum(map(size_of, parts)) == size_of(box), missing, DamagedCheckpointError)
+        if parts == [box]:
+            return chunks[0].data[within(box, chunks[0].box)]
+        tensor = torch.empty(shape_of(box), dtype=getattr(torch, self.tensors[self.root(path)]["dtype"]))
+        for part, chunk in zip(parts, chunks, strict=True):
+            words(tensor)[within(part, box)] = words(chunk.data)[within(part, chunk.box)]
         return tensor
-
-    def _chunk(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        data = torch.frombuffer(self._files[chunk.file], dtype=dtype, count=size_of(chunk.box), offset=chunk.begin)
-        return data.view(shape_of(chunk.box))
