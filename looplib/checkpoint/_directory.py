@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+import orjson
+
 from looplib._core.collective import RankGroup
 from looplib.checkpoint._format import DATA, FORMAT, MANIFEST, DamagedCheckpointError
 from looplib.checkpoint._read import read_manifest
-from looplib.checkpoint._write import Parts, sync, write_manifest, write_tensors
+from looplib.checkpoint._write import Parts, sync, write_tensors
 
 _WRITING, _DELETING = ".writing-", ".deleting-"
 
@@ -44,9 +47,7 @@ def new_entry(folder: Path, step: int) -> Path:
     """Path of a new checkpoint. Creates the folder, and deletes what saves that were cut short have left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name.startswith(_DELETING):
-            _clear(path)
-        elif path.name.startswith(_WRITING):
+        if path.name.startswith((_WRITING, _DELETING)):
             with contextlib.suppress(FileNotFoundError):  # another process has just finished it
                 remove(path)
     earlier = _latest_of(folder, step)
@@ -72,7 +73,8 @@ def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str
             "tensors": parts.about, "ties": parts.ties, "values": parts.values,
         }  # fmt: skip
         manifest["metrics"] = about["metrics"] or _metrics_of_same(target, files)
-        write_manifest(writing, manifest)
+        crc32 = zlib.crc32(orjson.dumps(manifest))
+        (writing / MANIFEST).write_bytes(orjson.dumps({**manifest, "crc32": crc32}))
         sync(writing / MANIFEST, writing)
 
     def finish() -> None:
@@ -106,7 +108,7 @@ def _metrics_of_same(target: Path, files: Mapping[str, Any]) -> dict[str, Any]:
 
 def remove(path: Path) -> None:
     """Delete an entry: rename it first, so that a half-deleted one is never taken for a checkpoint, or finished as one."""
-    aside = path.rename(path.with_name(_DELETING + path.name))
+    aside = path.rename(path.with_name(_DELETING + path.name.removeprefix(_DELETING)))
     _clear(aside)
 
 

@@ -12,6 +12,7 @@ for each data file its size and checksum.
 
 from __future__ import annotations
 
+import ast
 import base64
 import ctypes
 import zlib
@@ -132,10 +133,11 @@ def pieces_of(blocks: Iterable[Any]) -> list[list[memoryview]]:
     """The bytes of a file, given in blocks, in pieces of equal size: each a list of parts of blocks."""
     pieces: list[list[memoryview]] = [[]]
     room = _PIECE
-    for block in map(memoryview, blocks):
-        while block:
-            pieces[-1].append(block[:room])
-            block, room = block[room:], room - len(pieces[-1][-1])
+    for block in blocks:
+        rest = memoryview(block)
+        while rest:
+            pieces[-1].append(rest[:room])
+            rest, room = rest[room:], room - len(pieces[-1][-1])
             if not room:
                 pieces.append([])
                 room = _PIECE
@@ -153,16 +155,13 @@ def _crc32(blocks: Iterable[Any]) -> int:
 
 def counts_of(state: TrainState) -> dict[str, Any]:
     """Counts and seed of a state, in the form stored in a manifest."""
-    seed = state.seed
-    # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
-    written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
-    return {**fields_of(state, COUNTS), "seed": written}
+    # As text, since JSON numbers have 64 bits, and the seeds of a stack are a tuple.
+    return {**fields_of(state, COUNTS), "seed": str(state.seed)}
 
 
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Counts and seed stored in a manifest."""
-    seed = manifest["counts"]["seed"]
-    return {**manifest["counts"], "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
+    return {**manifest["counts"], "seed": ast.literal_eval(manifest["counts"]["seed"])}
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:

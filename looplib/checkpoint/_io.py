@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from looplib._core import errors
 from looplib._core.checks import check, check_type
 from looplib._core.collective import RankGroup, finish_first, together
 from looplib._core.mappings import mapped
-from looplib._core.provenance import warn_of_two_steps
+from looplib._core.provenance import provenance_of, warn_of_two_steps
 from looplib._core.ranks import is_alone
 from looplib._core.records import described
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
@@ -42,15 +42,12 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # The ranks, and a second group of them for the threads that write.
-        self._ranks: tuple[RankGroup, RankGroup] | None = None
+        self._second_group = lru_cache(1)(RankGroup.another)
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[RankGroup], None], ranks: RankGroup) -> None:
         """Start `work(ranks)` in the thread, with a separate group of the ranks. All ranks call this."""
-        if self._ranks is None or self._ranks[0] is not ranks:
-            self._ranks = ranks, ranks.another()
-        self._pending = self._pool.submit(work, self._ranks[1])
+        self._pending = self._pool.submit(work, self._second_group(ranks))
         _unheard.add(self._pending)
         finish_first(self._pending)
 
@@ -374,6 +371,7 @@ class CheckpointIO:
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
             "made_with": self._settings.description(state),
+            "loaders": provenance_of(state).loaders,
             "left_out": left_out,
         }
 

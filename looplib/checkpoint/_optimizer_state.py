@@ -66,11 +66,9 @@ def optimizer_state_dict(
 
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
-    for group, described in zip(torch_optimizer.param_groups, packed["param_groups"], strict=True):
-        numbers = {
-            name_of[id(param)]: number for param, number in zip(group["params"], described["params"], strict=True)
-        }
-        trained = [name for name in numbers if name in opt_state["state"]]
+    numbers = {name_of[id(param)]: number for number, param in enumerate(_params_of(torch_optimizer))}
+    for group in torch_optimizer.param_groups:
+        trained = [name for param in group["params"] if (name := name_of[id(param)]) in opt_state["state"]]
         if not trained:
             continue
         kept, late = _state_of_class(cls, group, state.params, trained), without_state(opt_state)

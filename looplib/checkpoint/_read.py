@@ -6,7 +6,6 @@ which files that is, so they are read before.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import zlib
@@ -99,18 +98,14 @@ class Reader:
                 box = full_box(self.tensors[leaf_path]["shape"])
                 if leaf_path in boxes:
                     box = tuple((begin, end) for begin, end in orjson.loads(boxes[leaf_path]))
-                shape, dtype = shape_of(box), getattr(torch, self.tensors[leaf_path]["dtype"])
-                if count := math.prod(shape):
+                dtype = getattr(torch, self.tensors[leaf_path]["dtype"])
+                if count := size_of(box):
                     tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=start + entry["data_offsets"][0])
-                    self._chunks[leaf_path].append(_Chunk(name, box, tensor.view(shape)))
+                    self._chunks[leaf_path].append(_Chunk(name, box, tensor.view(shape_of(box))))
 
     def root(self, path: str) -> str:
         """Path under which the tensor at a path is stored."""
         return self.ties.get(path, path)
-
-    def about(self, path: str) -> Mapping[str, Any] | None:
-        """Dtype and shape of the tensor at a path, or None for a plain value."""
-        return self.tensors.get(self.root(path))
 
     def read(self, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors to restore into these leaves, by path: of a sharded leaf, what this process holds.

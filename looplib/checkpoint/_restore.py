@@ -22,7 +22,7 @@ from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
-from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leaves_of, local, trees_of, words
+from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, local, trees_of, words
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Run, Settings, check_left_out
 from looplib.checkpoint._shards import new_like
@@ -47,7 +47,7 @@ def load(
     if weights_only:
         run = Run(fields_of(template, COUNTS), provenance_of(template))
     else:
-        run = settings.continued(path, counts_in(manifest), manifest["made_with"], template)
+        run = settings.continued(path, manifest, template)
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
@@ -87,7 +87,7 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
-    saved = reader.about(leaf_path) or type(reader.values[leaf_path]).__name__
+    saved = reader.tensors.get(reader.root(leaf_path)) or type(reader.values[leaf_path]).__name__
     new = about(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
     # An int may become a float, and a None may be set later.
     is_settable = "NoneType" in (saved, new) and not isinstance(leaf, Tensor)
@@ -106,7 +106,12 @@ def _bound(
     """
     writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
     roots = same_memory(mapped(local, writable))  # for each tensor, the path of the first one in the same memory
-    kept = _apart({each: leaf for each, leaf in without(leaves, wanted).items() if roots.get(each) in values})
+    kept = {
+        # The module's own stay its own, and the others keep their value in a copy.
+        each: leaf if each.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for each, leaf in without(leaves, wanted).items()
+        if roots.get(each) in values
+    }
     writes: list[tuple[Tensor, Tensor]] = []
     for leaf_path, value in values.items():
         leaf, root, is_weight = leaves[leaf_path], roots.get(leaf_path), leaf_path.startswith(WEIGHTS)
@@ -124,14 +129,6 @@ def _bound(
         if root == leaf_path and not is_same:
             writes.append((local(leaf) if is_sharded(leaf) else leaf, value))
     return kept, writes
-
-
-def _apart(shared: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copies of leaves that are not restored, and share a tensor that is. The module's own stay its own."""
-    return {
-        leaf_path: leaf if leaf_path.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        for leaf_path, leaf in shared.items()
-    }
 
 
 def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader) -> dict[str, Any]:

@@ -65,12 +65,7 @@ def is_written_here(leaf: Any, first: bool) -> bool:
 
 def new_like(leaf: Any) -> Any:
     """An uninitialized tensor with the dtype, device, strides and sharding of another one."""
-    own = torch.empty_like(local(leaf))
-    if not is_sharded(leaf):
-        return own
-    return type(leaf).from_local(
-        own, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
-    )
+    return torch.empty_like(leaf.detach())
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,10 @@ from torch import Tensor
 
 from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of
+from looplib._core.lease import overlaps
 from looplib._core.mappings import mapped, without
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
-    MANIFEST,
     about,
     bytes_of,
     checksum,
@@ -49,8 +46,8 @@ class Parts:
         ties: path of a tensor -> path of the same tensor, under which it is written once.
         sharded: paths of the DTensors.
         about: dtype and shape of all tensors but for ties, as in the manifest.
-        boxes: the parts of tensors that this process writes.
-        data: the same parts, as integers of the same size.
+        data: the tensors and parts of DTensors that this process writes, as integers of the same size.
+        boxes: which parts those of DTensors are.
     """
 
     def __init__(self, tree: Any, first: bool) -> None:
@@ -64,8 +61,9 @@ class Parts:
         self.ties = {path: root for path, root in roots.items() if path != root}
         stored = without(tensors, self.ties)
         self.about = mapped(about, stored)
-        self.boxes = {path: box_of(leaf) for path, leaf in stored.items() if is_written_here(leaf, first)}
-        self.data = {path: words(local(stored[path])) for path in self.boxes}
+        own = {path: leaf for path, leaf in stored.items() if is_written_here(leaf, first)}
+        self.boxes = {path: box_of(leaf) for path, leaf in own.items() if path in self.sharded}
+        self.data = {path: words(local(leaf)) for path, leaf in own.items()}
 
     def copy(self) -> None:
         """Copy the tensors to the host, so that they may be overwritten from now on."""
@@ -89,28 +87,19 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Raises ValueError for tensors whose ranges in memory overlap and that are not the same. Separate ranges of one
     memory, such as the halves of a flat buffer, are separate tensors.
     """
-    roots: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    by_storage: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
-    for path, tensor in tensors.items():
-        roots[path] = path
-        if not tensor.numel():  # has no memory to share
-            continue
-        storage = tensor.device, tensor.untyped_storage().data_ptr()
-        begin, shape, stride, size = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size()
-        view = storage, begin, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        roots[path] = first.setdefault(view, path)
-        if roots[path] == path:
-            end = begin + size * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
-            by_storage[storage].append((begin, end, path))
-    for spans in by_storage.values():
-        for (_, end, path), (begin, _, other) in pairwise(sorted(spans)):
-            if begin < end:
-                raise ValueError(
-                    f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
-                    "keep a copy in one of them (tensor.clone())"
-                )
+    roots = {path: path for path in tensors}
+    for path, other in overlaps({path: tensor for path, tensor in tensors.items() if tensor.numel()}):
+        if _view(tensors[path]) != _view(tensors[other]):
+            raise ValueError(
+                f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
+                "keep a copy in one of them (tensor.clone())"
+            )
+        roots[other] = roots[path]
     return roots
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[], None]]:
@@ -121,9 +110,7 @@ def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[]
     # Larger dtypes come first, so that each begins at a multiple of its size without any padding.
     data = dict(sorted(parts.data.items(), key=lambda item: -item[1].element_size()))
     # As text, since safetensors allows no other metadata.
-    entries: dict[str, Any] = {
-        "__metadata__": {path: orjson.dumps(parts.boxes[path]).decode() for path in parts.sharded if path in data}
-    }
+    entries: dict[str, Any] = {"__metadata__": mapped(lambda box: orjson.dumps(box).decode(), parts.boxes)}
     end = 0
     for leaf_path, tensor in data.items():
         begin, end = end, end + tensor.nbytes
@@ -144,12 +131,6 @@ def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[]
         synced = partial(sync, path)
     pool.shutdown(wait=False)
     return {"bytes": 8 + len(header) + end, "crc32": checksum(pieces)}, synced
-
-
-def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with its checksum. It is not synced yet."""
-    checksum = zlib.crc32(orjson.dumps(manifest))
-    (directory / MANIFEST).write_bytes(orjson.dumps({**manifest, "crc32": checksum}))
 
 
 def sync(*paths: Path) -> None:
