@@ -71,8 +71,8 @@ def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str
         manifest = {
             "format": FORMAT, **about, "files": files,
             "tensors": parts.about, "ties": parts.ties, "values": parts.values,
+            "metrics": about["metrics"] or _metrics_of_same(target, files),
         }  # fmt: skip
-        manifest["metrics"] = about["metrics"] or _metrics_of_same(target, files)
         crc32 = zlib.crc32(orjson.dumps(manifest))
         (writing / MANIFEST).write_bytes(orjson.dumps({**manifest, "crc32": crc32}))
         sync(writing / MANIFEST, writing)
@@ -101,7 +101,7 @@ def _metrics_of_same(target: Path, files: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of an earlier save of this step if its data files are the same, so that its weights were scored already."""
     if earlier := _latest_of(target.parent, number_of(target)[0]):
         with contextlib.suppress(DamagedCheckpointError):
-            manifest, _ = read_manifest(earlier)
+            manifest = read_manifest(earlier)
             return dict(manifest["metrics"]) if manifest["files"] == files else {}
     return {}
 

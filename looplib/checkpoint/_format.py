@@ -16,6 +16,7 @@ import ast
 import base64
 import ctypes
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any
@@ -131,17 +132,15 @@ _PIECE = 4 << 20  # bytes
 
 def pieces_of(blocks: Iterable[Any]) -> list[list[memoryview]]:
     """The bytes of a file, given in blocks, in pieces of equal size: each a list of parts of blocks."""
-    pieces: list[list[memoryview]] = [[]]
-    room = _PIECE
+    pieces: dict[int, list[memoryview]] = defaultdict(list)
+    position = 0
     for block in blocks:
         rest = memoryview(block)
         while rest:
-            pieces[-1].append(rest[:room])
-            rest, room = rest[room:], room - len(pieces[-1][-1])
-            if not room:
-                pieces.append([])
-                room = _PIECE
-    return pieces
+            part = rest[: _PIECE - position % _PIECE]
+            pieces[position // _PIECE].append(part)
+            rest, position = rest[len(part) :], position + len(part)
+    return [*pieces.values()]
 
 
 def checksum(pieces: Iterable[Iterable[Any]], mapping: Callable[..., Iterable[int]] = map) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core import modules as _modules
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
-from looplib.checkpoint._state_dict import check_state
+from looplib.checkpoint._state_dict import check_state, names_of
 from looplib.optim._recipe import Recipe
 from looplib.optim._update import Plan, first_state, tiny_like, without_state
 from looplib.types import TrainState
@@ -157,7 +156,7 @@ def _matched(
         f"{title} keeps values in its groups or for all parameters together, which are not converted: continue with the "
         "library that began the run, or load the weights alone",
     )
-    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
+    name_of = names_of(model)
     for param in params:
         name_of.setdefault(
             id(param), f"one of shape {tuple(param.shape)} that is not this {type(model).__name__}'s own"

@@ -7,7 +7,6 @@ which files that is, so they are read before.
 from __future__ import annotations
 
 import mmap
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -44,17 +43,17 @@ def errors_as_damage(path: Path) -> Iterator[None]:
         raise DamagedCheckpointError(f"{path} is damaged ({error})") from error
 
 
-def read_manifest(directory: Path) -> tuple[dict[str, Any], int]:
-    """Read a manifest, compare its checksum, and return both."""
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read a manifest and compare its checksum."""
     path = directory / MANIFEST
     with errors_as_damage(path):
-        stored = orjson.loads(path.read_bytes())
-        crc32, manifest = stored["crc32"], without(stored, ("crc32",))
-        check(zlib.crc32(orjson.dumps(manifest)) == crc32, "its checksum is wrong")
+        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+        is_same = manifest["crc32"] == zlib.crc32(orjson.dumps(without(manifest, ("crc32",))))
+        check(is_same, "its checksum is wrong")
     version = manifest["format"]
     message = f"{path} is of format {version}, and this looplib reads format {FORMAT}: use the looplib that wrote it"
     check(version == FORMAT, message, CheckpointVersionError)
-    return manifest, crc32
+    return manifest
 
 
 class _Chunk(NamedTuple):
@@ -79,10 +78,10 @@ class Reader:
         self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
-        self._checksums: dict[str, int] = {name: file["crc32"] for name, file in manifest["files"].items()}
+        self._written: dict[str, dict[str, int]] = manifest["files"]
         self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
-        for name in manifest["files"]:
+        for name in self._written:
             self._map(name)
 
     def _map(self, name: str) -> None:
@@ -122,17 +121,13 @@ class Reader:
                     same = [chunk for chunk in chunks if chunk.box == box]
                     wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
         names = {chunk.file for _, chunks in wanted.values() for chunk in chunks}
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
+        with ThreadPoolExecutor() as pool:
             for name in names:
-                self._verify(name, pool)
+                pieces = pieces_of([self._files[name]])
+                is_same = checksum(pieces, pool.map if len(pieces) > 1 else map) == self._written[name]["crc32"]
+                with errors_as_damage(self.directory / name):
+                    check(is_same, "its checksum is wrong")
         return {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}
-
-    def _verify(self, name: str, pool: ThreadPoolExecutor) -> None:
-        """Compare the checksum of a file."""
-        pieces = pieces_of([self._files[name]])
-        is_same = checksum(pieces, pool.map if len(pieces) > 1 else map) == self._checksums[name]
-        with errors_as_damage(self.directory / name):
-            check(is_same, "its checksum is wrong")
 
     def _assembled(self, path: str, box: Box, chunks: list[_Chunk]) -> Tensor:
         """A part of the tensor at a path, from the chunks that have elements in common with it."""

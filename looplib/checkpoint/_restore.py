@@ -24,8 +24,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
 from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, local, trees_of, words
 from looplib.checkpoint._read import Reader, read_manifest
-from looplib.checkpoint._settings import Run, Settings, check_left_out
-from looplib.checkpoint._shards import new_like
+from looplib.checkpoint._settings import Settings, check_left_out
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -38,16 +37,16 @@ def load(
     Returns a function for the restored state, which cannot fail; the manifest's checksum, which shows if all ranks have
     read the same checkpoint; and a warning about settings that differ from those saved, or "".
     """
-    manifest, checksum = read_manifest(path)
+    manifest = read_manifest(path)
     reader, tree = Reader(path, manifest), trees_of(template)
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
     wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
     _check_fit(path, wanted, reader, weights_only)
     if weights_only:
-        run = Run(fields_of(template, COUNTS), provenance_of(template))
+        counts, made_with, warning = fields_of(template, COUNTS), provenance_of(template), ""
     else:
-        run = settings.continued(path, manifest, template)
+        counts, made_with, warning = settings.continued(path, manifest, template)
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
@@ -55,11 +54,11 @@ def load(
     trees = map_leaves(lambda _: next(remaining), tree)
 
     def restored() -> TrainState:
-        state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
-        lease.note_provenance(state, run.made_with)
+        state = TrainState(**{**dict.fromkeys(TREES), **trees, **counts})
+        lease.note_provenance(state, made_with)
         return state
 
-    return functools.partial(_write_over, writes, restored) if writes else restored, checksum, run.warning
+    return functools.partial(_write_over, writes, restored) if writes else restored, manifest["crc32"], warning
 
 
 def _is_chosen(leaf_path: str, weights_only: bool) -> bool:
@@ -70,10 +69,12 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
     """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
     saved = {**reader.tensors, **reader.ties, **reader.values}
     misfits = [f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in without(wanted, saved)]
-    unexpected = [leaf_path for leaf_path in without(saved, wanted) if _is_chosen(leaf_path, weights_only)]
-    misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
-    common = subset(wanted, saved).items()
-    misfits += filter(None, [_difference(leaf_path, leaf, reader) for leaf_path, leaf in common])
+    misfits += [
+        f"{leaf_path} is in the checkpoint, and not in the state"
+        for leaf_path in without(saved, wanted)
+        if _is_chosen(leaf_path, weights_only)
+    ]
+    misfits += filter(None, [_difference(*each, reader) for each in subset(wanted, saved).items()])
     advice = "Restore into a state of the model and optimizer that it was saved from, or use another directory"
     if all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
@@ -139,7 +140,7 @@ def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader:
         like = wanted[leaf_path] if isinstance(wanted[leaf_path], Tensor) else value
         kind = reader.root(leaf_path), like.device, is_sharded(like)
         if kind not in made:
-            made[kind] = new_like(like)
+            made[kind] = torch.empty_like(like.detach())
             words(local(made[kind])).copy_(words(value))
         leaves[leaf_path] = made[kind].detach().requires_grad_(like.requires_grad)
     return leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -17,14 +17,6 @@ from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences, without_secrets
 from looplib.checkpoint._format import counts_in, leaves_of, trees_of
 from looplib.types import TrainState
-
-
-class Run(NamedTuple):
-    """A restored state without its trees, and the warning about settings that differ from those saved."""
-
-    counts: dict[str, Any]
-    made_with: Provenance
-    warning: str = ""
 
 
 class Settings:
@@ -46,8 +38,10 @@ class Settings:
         optimizer = provenance_of(state).optimizer
         return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
 
-    def continued(self, path: Path, manifest: Mapping[str, Any], template: TrainState) -> Run:
-        """The run of a checkpoint, continued with the settings of `template`."""
+    def continued(
+        self, path: Path, manifest: Mapping[str, Any], template: TrainState
+    ) -> tuple[dict[str, Any], Provenance, str]:
+        """Counts and provenance of a run that continues with the settings of `template`, and a warning if they differ."""
         counts, length = counts_in(manifest), template.epoch_length
         saved, loaders = manifest["made_with"], manifest["loaders"]
         _check_position(path, counts, length)
@@ -61,7 +55,7 @@ class Settings:
         # A described loader has been compared, and need not be when it yields batches.
         if loaders and not any(name in saved for name in self._loaders):
             known = replace(known, loaders=tuple(loaders), restored=str(path), at_step=counts["step"])
-        return Run({**counts, "epoch_length": length}, known, warning)
+        return {**counts, "epoch_length": length}, known, warning
 
 
 def _check_position(path: Path, counts: Mapping[str, Any], length: int | None) -> None:

@@ -63,11 +63,6 @@ def is_written_here(leaf: Any, first: bool) -> bool:
     return 0 in mesh.mesh and not is_copy and size_of(box_of(leaf)) > 0
 
 
-def new_like(leaf: Any) -> Any:
-    """An uninitialized tensor with the dtype, device, strides and sharding of another one."""
-    return torch.empty_like(leaf.detach())
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor. If it is sharded, all ranks gather it together."""
     if not is_sharded(tensor):
@@ -80,14 +75,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 def copied_like(value: Tensor, like: Tensor) -> Tensor:
     """Copy a value with the dtype, device, strides and sharding of `like`."""
-    copied = new_like(like)
+    copied = torch.empty_like(like.detach())
     with torch.no_grad():
         if not is_sharded(like):
             value = whole(value)
         elif not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
             from torch.distributed.tensor import distribute_tensor
 
-            full = whole(value).detach()
-            value = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+            # This sends nothing.
+            value = distribute_tensor(whole(value).detach(), like.device_mesh, like.placements, src_data_rank=None)
         local(copied).copy_(local(value))
-    return copied  # type: ignore[no-any-return]
+    return copied

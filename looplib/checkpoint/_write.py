@@ -124,12 +124,10 @@ def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[]
     with open(path, "xb", buffering=1 << 20) as file:
         for piece in pieces:
             file.writelines(piece)
-    pool = ThreadPoolExecutor(1)
     try:  # beside what follows, so that the file system writes its records of several files together
-        synced = pool.submit(sync, path).result
+        synced = ThreadPoolExecutor(1).submit(sync, path).result
     except RuntimeError:  # the interpreter is exiting, and starts no more threads
         synced = partial(sync, path)
-    pool.shutdown(wait=False)
     return {"bytes": 8 + len(header) + end, "crc32": checksum(pieces)}, synced
 
 
