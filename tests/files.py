@@ -38,7 +38,8 @@ def forged_header(path, change):
     text = orjson.dumps(header)
     content = len(text).to_bytes(8, "little") + text + content[end:]
     path.write_bytes(content)
-    entry = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    checksum = zlib.crc32(zlib.crc32(content).to_bytes(4, "little"))  # of a file of one piece
+    entry = {"bytes": len(content), "crc32": checksum}
     forged(path.parent, lambda manifest: manifest["files"].update({path.name: entry}))
 
 

@@ -81,9 +81,7 @@ def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
 
 def _all_generators() -> tuple[torch.Generator, ...]:
     """The generator of the CPU, and those of the accelerators of this process."""
-    kind = torch.accelerator.current_accelerator()
-    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
-    return _generators(torch.device("cpu"), *devices)
+    return _generators(*map(torch.device, range(torch.accelerator.device_count())))
 
 
 _ARRAY = "numpy array"  # key of an array's tensor

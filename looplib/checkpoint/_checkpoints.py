@@ -144,7 +144,7 @@ class Listing:
 
 def describe(path: Path) -> Checkpoint:
     """Describe a checkpoint after checking its manifest and the sizes of its files."""
-    manifest, _ = read_manifest(path)
+    manifest = read_manifest(path)
     for name, file in manifest["files"].items():
         with errors_as_damage(path / name):
             size = (path / name).stat().st_size

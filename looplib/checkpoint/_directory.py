@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+import orjson
+
 from looplib._core.collective import RankGroup
 from looplib.checkpoint._format import DATA, FORMAT, MANIFEST, DamagedCheckpointError
 from looplib.checkpoint._read import read_manifest
-from looplib.checkpoint._write import Parts, sync, write_manifest, write_tensors
+from looplib.checkpoint._write import Parts, sync, write_tensors
 
 _WRITING, _DELETING = ".writing-", ".deleting-"
 
@@ -44,9 +47,7 @@ def new_entry(folder: Path, step: int) -> Path:
     """Path of a new checkpoint. Creates the folder, and deletes what saves that were cut short have left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name.startswith(_DELETING):
-            _clear(path)
-        elif path.name.startswith(_WRITING):
+        if path.name.startswith((_WRITING, _DELETING)):
             with contextlib.suppress(FileNotFoundError):  # another process has just finished it
                 remove(path)
     earlier = _latest_of(folder, step)
@@ -58,29 +59,34 @@ def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str
     # A name of its own, so that no other process that saves this step writes into the same entry.
     writing = target.with_name(ranks.on_rank0(lambda: f"{_WRITING}{token_hex(4)}-{target.name}"))
 
-    def write_files() -> dict[str, Any]:
+    def write_files() -> tuple[dict[str, Any], Callable[[], None]]:
         if not (parts.data or ranks.first):
-            return {}
+            return {}, lambda: None
         name = f"tensors-{ranks.rank:05d}.safetensors" if parts.sharded else DATA
-        file = write_tensors(writing / name, parts)
-        sync(writing / name)
-        return {name: file}
+        file, synced = write_tensors(writing / name, parts)
+        return {name: file}, synced
 
-    def finish() -> None:
+    def describe() -> None:
         files = {name: file for files in of_ranks for name, file in files.items()}
         manifest = {
             "format": FORMAT, **about, "files": files,
             "tensors": parts.about, "ties": parts.ties, "values": parts.values,
+            "metrics": about["metrics"] or _metrics_of_same(target, files),
         }  # fmt: skip
-        manifest["metrics"] = about["metrics"] or _metrics_of_same(target, files)
-        write_manifest(writing, manifest)
+        crc32 = zlib.crc32(orjson.dumps(manifest))
+        (writing / MANIFEST).write_bytes(orjson.dumps({**manifest, "crc32": crc32}))
         sync(writing / MANIFEST, writing)
+
+    def finish() -> None:
         writing.rename(target)
         sync(target.parent)
 
     try:
         ranks.on_rank0(writing.mkdir)
-        of_ranks = ranks.gather(ranks.all_or_raise(write_files))
+        own, synced = ranks.all_or_raise(write_files)
+        of_ranks = ranks.gather(own)
+        ranks.on_rank0(describe)
+        ranks.all_or_raise(synced)
         ranks.on_rank0(finish)
     except BaseException as error:
         if ranks.first:
@@ -95,14 +101,14 @@ def _metrics_of_same(target: Path, files: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of an earlier save of this step if its data files are the same, so that its weights were scored already."""
     if earlier := _latest_of(target.parent, number_of(target)[0]):
         with contextlib.suppress(DamagedCheckpointError):
-            manifest, _ = read_manifest(earlier)
+            manifest = read_manifest(earlier)
             return dict(manifest["metrics"]) if manifest["files"] == files else {}
     return {}
 
 
 def remove(path: Path) -> None:
     """Delete an entry: rename it first, so that a half-deleted one is never taken for a checkpoint, or finished as one."""
-    aside = path.rename(path.with_name(_DELETING + path.name))
+    aside = path.rename(path.with_name(_DELETING + path.name.removeprefix(_DELETING)))
     _clear(aside)
 
 

@@ -12,9 +12,13 @@ for each data file its size and checksum.
 
 from __future__ import annotations
 
+import ast
 import base64
 import ctypes
-from collections.abc import Callable, Mapping
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from looplib._core.ranks import is_sharded
 from looplib.metrics import Window
 from looplib.types import COUNTS, TREES, TrainState
 
-FORMAT = 7
+FORMAT = 8
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 
@@ -52,8 +56,8 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     # A window's records come and go, so that no state has the structure that was saved: `encoded` refuses it.
     for path, leaf in trees.leaves(tree, lambda node: isinstance(node, Window)):
         leaf_path = trees.pointer(path)
-        twice = f"two leaves of the state are both at {leaf_path}: give their keys different names"
-        check(leaf_path not in leaves, twice)
+        if leaf_path in leaves:
+            raise ValueError(f"two leaves of the state are both at {leaf_path}: give their keys different names")
         leaves[leaf_path] = leaf
     return leaves
 
@@ -81,9 +85,9 @@ def about(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def in_words(about: Mapping[str, Any]) -> str:
-    """Dtype and shape from a manifest, for messages."""
-    return f"a {about['dtype']} tensor of shape {tuple(about['shape'])}"
+def in_words(kind: Mapping[str, Any] | str) -> str:
+    """Dtype and shape from a manifest, or the name of a plain type, for messages."""
+    return kind if isinstance(kind, str) else f"a {kind['dtype']} tensor of shape {tuple(kind['shape'])}"
 
 
 # Plain types by name: a function that makes JSON of a value, and its inverse.
@@ -123,18 +127,40 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
+_PIECE = 4 << 20  # bytes
+
+
+def pieces_of(blocks: Iterable[Any]) -> list[list[memoryview]]:
+    """The bytes of a file, given in blocks, in pieces of equal size: each a list of parts of blocks."""
+    pieces: dict[int, list[memoryview]] = defaultdict(list)
+    position = 0
+    for block in blocks:
+        rest = memoryview(block)
+        while rest:
+            part = rest[: _PIECE - position % _PIECE]
+            pieces[position // _PIECE].append(part)
+            rest, position = rest[len(part) :], position + len(part)
+    return [*pieces.values()]
+
+
+def checksum(pieces: Iterable[Iterable[Any]], mapping: Callable[..., Iterable[int]] = map) -> int:
+    """Checksum of a file: that of the checksums of its pieces, which several threads can compute."""
+    return _crc32(crc.to_bytes(4, "little") for crc in mapping(_crc32, pieces))
+
+
+def _crc32(blocks: Iterable[Any]) -> int:
+    return reduce(lambda total, block: zlib.crc32(block, total), blocks, 0)
+
+
 def counts_of(state: TrainState) -> dict[str, Any]:
     """Counts and seed of a state, in the form stored in a manifest."""
-    seed = state.seed
-    # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
-    written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
-    return {**fields_of(state, COUNTS), "seed": written}
+    # As text, since JSON numbers have 64 bits, and the seeds of a stack are a tuple.
+    return {**fields_of(state, COUNTS), "seed": str(state.seed)}
 
 
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Counts and seed stored in a manifest."""
-    seed = manifest["counts"]["seed"]
-    return {**manifest["counts"], "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
+    return {**manifest["counts"], "seed": ast.literal_eval(manifest["counts"]["seed"])}
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:

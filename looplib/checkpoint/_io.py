@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from looplib._core import errors
 from looplib._core.checks import check, check_type
 from looplib._core.collective import RankGroup, together
 from looplib._core.mappings import mapped
-from looplib._core.provenance import warn_of_two_steps
+from looplib._core.provenance import provenance_of, warn_of_two_steps
 from looplib._core.ranks import is_alone
 from looplib._core.records import described
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
@@ -36,32 +36,6 @@ from looplib.predicates._best import BestSoFar, warn_of_records
 from looplib.types import TrainState, check_state
 
 _unheard: set[Future[None]] = set()  # saves whose errors no later call has raised yet
-
-
-class BackgroundWriter:
-    """Run one task at a time in a thread."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # The ranks, and a second group of them for the threads that write.
-        self._ranks: tuple[RankGroup, RankGroup] | None = None
-        self._pending: Future[None] | None = None
-
-    def start(self, work: Callable[[RankGroup], None], ranks: RankGroup) -> None:
-        """Start `work(ranks)` in the thread, with a separate group of the ranks. All ranks call this."""
-        if self._ranks is None or self._ranks[0] is not ranks:
-            self._ranks = ranks, ranks.another()
-        self._pending = self._pool.submit(work, self._ranks[1])
-        _unheard.add(self._pending)
-        finish_first(self._pending)
-
-    def wait(self) -> None:
-        """Wait for the current task and raise its error."""
-        if self._pending is not None:
-            concurrent.futures.wait([self._pending])  # an interrupt is raised here while the work continues
-            done, self._pending = self._pending, None
-            _unheard.discard(done)
-            done.result()
 
 
 @atexit.register  # runs after the background threads have finished
@@ -187,7 +161,10 @@ class CheckpointIO:
         self._settings = settings
         self._asynchronous = asynchronous
         self._listing = Listing(folder)
-        self._background = BackgroundWriter()
+        # One save at a time is written in the background, by threads that talk to each other through a group of their own.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._second_group = lru_cache(1)(RankGroup.another)
+        self._pending: Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"CheckpointIO({str(self._listing.folder)!r})"
@@ -234,9 +211,15 @@ class CheckpointIO:
             facts = {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)}
             ranks.check_alike(facts, title)
         target = ranks.on_rank0(partial(self._begin, state.step))
-        write = partial(self._write, target, parts, about)
+
+        def write(ranks: RankGroup) -> None:
+            write_entry(ranks, target, parts, about)
+            ranks.on_rank0(self._rotate)
+
         if self._asynchronous:
-            self._background.start(write, ranks)
+            self._pending = self._pool.submit(write, self._second_group(ranks))
+            _unheard.add(self._pending)
+            finish_first(self._pending)
         else:
             write(ranks)
         return target
@@ -313,8 +296,7 @@ class CheckpointIO:
                 warnings.warn(warning, stacklevel=2)
             state = restored()
             if ranks.first and not quiet:
-                position = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
-                title = "weights" if weights_only else position
+                title = "weights" if weights_only else f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
             return state
@@ -337,11 +319,21 @@ class CheckpointIO:
 
     def delete(self, *, after: int) -> None:
         """Delete the checkpoints of steps later than `after`, to restart from there."""
-        self._barrier().on_rank0(partial(self._delete, after))
+
+        def remove_later() -> None:
+            for path in entries_of(self._listing.folder):
+                if number_of(path)[0] > after:
+                    remove(path)
+
+        self._barrier().on_rank0(remove_later)
 
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
-        self._background.wait()
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending])  # an interrupt is raised here while the work continues
+            done, self._pending = self._pending, None
+            _unheard.discard(done)
+            done.result()
 
     def _barrier(self) -> RankGroup:
         """All ranks, once they are in the same method and their background saves have finished."""
@@ -349,11 +341,6 @@ class CheckpointIO:
         ranks = together()
         ranks.barrier()
         return ranks
-
-    def _delete(self, after: int) -> None:
-        for path in entries_of(self._listing.folder):
-            if number_of(path)[0] > after:
-                remove(path)
 
     def _taken_apart(
         self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
@@ -375,6 +362,7 @@ class CheckpointIO:
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
             "made_with": self._settings.description(state),
+            "loaders": provenance_of(state).loaders,
             "left_out": left_out,
         }
 
@@ -389,10 +377,6 @@ class CheckpointIO:
             f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory",
         )
         return new_entry(folder, step)
-
-    def _write(self, target: Path, parts: Parts, about: Mapping[str, Any], ranks: RankGroup) -> None:
-        write_entry(ranks, target, parts, about)
-        ranks.on_rank0(self._rotate)
 
     def _rotate(self) -> None:
         """Delete what no policy keeps, and what a later save of the same step replaces, but for what is damaged."""

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core import modules as _modules
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
-from looplib.checkpoint._state_dict import check_state
+from looplib.checkpoint._state_dict import check_state, names_of
 from looplib.optim._recipe import Recipe
 from looplib.optim._update import Plan, first_state, tiny_like, without_state
 from looplib.types import TrainState
@@ -66,11 +65,9 @@ def optimizer_state_dict(
 
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
-    for group, described in zip(torch_optimizer.param_groups, packed["param_groups"], strict=True):
-        numbers = {
-            name_of[id(param)]: number for param, number in zip(group["params"], described["params"], strict=True)
-        }
-        trained = [name for name in numbers if name in opt_state["state"]]
+    numbers = {name_of[id(param)]: number for number, param in enumerate(_params_of(torch_optimizer))}
+    for group in torch_optimizer.param_groups:
+        trained = [name for param in group["params"] if (name := name_of[id(param)]) in opt_state["state"]]
         if not trained:
             continue
         kept, late = _state_of_class(cls, group, state.params, trained), without_state(opt_state)
@@ -159,7 +156,7 @@ def _matched(
         f"{title} keeps values in its groups or for all parameters together, which are not converted: continue with the "
         "library that began the run, or load the weights alone",
     )
-    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
+    name_of = names_of(model)
     for param in params:
         name_of.setdefault(
             id(param), f"one of shape {tuple(param.shape)} that is not this {type(model).__name__}'s own"

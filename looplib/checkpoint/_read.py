@@ -7,7 +7,6 @@ which files that is, so they are read before.
 from __future__ import annotations
 
 import mmap
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -27,10 +26,12 @@ from looplib.checkpoint._format import (
     MANIFEST,
     CheckpointVersionError,
     DamagedCheckpointError,
+    checksum,
     decoded,
+    pieces_of,
     words,
 )
-from looplib.checkpoint._shards import Box, box_of, common, full_box, size_of, within
+from looplib.checkpoint._shards import Box, box_of, common, full_box, shape_of, size_of, within
 
 
 @contextmanager
@@ -42,25 +43,25 @@ def errors_as_damage(path: Path) -> Iterator[None]:
         raise DamagedCheckpointError(f"{path} is damaged ({error})") from error
 
 
-def read_manifest(directory: Path) -> tuple[dict[str, Any], int]:
-    """Read a manifest, compare its checksum, and return both."""
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read a manifest and compare its checksum."""
     path = directory / MANIFEST
     with errors_as_damage(path):
-        stored = orjson.loads(path.read_bytes())
-        checksum, manifest = stored["crc32"], without(stored, ("crc32",))
-        check(zlib.crc32(orjson.dumps(manifest)) == checksum, "its checksum is wrong")
+        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+        is_same = manifest["crc32"] == zlib.crc32(orjson.dumps(without(manifest, ("crc32",))))
+        check(is_same, "its checksum is wrong")
     version = manifest["format"]
     message = f"{path} is of format {version}, and this looplib reads format {FORMAT}: use the looplib that wrote it"
     check(version == FORMAT, message, CheckpointVersionError)
-    return manifest, checksum
+    return manifest
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor in a file: which one, and where it begins."""
+    """A part of a tensor in a file."""
 
     file: str
-    begin: int
     box: Box
+    data: Tensor
 
 
 class Reader:
@@ -77,29 +78,33 @@ class Reader:
         self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
-        self._checksums: dict[str, int] = {name: file["crc32"] for name, file in manifest["files"].items()}
+        self._written: dict[str, dict[str, int]] = manifest["files"]
+        self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
-        for name, file in manifest["files"].items():
-            self._read_header(name, file["bytes"])
+        for name in self._written:
+            self._map(name)
 
-    def _read_header(self, name: str, size: int) -> None:
-        """List the chunks of a file. If a header is damaged, its file is found to be so, or a tensor to be incomplete."""
+    def _map(self, name: str) -> None:
+        """Map a file into memory and list its chunks. If its header is damaged, `read` will find out."""
         path = self.directory / name
-        with errors_as_damage(path), open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            check(length < size, "the header is longer than the file")
-            header = orjson.loads(file.read(length))
-            for leaf_path, box in header.pop("__metadata__").items():
-                begin = 8 + length + header[leaf_path]["data_offsets"][0]
-                self._chunks[leaf_path].append(_Chunk(name, begin, orjson.loads(box)))
+        with errors_as_damage(path):
+            with open(path, "rb") as file:
+                data = self._files[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            start = 8 + int.from_bytes(data[:8], "little")
+            header = orjson.loads(data[8:start])
+            boxes = header.pop("__metadata__")  # of tensors that are here in part
+            for leaf_path, entry in header.items():
+                box = full_box(self.tensors[leaf_path]["shape"])
+                if leaf_path in boxes:
+                    box = tuple((begin, end) for begin, end in orjson.loads(boxes[leaf_path]))
+                dtype = getattr(torch, self.tensors[leaf_path]["dtype"])
+                if count := size_of(box):
+                    tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=start + entry["data_offsets"][0])
+                    self._chunks[leaf_path].append(_Chunk(name, box, tensor.view(shape_of(box))))
 
     def root(self, path: str) -> str:
         """Path under which the tensor at a path is stored."""
         return self.ties.get(path, path)
-
-    def about(self, path: str) -> Mapping[str, Any] | None:
-        """Dtype and shape of the tensor at a path, or None for a plain value."""
-        return self.tensors.get(self.root(path))
 
     def read(self, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors to restore into these leaves, by path: of a sharded leaf, what this process holds.
@@ -107,51 +112,33 @@ class Reader:
         Do not write to them: they may lie in memory of the files. Each file in which a part of one of them lies is read
         and verified as a whole.
         """
-        boxes = {
-            path: box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
-            for path, leaf in leaves.items()
-            if (entry := self.about(path)) is not None
-        }
-        needed = {
-            path: [chunk for chunk in self._chunks[self.root(path)] if size_of(common(box, chunk.box))]
-            for path, box in boxes.items()
-        }
-        names = {chunk.file for chunks in needed.values() for chunk in chunks}
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-            files = dict(zip(names, pool.map(self._verified, names), strict=True))
-        tensors = {}
-        for path, box in boxes.items():
-            found_size = sum(size_of(common(box, chunk.box)) for chunk in needed[path])
-            message = f"the files in {self.directory} do not have all of {path}"
-            check(found_size == size_of(box), message, DamagedCheckpointError)
-            dtype = getattr(torch, self.tensors[self.root(path)]["dtype"])
-            found = [(chunk.box, _tensor(files[chunk.file], chunk, dtype)) for chunk in needed[path]]
-            tensors[path] = _assembled(box, dtype, found)
-        return tensors
+        wanted: dict[str, tuple[Box, list[_Chunk]]] = {}
+        with errors_as_damage(self.directory):  # as what the headers say is not verified yet
+            for path, leaf in leaves.items():
+                if entry := self.tensors.get(root := self.root(path)):
+                    box = box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
+                    chunks = self._chunks[root]
+                    same = [chunk for chunk in chunks if chunk.box == box]
+                    wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
+        names = {chunk.file for _, chunks in wanted.values() for chunk in chunks}
+        with ThreadPoolExecutor() as pool:
+            for name in names:
+                pieces = pieces_of([self._files[name]])
+                is_same = checksum(pieces, pool.map if len(pieces) > 1 else map) == self._written[name]["crc32"]
+                with errors_as_damage(self.directory / name):
+                    check(is_same, "its checksum is wrong")
+        return {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}
 
-    def _verified(self, name: str) -> memoryview:
-        """A file in memory, after comparing its checksum."""
-        path = self.directory / name
-        with errors_as_damage(path):
-            with open(path, "rb") as file:
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-            check(zlib.crc32(data) == self._checksums[name], "its checksum is wrong")
-        return data
-
-
-def _tensor(file: memoryview, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-    count = size_of(chunk.box) * dtype.itemsize
-    data = torch.frombuffer(file, dtype=torch.uint8, count=count, offset=chunk.begin)
-    return data.view(dtype).view([end - begin for begin, end in chunk.box])
-
-
-def _assembled(box: Box, dtype: torch.dtype, chunks: list[tuple[Box, Tensor]]) -> Tensor:
-    """A part of a tensor, from chunks of which each overlaps with it."""
-    if len(chunks) == 1:
-        chunk_box, chunk = chunks[0]
-        return chunk[within(box, chunk_box)]
-    tensor = torch.empty([end - begin for begin, end in box], dtype=dtype)
-    for chunk_box, chunk in chunks:
-        part = common(box, chunk_box)
-        words(tensor)[within(part, box)] = words(chunk)[within(part, chunk_box)]
-    return tensor
+    def _assembled(self, path: str, box: Box, chunks: list[_Chunk]) -> Tensor:
+        """A part of the tensor at a path, from the chunks that have elements in common with it."""
+        if [chunk.box for chunk in chunks] == [box]:
+            return chunks[0].data
+        parts = [common(box, chunk.box) for chunk in chunks]
+        missing = f"the files in {self.directory} do not have all of {path}"
+        check(sum(map(size_of, parts)) == size_of(box), missing, DamagedCheckpointError)
+        if parts == [box]:
+            return chunks[0].data[within(box, chunks[0].box)]
+        tensor = torch.empty(shape_of(box), dtype=getattr(torch, self.tensors[self.root(path)]["dtype"]))
+        for part, chunk in zip(parts, chunks, strict=True):
+            words(tensor)[within(part, box)] = words(chunk.data)[within(part, chunk.box)]
+        return tensor

@@ -18,14 +18,13 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
 from looplib._core.lease import same_value
-from looplib._core.mappings import fields_of, subset, without
+from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
-from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leaves_of, local, trees_of, words
+from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, local, trees_of, words
 from looplib.checkpoint._read import Reader, read_manifest
-from looplib.checkpoint._settings import Run, Settings, check_left_out
-from looplib.checkpoint._shards import new_like
+from looplib.checkpoint._settings import Settings, check_left_out
 from looplib.checkpoint._write import same_memory
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -38,16 +37,16 @@ def load(
     Returns a function for the restored state, which cannot fail; the manifest's checksum, which shows if all ranks have
     read the same checkpoint; and a warning about settings that differ from those saved, or "".
     """
-    manifest, checksum = read_manifest(path)
+    manifest = read_manifest(path)
     reader, tree = Reader(path, manifest), trees_of(template)
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
     wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
     _check_fit(path, wanted, reader, weights_only)
     if weights_only:
-        run = Run(fields_of(template, COUNTS), provenance_of(template))
+        counts, made_with, warning = fields_of(template, COUNTS), provenance_of(template), ""
     else:
-        run = settings.continued(path, counts_in(manifest), manifest["made_with"], template)
+        counts, made_with, warning = settings.continued(path, manifest, template)
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
@@ -55,11 +54,11 @@ def load(
     trees = map_leaves(lambda _: next(remaining), tree)
 
     def restored() -> TrainState:
-        state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
-        lease.note_provenance(state, run.made_with)
+        state = TrainState(**{**dict.fromkeys(TREES), **trees, **counts})
+        lease.note_provenance(state, made_with)
         return state
 
-    return functools.partial(_write_over, writes, restored) if writes else restored, checksum, run.warning
+    return functools.partial(_write_over, writes, restored) if writes else restored, manifest["crc32"], warning
 
 
 def _is_chosen(leaf_path: str, weights_only: bool) -> bool:
@@ -70,10 +69,12 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
     """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
     saved = {**reader.tensors, **reader.ties, **reader.values}
     misfits = [f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in without(wanted, saved)]
-    unexpected = [leaf_path for leaf_path in without(saved, wanted) if _is_chosen(leaf_path, weights_only)]
-    misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
-    common = subset(wanted, saved).items()
-    misfits += filter(None, [_difference(leaf_path, leaf, reader) for leaf_path, leaf in common])
+    misfits += [
+        f"{leaf_path} is in the checkpoint, and not in the state"
+        for leaf_path in without(saved, wanted)
+        if _is_chosen(leaf_path, weights_only)
+    ]
+    misfits += filter(None, [_difference(*each, reader) for each in subset(wanted, saved).items()])
     advice = "Restore into a state of the model and optimizer that it was saved from, or use another directory"
     if all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
@@ -87,12 +88,12 @@ def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_on
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
-    entry, is_tensor = reader.about(leaf_path), isinstance(leaf, Tensor)
-    saved = in_words(entry) if entry else type(reader.values[leaf_path]).__name__
-    new = in_words(about(leaf)) if is_tensor else type(leaf).__name__
+    saved = reader.tensors.get(reader.root(leaf_path)) or type(reader.values[leaf_path]).__name__
+    new = about(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
     # An int may become a float, and a None may be set later.
-    fits = saved == new or {saved, new} == {"int", "float"} or ("NoneType" in (saved, new) and not is_tensor)
-    return "" if fits else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
+    is_settable = "NoneType" in (saved, new) and not isinstance(leaf, Tensor)
+    fits = saved == new or is_settable or {str(saved), str(new)} == {"int", "float"}
+    return "" if fits else f"{leaf_path} is {in_words(saved)} in the checkpoint, {in_words(new)} in the state"
 
 
 def _bound(
@@ -105,33 +106,30 @@ def _bound(
     is not restored, it keeps its value in a copy.
     """
     writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
-    roots = same_memory(writable)  # for each tensor, the path of the first one in the same memory
-    kept = _apart({each: leaf for each, leaf in without(leaves, wanted).items() if roots.get(each) in values})
+    roots = same_memory(mapped(local, writable))  # for each tensor, the path of the first one in the same memory
+    kept = {
+        # The module's own stay its own, and the others keep their value in a copy.
+        each: leaf if each.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for each, leaf in without(leaves, wanted).items()
+        if roots.get(each) in values
+    }
     writes: list[tuple[Tensor, Tensor]] = []
     for leaf_path, value in values.items():
         leaf, root, is_weight = leaves[leaf_path], roots.get(leaf_path), leaf_path.startswith(WEIGHTS)
         # Frozen parameters and masks, which states of pure steps share with the module, are not written.
         is_same = is_weight and same_value(leaf, value)
         is_tied = root is not None and reader.root(root) == reader.root(leaf_path)
-        check(
-            is_same or is_tied or not is_weight,
-            f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
-            f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
-            "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))",
-        )
         if is_same or is_tied:
             kept[leaf_path] = leaf
+        elif is_weight:
+            raise ValueError(
+                f"{path} cannot be restored into this bound state, because the module cannot hold {leaf_path}: it is "
+                f"{f'one tensor with {root} there, and another one in the checkpoint' if root else 'expanded there'}. "
+                "Restore into a state that is not bound to the module: ckpt.restore(ll.copy_state(state))"
+            )
         if root == leaf_path and not is_same:
             writes.append((local(leaf) if is_sharded(leaf) else leaf, value))
     return kept, writes
-
-
-def _apart(shared: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copies of leaves that are not restored, and share a tensor that is. The module's own stay its own."""
-    return {
-        leaf_path: leaf if leaf_path.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        for leaf_path, leaf in shared.items()
-    }
 
 
 def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader:
         like = wanted[leaf_path] if isinstance(wanted[leaf_path], Tensor) else value
         kind = reader.root(leaf_path), like.device, is_sharded(like)
         if kind not in made:
-            made[kind] = new_like(like)
+            made[kind] = torch.empty_like(like.detach())
             words(local(made[kind])).copy_(words(value))
         leaves[leaf_path] = made[kind].detach().requires_grad_(like.requires_grad)
     return leaves

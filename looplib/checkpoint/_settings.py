@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,16 +15,8 @@ from looplib._core.mappings import mapped, subset, without
 from looplib._core.provenance import Provenance, other_settings, provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences, without_secrets
-from looplib.checkpoint._format import leaves_of, trees_of
+from looplib.checkpoint._format import counts_in, leaves_of, trees_of
 from looplib.types import TrainState
-
-
-class Run(NamedTuple):
-    """A restored state without its trees, and the warning about settings that differ from those saved."""
-
-    counts: dict[str, Any]
-    made_with: Provenance
-    warning: str = ""
 
 
 class Settings:
@@ -42,28 +34,28 @@ class Settings:
         self._loaders = [name for name, setting in settings.items() if hasattr(setting, "resume")]
 
     def description(self, state: TrainState) -> dict[str, Any]:
-        """Settings as stored in the manifest of a checkpoint of this state."""
-        known = provenance_of(state)
-        loaders = {"loaders": [*known.loaders]} if known.loaders else {}
-        return loaders | self._compared(state)
+        """Settings as stored in a manifest, without the loaders that a state knows, which are compared when called."""
+        optimizer = provenance_of(state).optimizer
+        return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
 
-    def continued(self, path: Path, counts: dict[str, Any], saved: Mapping[str, Any], template: TrainState) -> Run:
-        """The run of a checkpoint, continued with the settings of `template`. `saved` are those of the checkpoint."""
-        length = template.epoch_length
+    def continued(
+        self, path: Path, manifest: Mapping[str, Any], template: TrainState
+    ) -> tuple[dict[str, Any], Provenance, str]:
+        """Counts and provenance of a run that continues with the settings of `template`, and a warning if they differ."""
+        counts, length = counts_in(manifest), template.epoch_length
+        saved, loaders = manifest["made_with"], manifest["loaders"]
         _check_position(path, counts, length)
-        changed = differences(saved, self._compared(template))
+        changed = differences(saved, self.description(template))
         changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
+        known = replace(provenance_of(template), reading=None)
+        if known.optimizer is None and isinstance(optimizer := saved.get("optimizer"), Mapping):
+            known = replace(known, optimizer=optimizer)
         # A described loader has been compared, and need not be when it yields batches.
-        is_compared = any(name in saved for name in self._loaders)
-        known = _restored_into(template, saved, str(path), counts["step"], is_compared)
-        return Run({**counts, "epoch_length": length}, known, warning)
-
-    def _compared(self, state: TrainState) -> dict[str, Any]:
-        """Settings without the loaders that a state knows, which are compared when they are called."""
-        optimizer = provenance_of(state).optimizer
-        return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
+        if loaders and not any(name in saved for name in self._loaders):
+            known = replace(known, loaders=tuple(loaders), restored=str(path), at_step=counts["step"])
+        return {**counts, "epoch_length": length}, known, warning
 
 
 def _check_position(path: Path, counts: Mapping[str, Any], length: int | None) -> None:
@@ -118,17 +110,3 @@ def check_left_out(path: Path, left_out: Mapping[str, int], leaves: Mapping[str,
         f"{few(others, 3)}. Before init_state, load the base model that it was saved with. If merge_adapter has written "
         "into that, which unmerge_adapter rounds, merge a copy the next time: copy.deepcopy(model).merge_and_unload()",
     )
-
-
-def _restored_into(
-    template: TrainState, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
-) -> Provenance:
-    """Provenance of a restored state; `saved` is the manifest's entry."""
-    known = replace(provenance_of(template), reading=None)
-    optimizer, loaders = saved.get("optimizer"), saved.get("loaders")
-    if known.optimizer is None and isinstance(optimizer, Mapping):
-        known = replace(known, optimizer=optimizer)
-    if loader_is_compared or not isinstance(loaders, list):
-        return known
-    described = tuple(loader for loader in loaders if isinstance(loader, Mapping))
-    return replace(known, loaders=described, restored=path if described else "", at_step=step)

@@ -12,13 +12,18 @@ from torch import Tensor
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 
-Box = Sequence[Sequence[int]]
+Box = tuple[tuple[int, int], ...]
 """A part of a tensor: the range of its indices in each dimension."""
 
 
 def full_box(shape: Sequence[int]) -> Box:
     """All of a tensor of this shape."""
-    return [[0, size] for size in shape]
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Box) -> list[int]:
+    """Shape of a part of a tensor."""
+    return [end - begin for begin, end in box]
 
 
 def size_of(box: Box) -> int:
@@ -28,7 +33,7 @@ def size_of(box: Box) -> int:
 
 def common(one: Box, other: Box) -> Box:
     """The elements that two parts of a tensor have in common."""
-    return [[max(a, b), min(c, d)] for (a, c), (b, d) in zip(one, other, strict=True)]
+    return tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(one, other, strict=True))
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
@@ -41,7 +46,7 @@ def box_of(leaf: Any) -> Box:
     if not is_sharded(leaf):
         return full_box(leaf.shape)
     (chunk,) = leaf.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
-    return [[first, first + size] for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    return tuple((first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def is_written_here(leaf: Any, first: bool) -> bool:
@@ -58,16 +63,6 @@ def is_written_here(leaf: Any, first: bool) -> bool:
     return 0 in mesh.mesh and not is_copy and size_of(box_of(leaf)) > 0
 
 
-def new_like(leaf: Any) -> Any:
-    """An uninitialized tensor with the dtype, device, strides and sharding of another one."""
-    own = torch.empty_like(local(leaf))
-    if not is_sharded(leaf):
-        return own
-    return type(leaf).from_local(
-        own, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
-    )
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor. If it is sharded, all ranks gather it together."""
     if not is_sharded(tensor):
@@ -80,14 +75,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 def copied_like(value: Tensor, like: Tensor) -> Tensor:
     """Copy a value with the dtype, device, strides and sharding of `like`."""
-    copied = new_like(like)
+    copied = torch.empty_like(like.detach())
     with torch.no_grad():
         if not is_sharded(like):
             value = whole(value)
         elif not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
             from torch.distributed.tensor import distribute_tensor
 
-            full = whole(value).detach()
-            value = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+            # This sends nothing.
+            value = distribute_tensor(whole(value).detach(), like.device_mesh, like.placements, src_data_rank=None)
         local(copied).copy_(local(value))
-    return copied  # type: ignore[no-any-return]
+    return copied

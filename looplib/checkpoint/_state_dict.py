@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
-from looplib._core.mappings import subset
+from looplib._core.mappings import subset, without
 from looplib._core.trees import map_tensors
 from looplib._core.watches import export
 from looplib.checkpoint._format import about, in_words, words
@@ -122,9 +122,8 @@ def load_state_dict(
     check_type("source is", source, Mapping, advice)
     check_state(model, state)
     name_of, clean = state_names(model), cleaner(model)
-    given = {clean(str(key)): value for key, value in source.items()}
     # An `_extra_state` belongs to the module.
-    chosen = {key: value for key, value in given.items() if not key.endswith("_extra_state")}
+    chosen = {clean(str(key)): value for key, value in source.items() if not str(key).endswith("_extra_state")}
     loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
     problems = _unmatched(name_of, chosen, strict) + misfits
     check(
@@ -140,12 +139,11 @@ def load_state_dict(
 
 def _unmatched(name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool) -> list[str]:
     """Missing and unexpected names, in words."""
-    loaded = {name_of[key] for key in chosen.keys() & name_of.keys()}
+    loaded = {*subset(name_of, chosen).values()}
     if loaded and not strict:
         return []
-    missing = [key for key in name_of if name_of[key] not in loaded]
-    unexpected = [key for key in chosen if key not in name_of]
-    kinds = {"missing": missing, "unexpected": unexpected}
+    missing = [key for key, name in name_of.items() if name not in loaded]
+    kinds = {"missing": missing, "unexpected": without(chosen, name_of)}
     return [f"{kind} {few(keys)}" for kind, keys in kinds.items() if keys]
 
 
@@ -156,9 +154,8 @@ def _fitted(
     loaded: dict[str, Tensor] = {}
     misfits: list[str] = []
     first_key: dict[str, str] = {}  # for tied weights, the name that was loaded
-    for key in [key for key in name_of if key in chosen]:
-        name, value = name_of[key], chosen[key]
-        like = held[name]
+    for key, name in subset(name_of, chosen).items():
+        value, like = chosen[key], held[name]
         if problem := _misfit(value, like):
             misfits.append(f"{key} {problem}")
         elif first_key.setdefault(name, key) == key:
@@ -210,9 +207,13 @@ def _parts_of(path: str) -> list[str]:
 
 def state_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the module's `state_dict` to the tensor's name in a state."""
-    clean = cleaner(model)
-    slots = _modules.members(model)
-    names = {id(tensor): name for name, tensor in _modules.tensors([*slots.params, *slots.buffers]).items()}
+    clean, names = cleaner(model), names_of(model)
     with export(model):
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Names in a state of the module's own tensors, by their ids."""
+    slots = _modules.members(model)
+    return {id(tensor): name for name, tensor in _modules.tensors([*slots.params, *slots.buffers]).items()}

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import orjson
 from torch import Tensor
 
-from looplib._core.checks import check, is_plain
+from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of
+from looplib._core.lease import overlaps
 from looplib._core.mappings import mapped, without
 from looplib._core.ranks import is_sharded
-from looplib.checkpoint._format import MANIFEST, about, bytes_of, encoded, leaves_of, local, words
+from looplib.checkpoint._format import (
+    about,
+    bytes_of,
+    checksum,
+    encoded,
+    leaves_of,
+    local,
+    pieces_of,
+    words,
+)
 from looplib.checkpoint._shards import box_of, is_written_here
 
 # safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
@@ -39,8 +46,8 @@ class Parts:
         ties: path of a tensor -> path of the same tensor, under which it is written once.
         sharded: paths of the DTensors.
         about: dtype and shape of all tensors but for ties, as in the manifest.
-        boxes: the parts of tensors that this process writes.
-        data: the same parts, as integers of the same size.
+        data: the tensors and parts of DTensors that this process writes, as integers of the same size.
+        boxes: which parts those of DTensors are.
     """
 
     def __init__(self, tree: Any, first: bool) -> None:
@@ -54,8 +61,9 @@ class Parts:
         self.ties = {path: root for path, root in roots.items() if path != root}
         stored = without(tensors, self.ties)
         self.about = mapped(about, stored)
-        self.boxes = {path: box_of(leaf) for path, leaf in stored.items() if is_written_here(leaf, first)}
-        self.data = {path: words(local(stored[path])) for path in self.boxes}
+        own = {path: leaf for path, leaf in stored.items() if is_written_here(leaf, first)}
+        self.boxes = {path: box_of(leaf) for path, leaf in own.items() if path in self.sharded}
+        self.data = {path: words(local(leaf)) for path, leaf in own.items()}
 
     def copy(self) -> None:
         """Copy the tensors to the host, so that they may be overwritten from now on."""
@@ -66,12 +74,11 @@ def _check_kind(path: str, leaf: Any) -> None:
     """Raise TypeError for a tensor that cannot be stored."""
     tensor = local(leaf) if is_sharded(leaf) else leaf
     partial_sums = is_sharded(leaf) and any(placement.is_partial() for placement in leaf.placements)
-    check(
-        is_plain(tensor) and not tensor.is_meta and not tensor.is_quantized and not partial_sums,
-        f"{path} is a {type(leaf).__name__} of {leaf.dtype} and {leaf.layout} on the device {leaf.device}"
-        f"{', not summed up yet' * partial_sums}, which a checkpoint cannot hold: convert it to a dense plain tensor",
-        TypeError,
-    )
+    if not is_plain(tensor) or tensor.is_meta or tensor.is_quantized or partial_sums:
+        raise TypeError(
+            f"{path} is a {type(leaf).__name__} of {leaf.dtype} and {leaf.layout} on the device {leaf.device}"
+            f"{', not summed up yet' * partial_sums}, which a checkpoint cannot hold: convert it to a dense plain tensor"
+        )
 
 
 def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -80,40 +87,30 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Raises ValueError for tensors whose ranges in memory overlap and that are not the same. Separate ranges of one
     memory, such as the halves of a flat buffer, are separate tensors.
     """
-    roots: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    by_storage: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
-    for path, leaf in tensors.items():
-        tensor = local(leaf)
-        roots[path] = path
-        if not tensor.numel():  # has no memory to share
-            continue
-        storage = tensor.device, tensor.untyped_storage().data_ptr()
-        begin, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        view = storage, begin, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        roots[path] = first.setdefault(view, path)
-        if roots[path] == path:
-            end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-            size = tensor.element_size()
-            by_storage[storage].append((begin * size, end * size, path))
-    for spans in by_storage.values():
-        for (_, end, path), (begin, _, other) in combinations(sorted(spans), 2):
-            if begin < end:
-                raise ValueError(
-                    f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
-                    "keep a copy in one of them (tensor.clone())"
-                )
+    roots = {path: path for path in tensors}
+    for path, other in overlaps({path: tensor for path, tensor in tensors.items() if tensor.numel()}):
+        if _view(tensors[path]) != _view(tensors[other]):
+            raise ValueError(
+                f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
+                "keep a copy in one of them (tensor.clone())"
+            )
+        roots[other] = roots[path]
     return roots
 
 
-def write_tensors(path: Path, parts: Parts) -> dict[str, int]:
-    """Write a safetensors file of what this process writes, and return its entry in the manifest. It is not synced yet."""
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[], None]]:
+    """Write a safetensors file of what this process writes.
+
+    Returns its entry in the manifest, and a function that waits until the file is synced, which begins at once.
+    """
     # Larger dtypes come first, so that each begins at a multiple of its size without any padding.
     data = dict(sorted(parts.data.items(), key=lambda item: -item[1].element_size()))
     # As text, since safetensors allows no other metadata.
-    entries: dict[str, Any] = {
-        "__metadata__": {path: orjson.dumps(box).decode() for path, box in parts.boxes.items()}
-    }
+    entries: dict[str, Any] = {"__metadata__": mapped(lambda box: orjson.dumps(box).decode(), parts.boxes)}
     end = 0
     for leaf_path, tensor in data.items():
         begin, end = end, end + tensor.nbytes
@@ -123,28 +120,15 @@ def write_tensors(path: Path, parts: Parts) -> dict[str, int]:
     header = orjson.dumps(entries)
     header += b" " * (-(8 + len(header)) % 64)
     bits = [bits_of(tensor).cpu() for tensor in data.values()]
-    blocks: list[Any] = [len(header).to_bytes(8, "little"), header, *map(bytes_of, bits)]
-    with open(path, "xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
-        try:  # beside the writes, since both release the interpreter lock
-            checksum = pool.submit(_checksum, blocks).result
-        except RuntimeError:  # the interpreter is exiting, and starts no more threads
-            checksum = partial(_checksum, blocks)
-        for block in blocks:
-            file.write(block)
-        return {"bytes": sum(map(len, blocks)), "crc32": checksum()}
-
-
-def _checksum(blocks: Iterable[Any]) -> int:
-    checksum = 0
-    for block in blocks:
-        checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with its checksum. It is not synced yet."""
-    checksum = zlib.crc32(orjson.dumps(manifest))
-    (directory / MANIFEST).write_bytes(orjson.dumps({**manifest, "crc32": checksum}))
+    pieces = pieces_of([len(header).to_bytes(8, "little") + header, *map(bytes_of, bits)])
+    with open(path, "xb", buffering=1 << 20) as file:
+        for piece in pieces:
+            file.writelines(piece)
+    try:  # beside what follows, so that the file system writes its records of several files together
+        synced = ThreadPoolExecutor(1).submit(sync, path).result
+    except RuntimeError:  # the interpreter is exiting, and starts no more threads
+        synced = partial(sync, path)
+    return {"bytes": 8 + len(header) + end, "crc32": checksum(pieces)}, synced
 
 
 def sync(*paths: Path) -> None:

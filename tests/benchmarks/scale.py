@@ -95,8 +95,9 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
     }
     with tempfile.TemporaryDirectory() as folder:
         path, began = Path(folder) / "tensors-00000.safetensors", time.perf_counter()
-        written = write_tensors(path, Parts({"params": state}, first=True))
+        written, synced = write_tensors(path, Parts({"params": state}, first=True))
         found["save"] = time.perf_counter() - began
+        synced()
         found["described"] = float(int.from_bytes(path.read_bytes()[:8], "little"))
     of_ranks = [json.dumps({path.name: written})] * ranks
     found["received"] = float(sum(map(len, of_ranks)))

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: whole or not there on all of them, and of n ranks into m, by real processes."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -450,7 +451,12 @@ def test_safetensors_reads_the_shards_and_a_part_that_nobody_wrote_is_missed(fol
     assert torch.equal(torch.cat([row for row in rows if row is not None]), found.params["0.weight"])
     (about,) = ll.checkpoint_io(tmp_path).steps()
     assert about.bytes == sum(file.stat().st_size for file in files)
-    forged_header(files[1], lambda header: header["__metadata__"].pop("/params/0.weight"))
+    good = files[1].read_bytes()
+    files[1].write_bytes(re.sub(rb"\[\[(\d),", rb"[[\1.", good, count=1))  # one flipped bit
+    with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=files[1].name):
+        ll.checkpoint_io(tmp_path).restore(state_of(net(5)), 3)
+    files[1].write_bytes(good)
+    forged_header(files[1], lambda header: header.pop("/params/0.weight"))
     with pytest.raises(ll.checkpoint.DamagedCheckpointError, match="do not have all of /params/0"):
         ll.checkpoint_io(tmp_path).restore(state_of(net(5)), 3)
 

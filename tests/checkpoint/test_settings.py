@@ -182,7 +182,7 @@ def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
     assert (state.epoch, state.step, state.samples) == (4, 18, 96)
     assert trained(tmp_path, 5, loader(seed=1))[0] == ["loader seed was 0, is 1"]
     assert trained(tmp_path, 6, loader(seed=1))[0] == []
-    (saved,) = manifest_of(ll.checkpoint_io(tmp_path).latest().path)["made_with"]["loaders"]
+    (saved,) = manifest_of(ll.checkpoint_io(tmp_path).latest().path)["loaders"]
     assert saved == loader(seed=1).description
 
 
