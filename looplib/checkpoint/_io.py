@@ -8,18 +8,17 @@ the state that the code has created, and then loads the values into it.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from looplib._core import errors
-from looplib._core.checks import check, check_type
+from looplib._core.checks import check, check_type, few
 from looplib._core.collective import RankGroup, together
 from looplib._core.mappings import mapped
 from looplib._core.provenance import provenance_of, warn_of_two_steps
@@ -207,9 +206,10 @@ class CheckpointIO:
         parts, about = ranks.all_or_raise(partial(self._taken_apart, state, metrics, ranks.first))
         if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
-            title = "the state differs between ranks, so it is not one state to save:\n  "
-            facts = {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)}
-            ranks.check_alike(facts, title)
+            ranks.check_alike(
+                {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)},
+                "the state differs between ranks, so it is not one state to save:\n  ",
+            )
         target = ranks.on_rank0(partial(self._begin, state.step))
 
         def write(ranks: RankGroup) -> None:
@@ -330,7 +330,7 @@ class CheckpointIO:
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
         if self._pending is not None:
-            concurrent.futures.wait([self._pending])  # an interrupt is raised here while the work continues
+            wait([self._pending])  # an interrupt is raised here while the work continues
             done, self._pending = self._pending, None
             _unheard.discard(done)
             done.result()
@@ -369,10 +369,10 @@ class CheckpointIO:
     def _begin(self, step: int) -> Path:
         """Path for a checkpoint of this step, after checking that there are no later ones."""
         folder = self._listing.folder
-        later = [str(checkpoint.step) for checkpoint in self._listing.read() if checkpoint.step > step]
+        later = [checkpoint.step for checkpoint in self._listing.read() if checkpoint.step > step]
         check(
             not later,
-            f"{folder} holds later steps ({', '.join(later)}) than this state's {step}: they are of another run, or "
+            f"{folder} holds later steps ({few(later)}) than this state's {step}: they are of another run, or "
             "this run has continued from here before. To continue from the latest, state = ckpt.restore(state); to "
             f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory",
         )

@@ -51,8 +51,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         is_same = manifest["crc32"] == zlib.crc32(orjson.dumps(without(manifest, ("crc32",))))
         check(is_same, "its checksum is wrong")
     version = manifest["format"]
-    message = f"{path} is of format {version}, and this looplib reads format {FORMAT}: use the looplib that wrote it"
-    check(version == FORMAT, message, CheckpointVersionError)
+    check(
+        version == FORMAT,
+        f"{path} is of format {version}, and this looplib reads format {FORMAT}: use the looplib that wrote it",
+        CheckpointVersionError,
+    )
     return manifest
 
 
@@ -78,7 +81,7 @@ class Reader:
         self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
-        self._written: dict[str, dict[str, int]] = manifest["files"]
+        self._written = manifest["files"]
         self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
         for name in self._written:
@@ -120,13 +123,12 @@ class Reader:
                     chunks = self._chunks[root]
                     same = [chunk for chunk in chunks if chunk.box == box]
                     wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
-        names = {chunk.file for _, chunks in wanted.values() for chunk in chunks}
         with ThreadPoolExecutor() as pool:
-            for name in names:
+            for name in {chunk.file for _, chunks in wanted.values() for chunk in chunks}:
                 pieces = pieces_of([self._files[name]])
-                is_same = checksum(pieces, pool.map if len(pieces) > 1 else map) == self._written[name]["crc32"]
+                found = checksum(pieces, pool.map if len(pieces) > 1 else map)
                 with errors_as_damage(self.directory / name):
-                    check(is_same, "its checksum is wrong")
+                    check(found == self._written[name]["crc32"], "its checksum is wrong")
         return {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}
 
     def _assembled(self, path: str, box: Box, chunks: list[_Chunk]) -> Tensor:

@@ -92,8 +92,9 @@ def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
     new = about(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
     # An int may become a float, and a None may be set later.
     is_settable = "NoneType" in (saved, new) and not isinstance(leaf, Tensor)
-    fits = saved == new or is_settable or {str(saved), str(new)} == {"int", "float"}
-    return "" if fits else f"{leaf_path} is {in_words(saved)} in the checkpoint, {in_words(new)} in the state"
+    if saved == new or is_settable or {str(saved), str(new)} == {"int", "float"}:
+        return ""
+    return f"{leaf_path} is {in_words(saved)} in the checkpoint, {in_words(new)} in the state"
 
 
 def _bound(

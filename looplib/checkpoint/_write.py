@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of
-from looplib._core.lease import overlaps
+from looplib._core.lease import _range
 from looplib._core.mappings import mapped, without
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
@@ -61,9 +62,10 @@ class Parts:
         self.ties = {path: root for path, root in roots.items() if path != root}
         stored = without(tensors, self.ties)
         self.about = mapped(about, stored)
-        own = {path: leaf for path, leaf in stored.items() if is_written_here(leaf, first)}
-        self.boxes = {path: box_of(leaf) for path, leaf in own.items() if path in self.sharded}
-        self.data = {path: words(local(leaf)) for path, leaf in own.items()}
+        self.data = {path: words(local(leaf)) for path, leaf in stored.items() if is_written_here(leaf, first)}
+        self.boxes = {
+            path: box_of(leaf) for path, leaf in stored.items() if path in self.data and path in self.sharded
+        }
 
     def copy(self) -> None:
         """Copy the tensors to the host, so that they may be overwritten from now on."""
@@ -87,19 +89,20 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Raises ValueError for tensors whose ranges in memory overlap and that are not the same. Separate ranges of one
     memory, such as the halves of a flat buffer, are separate tensors.
     """
-    roots = {path: path for path in tensors}
-    for path, other in overlaps({path: tensor for path, tensor in tensors.items() if tensor.numel()}):
-        if _view(tensors[path]) != _view(tensors[other]):
+    roots: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for path, tensor in tensors.items():
+        memory = f"{tensor.device} {tensor.untyped_storage().data_ptr()}"
+        view = memory, *_range(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        roots[path] = first.setdefault(view, path) if tensor.numel() else path
+    spans = sorted((*view[:3], path) for view, path in first.items())
+    for (memory, _, end, path), (next_memory, begin, _, other) in pairwise(spans):
+        if memory == next_memory and begin < end:
             raise ValueError(
                 f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
                 "keep a copy in one of them (tensor.clone())"
             )
-        roots[other] = roots[path]
     return roots
-
-
-def _view(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[], None]]:
