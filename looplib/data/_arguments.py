@@ -11,15 +11,7 @@ from looplib._core.checks import check, check_optional_count, check_type, few, n
 from looplib._core.trees import is_array
 from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
-
-class _Required:
-    """Default of `batch_size`, since no value is right for most datasets."""
-
-    def __repr__(self) -> str:  # in signatures that editors show
-        return "required"
-
-
-REQUIRED: Any = _Required()
+REQUIRED: Any = "required"  # default of `batch_size`, since no value is right for most datasets; seen in signatures
 
 _INSTEAD = {
     "shuffle": "order=ll.data.shuffled(), which is the default, or order=ll.data.sequential()",
@@ -28,11 +20,6 @@ _INSTEAD = {
     "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
     "in_order": "nothing: batches always come in the order of the epoch. (order=ll.data.sequential() does not shuffle)",
 }
-
-
-def is_stream(dataset: Any) -> bool:
-    """True if a dataset can only be iterated over."""
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str, Any]) -> None:
@@ -48,8 +35,9 @@ def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str,
         "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
     )
-    advice = "expected a number of batches, at least 1, or None for all"
-    check_optional_count("max_batches", max_batches, advice=advice)
+    check_optional_count(
+        "max_batches", max_batches, advice="expected a number of batches, at least 1, or None for all"
+    )
 
 
 def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, drop_last: bool) -> int | None:
@@ -171,20 +159,19 @@ def settings_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, 
     plain: Any = batches if _torchs_name(batches) == "BatchSampler" else loader
     settings = {name: getattr(loader, name) for name in _OPTIONS}
     settings |= {"batch_size": plain.batch_size, "drop_last": plain.drop_last}
-    if isinstance(loader.dataset, IterableDataset):
+    dataset, source = loader.dataset, plain.sampler
+    if isinstance(dataset, IterableDataset):
         return settings
-    if batches is not None and batches is not plain:
-        return settings | {"order": batch_sampler(batches)}
-    return settings | {"order": _order_of(loader.dataset, plain.sampler)}
-
-
-def _order_of(dataset: Any, source: Any) -> Order:
     whole = hasattr(dataset, "__len__") and len(source) == len(dataset)
-    if whole and _torchs_name(source) == "SequentialSampler":
-        return sequential()
-    if whole and _torchs_name(source) == "RandomSampler" and not source.replacement:
-        return shuffled()
-    return sampler(source)
+    if batches is not None and batches is not plain:
+        order = batch_sampler(batches)
+    elif whole and _torchs_name(source) == "SequentialSampler":
+        order = sequential()
+    elif whole and _torchs_name(source) == "RandomSampler" and not source.replacement:
+        order = shuffled()
+    else:
+        order = sampler(source)
+    return settings | {"order": order}
 
 
 def _torchs_name(source: Any) -> str:

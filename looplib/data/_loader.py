@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -16,18 +17,17 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset
 
 from looplib._core import trees
 from looplib._core.checks import check, warn
 from looplib._core.lease import note_provenance
 from looplib._core.provenance import other_settings, provenance_of, warn_of_two_steps
-from looplib._core.ranks import rank
+from looplib._core.ranks import rank, rank_and_size
 from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
 from looplib.data import _arguments
-from looplib.data._arguments import REQUIRED, settings_of
 from looplib.data._orders import Order, check_undivided, shuffled
-from looplib.data._plan import Plan, empty_part, plan_of, rank_and_ranks
+from looplib.data._plan import empty_part, plan_of
 from looplib.data._position import resumed
 from looplib.data._readers import reader_of
 from looplib.data._sources import Samples, Stream, Streamed
@@ -82,11 +82,16 @@ class Loader:
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
-        self._say_if_epochs_have_no_end(state)
+        endless = state.epoch_length is None and not state.step and state.opt_state is not None
+        if endless and self.order and not self.order.may_vary:  # the step would not end the epochs of this new state
+            warnings.warn(
+                f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
+                "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
+                stacklevel=2,
+            )
         warn_of_two_steps(state)
-        _note_loader(state, self.description)
         reading = Reading(state.epoch, state.batch, state.epoch_length)
-        note_provenance(state, replace(provenance_of(state), reading=reading))
+        _note(state, reading, self.description)
         return self._batches(state, reading, pairs=False)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
@@ -115,7 +120,7 @@ class Loader:
         """
         if isinstance(self.source, Streamed):
             return None
-        keys: Tensor = next(self.source.jobs(state, *rank_and_ranks(self.divide))).keys
+        keys: Tensor = next(self.source.jobs(state, *(rank_and_size() if self.divide else (0, 1)))).keys
         return keys
 
     def resume(self, state: TrainState) -> TrainState:
@@ -169,7 +174,7 @@ class Loader:
         Compare it when resuming. Long weights and lengths, and the indices that a sampler gives for epoch 0, are
         represented by a checksum. The contents of the dataset are not described.
         """
-        sized = isinstance(self.source, Samples) and hasattr(self.dataset, "__len__")  # keys of a sampler need none
+        sized = self.order is not None and hasattr(self.dataset, "__len__")  # keys of a sampler need none
         return {
             "dataset": type(self.dataset).__name__,
             "samples": len(self.dataset) if sized else None,
@@ -182,17 +187,19 @@ class Loader:
         }
 
     def _described_order(self) -> str:
-        source = self.source
-        if isinstance(source, Streamed):
+        if isinstance(self.source, Streamed):
             return "stream"
-        order = source.order
-        if order.numbers is None and order.source is None:
+        order = self.source.order
+        if order.numbers is not None:
+            checked: Any = array("d", order.numbers.tolist())  # a tensor has no bytes without numpy
+        elif order.source is not None:
+            checked = repr(self.source.plan(0).listed).encode()
+        else:
             return repr(order)
-        drawn = repr(source.plan(0).listed).encode() if order.numbers is None else order.numbers.numpy().tobytes()
-        return f"{order!r}, checksum {crc32(drawn):08x}"
+        return f"{order!r}, checksum {crc32(checked):08x}"
 
     def _batches(self, state: TrainState, reading: Reading, *, pairs: bool) -> Iterator[Any]:
-        rank, ranks = rank_and_ranks(self.divide)
+        rank, ranks = rank_and_size() if self.divide else (0, 1)
 
         def delivered(read: tuple[Any, int]) -> Any:
             reading.drawn += 1
@@ -203,16 +210,6 @@ class Loader:
 
         # A generator, whose `close` ends the workers.
         return (delivered(read) for read in self.source.read(state, rank, ranks))
-
-    def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
-        """Warn about a training state without an epoch_length, whose epochs the step would not end."""
-        is_new = state.epoch_length is None and not state.step and state.opt_state is not None
-        if is_new and self.order is not None and not self.order.may_vary:
-            warnings.warn(
-                f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
-                "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
-                stacklevel=3,
-            )
 
     def __len__(self) -> int:
         if isinstance(self.source, Streamed):
@@ -231,8 +228,7 @@ class Loader:
         raise TypeError("a Loader is a function of the state: write `for batch in loader(state)`")
 
     def __repr__(self) -> str:
-        batches = f"{self.source.length} batches" if isinstance(self.source, Samples) else "a stream"
-        return f"{self.call}  # {batches}"
+        return f"{self.call}  # {'a stream' if self.order is None else f'{len(self)} batches'}"
 
 
 kinds_of_classes[Loader] = "loader"
@@ -241,7 +237,7 @@ kinds_of_classes[Loader] = "loader"
 def make_loader(
     dataset: Any,
     *,
-    batch_size: int | None = REQUIRED,
+    batch_size: int | None = _arguments.REQUIRED,
     order: Order | None = None,
     seed: int = 0,
     drop_last: bool = False,
@@ -337,13 +333,13 @@ def make_loader(
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
         given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None, "collate_fn": collate_fn}
-        settings = settings_of(dataset, given | dataloader_options)
+        settings = _arguments.settings_of(dataset, given | dataloader_options)
         return make_loader(
             dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
         )
 
     _arguments.check_options(order, max_batches, dataloader_options)
-    if _arguments.is_stream(dataset):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
@@ -352,20 +348,26 @@ def make_loader(
         if divide:
             check_undivided(repr(order), order.source)
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
-    batched = size is not None or (order is not None and order.whole_batches)
-    collate = collate_fn or (default_collate if batched else default_convert)
     source: Samples | Streamed
     if order is None:
-        engines = Engines(Stream(dataset, collate, seed, size, drop_last), seed, dataloader_options)
+        engines = Engines(Stream(dataset, collate_fn, seed, size, drop_last), seed, dataloader_options)
         source = Streamed(engines, dataset, divide)
     else:
+        batched = size is not None or order.whole_batches
+        engines = Engines(reader_of(dataset, collate_fn, seed, size, batched=batched), seed, dataloader_options)
         plan = functools.partial(plan_of, order, dataset, size, seed, drop_last, max_batches)
-        engines = Engines(reader_of(dataset, collate, seed, size, batched=batched), seed, dataloader_options)
-        source = Samples(engines, order, plan, _epoch_length(order, plan, size, drop_last), batched)
-    move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
-    made = Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, move)
+        first = plan(0)
+        check(first, f"an epoch has no batches: {first.drawn} samples, batch_size={size}, drop_last={drop_last}")
+        check(
+            order.source is None or first.listed == plan(0).listed,
+            f"{order} gave two different orders when asked twice for epoch 0; it must be a function of the epoch: "
+            "draw from the global streams, from its own torch `generator` attribute, or from the generator given to a "
+            "function (epoch, generator), and keep no count",
+        )
+        source = Samples(engines, order, plan, len(first), batched)
+    move = _mover(device, dataloader_options.get("pin_memory", False))
     return with_repr(
-        made,
+        Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, move),
         make_loader,
         Code(type(dataset).__name__),
         batch_size=batch_size,
@@ -380,18 +382,6 @@ def make_loader(
     )
 
 
-def _epoch_length(order: Order, plan: Callable[[int], Plan], batch_size: int | None, drop_last: bool) -> int:
-    first = plan(0)
-    check(first, f"an epoch has no batches: {first.drawn} samples, batch_size={batch_size}, drop_last={drop_last}")
-    check(
-        order.source is None or first.listed == plan(0).listed,
-        f"{order} gave two different orders when asked twice for epoch 0; it must be a function of the epoch: "
-        "draw from the global streams, from its own torch `generator` attribute, or from the generator given to a "
-        "function (epoch, generator), and keep no count",
-    )
-    return len(first)
-
-
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:
     if device is None:
         return unchanged
@@ -400,9 +390,11 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     pins = target.type not in ("cpu", "meta", "mps") and torch.accelerator.is_available()
 
     def moved(leaf: Any) -> Any:
-        if pins and type(leaf) is Tensor and leaf.device.type == "cpu":
+        if not hasattr(leaf, "to"):
+            return leaf
+        if pins and type(leaf) is Tensor and leaf.is_cpu:
             return leaf.pin_memory().to(target, non_blocking=True)
-        return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
+        return leaf.to(target, non_blocking=non_blocking)
 
     # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
     return functools.partial(trees.map_leaves, moved, is_leaf=lambda node: hasattr(node, "to"))
@@ -411,20 +403,18 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
 _KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
 
 
-def _note_loader(state: Any, description: Mapping[str, Any]) -> None:
-    """Record the loader that yields batches for a state.
+def _note(state: Any, reading: Reading, description: Mapping[str, Any]) -> None:
+    """Record the loader that yields batches for a state, and that it begins to.
 
     If the state was restored from a checkpoint, warn about a loader that differs from the last of the saved run. Later
     states may use different loaders, as they could have without the restore.
     """
     known = provenance_of(state)
     loaders = known.loaders
-    if description in loaders:
-        return
-    if known.restored and known.at_step == state.step:
-        changed = differences({"loader": loaders[-1]}, {"loader": description})
-        if changed:
-            loaders = loaders[:-1]
+    if description not in loaders:
+        if known.restored and known.at_step == state.step:
             if rank() == 0:
-                warn(other_settings(known.restored, changed))
-    note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
+                warn(other_settings(known.restored, differences({"loader": loaders[-1]}, {"loader": description})))
+            loaders = loaders[:-1]
+        loaders = (*loaders, description)[-_KEPT:]
+    note_provenance(state, replace(known, loaders=loaders, reading=reading))

@@ -64,7 +64,7 @@ class collate_microbatches:
         return [self.collate_fn(ordered[begin:end]) for begin, end in pairwise(ends)]
 
     def _ends(self, lengths: list[int]) -> Iterator[int]:
-        """Where each microbatch ends, for lengths that fall."""
+        """Ends of the microbatches, for lengths that fall."""
         if self.tokens is None:
             count = min(self.microbatches or 1, len(lengths))
             yield from (own_rows(len(lengths), k, count)[1] for k in range(count))

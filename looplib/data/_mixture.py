@@ -93,6 +93,5 @@ def _next_of(size: int, read: int, count: int, *seeds: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
     check(size, "a dataset of the mixture has a weight, and no samples; give it the weight 0")
     passes = range(read // size, (read + count - 1) // size + 1)
-    generators = [torch.Generator().manual_seed(mix(MIXTURE, *seeds, number)) for number in passes]
-    drawn = torch.cat([torch.randperm(size, generator=generator) for generator in generators])
-    return drawn[read % size :][:count]
+    seeded = [torch.Generator().manual_seed(mix(MIXTURE, *seeds, number)) for number in passes]
+    return torch.cat([torch.randperm(size, generator=each) for each in seeded])[read % size :][:count]

@@ -50,14 +50,6 @@ class Epoch(NamedTuple):
         )
         return len(self.dataset)
 
-    def check_one_each(self, name: str, numbers: Tensor) -> None:
-        """Raise ValueError unless there is one number for each sample."""
-        check(
-            len(numbers) == self.samples,
-            f"{name} has the shape {tuple(numbers.shape)}; expected ({self.samples},), one for each of the "
-            f"{self.samples} samples",
-        )
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Order:
@@ -175,7 +167,6 @@ def weighted(weights: Sequence[float] | Tensor, num_samples: int | None = None) 
     bounds = numbers.cumsum(0)  # since torch.multinomial supports at most 2**24 weights
 
     def draw(epoch: Epoch) -> Tensor:
-        epoch.check_one_each("weights", numbers)
         count = num_samples or epoch.samples
         # The largest value of rand, 1 - 2**-53, times the total still rounds to less than the total.
         points = torch.rand(count, dtype=torch.float64, generator=epoch.generator) * bounds[-1]
@@ -215,7 +206,6 @@ def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Ord
     def draw(epoch: Epoch) -> Tensor:
         if epoch.batch_size is None:
             raise ValueError("order=by_length(...) needs a batch_size, to make batches of similar lengths")
-        epoch.check_one_each("lengths", numbers)
         count, size = len(numbers), epoch.batch_size
         keys = torch.randperm(count, generator=epoch.generator)
         if epoch.drop_last:  # drop before the sort: afterwards the longest samples would be dropped

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib._core.ranks import rank_and_size
 from looplib._core.trees import batch_size, split
 from looplib.data._orders import Epoch, Order, listed
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
@@ -58,11 +57,6 @@ class Plan:
         """Number of samples in a batch."""
         return min(self.ends[k], len(self.keys)) - self.start(k)
 
-    def part(self, k: int, rank: int = 0, ranks: int = 1) -> slice:
-        """Positions of one rank's part of a batch."""
-        low, high = own_rows(self.size(k), rank, ranks)
-        return slice(self.start(k) + low, self.start(k) + high)
-
     @property
     def listed(self) -> tuple[list[Any], list[int]]:
         """Keys and ends as lists, to compare."""
@@ -93,11 +87,18 @@ def plan_of(
         max_batches: number of batches after which an epoch ends, or None for all.
         epoch: index of the epoch.
     """
-    generator = torch.Generator().manual_seed(mix(ORDER, seed, epoch))
     ends: Sequence[int]
     with kept_streams():
         seed_streams(mix(ORDER, seed, epoch, 1))
-        drawn = order.draw(Epoch(dataset, batch_size, drop_last, epoch, seed, generator))
+        generator = torch.Generator().manual_seed(mix(ORDER, seed, epoch))
+        request = Epoch(dataset, batch_size, drop_last, epoch, seed, generator)
+        if order.numbers is not None:
+            count, samples = len(order.numbers), request.samples
+            check(
+                count == samples,
+                f"{order} has {count} numbers; expected {samples}, one for each sample of the dataset",
+            )
+        drawn = order.draw(request)
         if order.whole_batches:
             batches = [list(listed(batch)) for batch in islice(drawn, max_batches)]
             keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
@@ -119,9 +120,11 @@ def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor:
         )
         return drawn.cpu().long()
     keys = [*drawn]
-    advice = "give the indices of the samples, such as mask.nonzero().flatten()"
     check(
-        bool not in {*map(type, keys)}, f"the sampler gave bools, as a mask has, and not indices: {advice}", TypeError
+        bool not in {*map(type, keys)},
+        "the sampler gave bools, as a mask has, and not indices: give the indices of the samples, such as "
+        "mask.nonzero().flatten()",
+        TypeError,
     )
     return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
 
@@ -131,11 +134,6 @@ def _visits(keys: Tensor) -> Tensor:
     visits = torch.empty_like(positions)
     visits[positions] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
     return visits
-
-
-def rank_and_ranks(divide: bool) -> tuple[int, int]:
-    """Current rank and number of ranks; (0, 1) for a loader that is not divided."""
-    return rank_and_size() if divide else (0, 1)
 
 
 def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:

@@ -82,9 +82,8 @@ def seed_streams(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
     random.seed(seed)
     if numpy := _numpy():
-        numpy.seed(
-            seed >> 31
-        )  # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words
+        # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words.
+        numpy.seed(seed >> 31)
 
 
 @contextmanager
@@ -95,43 +94,48 @@ def watched_streams() -> Iterator[Callable[[int], bool]]:
     streams stand with where the seed puts them. To read a state or torch's seed moves nothing, and a draw can be undone
     with what was read, so the names by which this is done are replaced in the block.
     """
-    numpy, uses = _numpy(), list[bool]()
+    numpy = _numpy()
     names = {torch.random: "default_generator", random: "getstate"} | ({numpy: "get_state"} if numpy else {})
-    originals = {module: getattr(module, name) for module, name in names.items()}
+    noted = {module: _Noted(getattr(module, name)) for module, name in names.items()}
+
+    def used_since(seed: int) -> bool:
+        return _next_draws() != _first_draws(seed) or any(each.used for each in noted.values())
+
     try:
         for module, name in names.items():
-            setattr(module, name, _Noted(originals[module], uses))
-        yield lambda seed: bool(uses) or _next_draws() != _first_draws(seed)
+            setattr(module, name, noted[module])
+        yield used_since
     finally:
         _hold_signals = True
         for module, name in names.items():
-            setattr(module, name, originals[module])
+            setattr(module, name, noted[module].original)
 
 
 class _Noted:
-    """A function or an object of which each use is noted."""
+    """Stands for a function or an object, and notes that it has been used."""
 
-    def __init__(self, original: Any, uses: list[bool]) -> None:
-        self.original, self.uses = original, uses
+    used = False
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
 
     def __getattr__(self, name: str) -> Any:
-        self.uses.append(True)
+        self.used = True
         return getattr(self.original, name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        self.uses.append(True)
+        self.used = True
         return self.original(*args, **options)
 
 
 def _next_draws() -> tuple[Any, ...]:
-    """Where each stream stands: the state of torch's, and the next numbers of the others, which it draws."""
-    numpy = _numpy()
-    return torch.default_generator.get_state().numpy().tobytes(), random.random(), numpy and numpy.random_sample()
+    """The next number of each stream, in 53 bits, which tells where it stands."""
+    numpy, in_torch = _numpy(), torch.rand((), device="cpu", dtype=torch.float64)
+    return in_torch.item(), random.random(), numpy and numpy.random_sample()
 
 
-@lru_cache(1)  # of the seed that all batches have while no item draws
+@lru_cache(1)  # as long as no item draws, all batches have the same seed
 def _first_draws(seed: int) -> tuple[Any, ...]:
-    """Where the streams stand right after they were seeded."""
     seed_streams(seed)
     return _next_draws()
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate, default_convert
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate, default_convert
 
 from looplib._core.random import mix
 from looplib.data._orders import listed
@@ -41,8 +42,12 @@ class Job(NamedTuple):
     keys: Any
     visits: Any
 
+    def __reduce__(self) -> Any:
+        # Workers get lists: a tensor would go to them as a file descriptor, with its entire storage.
+        return Job, tuple(map(listed, self))
 
-class Reader(Dataset[Any]):
+
+class Reader:
     """Collate the samples of a job, with the draws of streams that are seeded for it and restored afterwards.
 
     Attributes:
@@ -50,9 +55,10 @@ class Reader(Dataset[Any]):
             which each rank reads whole to take its samples.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
-        self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
-        self.collate_may_draw = collate not in (default_collate, default_convert)
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, *, batched: bool) -> None:
+        self.dataset, self.seed, self.batched = dataset, seed, batched
+        self.collate = collate_fn or (default_collate if batched else default_convert)
+        self.collate_may_draw = self.collate not in (default_collate, default_convert)
         self.dataset_may_draw = type(dataset) not in (list, tuple, range, Tensor, TensorDataset)
 
     def read(self, job: Any) -> tuple[list[Any], int] | None:
@@ -63,21 +69,21 @@ class Reader(Dataset[Any]):
         with kept_streams() if self.collate_may_draw or self.dataset_may_draw else nullcontext():
             try:
                 read = self.read(job)
-                return None if read is None else self._collated(*read, job)
+                if read is None:
+                    return None
+                items, size = read
+                if self.collate_may_draw:
+                    # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
+                    drawn_by = [job.rank] if job.rank and self.batched else []
+                    seed_streams(mix(COLLATE, self.seed, job.epoch, job.batch, *drawn_by))
+                batch = self.collate(items if self.batched else items[0])
+                return (batch, size) if self.batched or job.ranks == 1 else own_part(batch, job.rank, job.ranks)
             except StopIteration as error:  # which a loop would mistake for the end of the data
                 raise RuntimeError(
                     "the dataset or collate_fn raised StopIteration, which would end the epoch early and silently, in batch "
                     f"{job.batch} of epoch {job.epoch}. It usually comes from next() on an iterator that has ended: give "
                     "next() a default, or raise another error"
                 ) from error
-
-    def _collated(self, items: list[Any], size: int, job: Any) -> tuple[Any, int]:
-        if self.collate_may_draw:
-            # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
-            drawn_by = [job.rank] if job.rank and self.batched else []
-            seed_streams(mix(COLLATE, self.seed, job.epoch, job.batch, *drawn_by))
-        batch = self.collate(items if self.batched else items[0])
-        return (batch, size) if self.batched or job.ranks == 1 else own_part(batch, job.rank, job.ranks)
 
 
 class Items(Reader):
@@ -110,12 +116,11 @@ class Items(Reader):
                 seed_streams(ITEM)
                 try:
                     items = [dataset[key] for key in keys]
+                    if not used_since(ITEM):
+                        return items, job.size
                 except Exception:
                     if not used_since(ITEM):  # else it may have failed by a draw that is not its own
                         raise
-                else:
-                    if not used_since(ITEM):
-                        return items, job.size
             items = []
             for seed, key in zip(seeds, keys, strict=False):
                 seed_streams(seed)
@@ -124,11 +129,19 @@ class Items(Reader):
             return items, job.size
 
 
-class Rows(Dataset[Any]):
-    """Read a batch from tensors, all samples at once, bitwise as default_collate over the items."""
+@dataclass(eq=False)
+class Rows:
+    """Read a batch from tensors, all samples at once, bitwise as default_collate over the items.
 
-    def __init__(self, dataset: Any, tensors: Sequence[Tensor], rows: Tensor | None) -> None:
-        self.dataset, self.tensors, self.rows = dataset, tensors, rows
+    Attributes:
+        dataset: the dataset.
+        tensors: those of a TensorDataset.
+        rows: the rows that samples are in, or None if they are in all of them, in order.
+    """
+
+    dataset: Any
+    tensors: Sequence[Tensor]
+    rows: Tensor | None
 
     def __getitem__(self, job: Job) -> tuple[list[Tensor], int]:
         keys = torch.as_tensor(job.keys)
@@ -140,10 +153,10 @@ class Rows(Dataset[Any]):
 
 
 def reader_of(
-    dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batch_size: int | None, *, batched: bool
+    dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, batch_size: int | None, *, batched: bool
 ) -> Items | Rows:
     """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
-    if batch_size and collate_fn is default_collate and (tensors_and_rows := _rows_of(dataset)):
+    if batch_size and collate_fn in (None, default_collate) and (tensors_and_rows := _rows_of(dataset)):
         return Rows(dataset, *tensors_and_rows)
     return Items(dataset, collate_fn, seed, batched=batched)
 
@@ -156,7 +169,7 @@ def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
     if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
         tensors, rows = within
         chosen = torch.as_tensor(dataset.indices)
-        if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and bool((chosen >= 0).all()):
+        if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and (chosen >= 0).all():
             return tensors, chosen if rows is None else rows[chosen]
     return None
 

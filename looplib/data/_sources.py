@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib.data._orders import Order, listed
+from looplib.data._orders import Order
 from looplib.data._plan import Plan, own_rows
 from looplib.data._position import check_position, stored_position
 from looplib.data._random_streams import STREAM, restore_streams, save_streams, seed_streams
@@ -49,19 +49,17 @@ class Samples:
 
     def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch."""
-        jobs = self.jobs(state, rank, ranks)
-        if not self.engines.in_process:
-            # Send lists: a tensor would go to the worker as a file descriptor, with its entire storage.
-            jobs = (job._replace(keys=listed(job.keys), visits=listed(job.visits)) for job in jobs)
-        return self.engines.read(state.epoch, jobs)
+        return self.engines.read(state.epoch, self.jobs(state, rank, ranks))
 
 
 def _jobs(plan: Plan, epoch: int, first: int, rank: int, ranks: int, batched: bool) -> Iterator[Job]:
     """The jobs refer to no loader, since an engine that is left early holds the rest."""
     for k in range(first, len(plan)):
-        part = plan.part(k, rank, ranks) if batched else plan.part(k)
+        start, size = plan.start(k), plan.size(k)
+        low, high = own_rows(size, rank, ranks) if batched else (0, size)
+        part = slice(start + low, start + high)
         visits = None if plan.visits is None else plan.visits[part]
-        yield Job(epoch, k, rank, ranks, plan.size(k), plan.keys[part], visits)
+        yield Job(epoch, k, rank, ranks, size, plan.keys[part], visits)
 
 
 class Next(NamedTuple):
@@ -92,9 +90,14 @@ class Stream(Reader):
     streams: tuple[Any, ...]
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], seed: int, batch_size: int | None, drop_last: bool
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any] | None,
+        seed: int,
+        batch_size: int | None,
+        drop_last: bool,
     ) -> None:
-        super().__init__(dataset, collate, seed, batched=batch_size is not None)
+        super().__init__(dataset, collate_fn, seed, batched=batch_size is not None)
         self.batch_size = batch_size or 1
         self.least = self.batch_size if drop_last else 1
 
@@ -104,13 +107,13 @@ class Stream(Reader):
         else:
             restore_streams(self.streams)
         items = [*itertools.islice(self.iterator, self.batch_size)]
-        self.streams = save_streams()
-        if len(items) < self.batch_size:
+        self.streams, size = save_streams(), len(items)
+        if size < self.batch_size:
             self.iterator = iter(())  # it has ended, and is not asked again
-        if len(items) < self.least:
+        if size < self.least:
             return None
-        low, high = own_rows(len(items), job.rank, job.ranks) if self.batched else (0, 1)
-        return items[low:high], len(items)
+        low, high = own_rows(size, job.rank, job.ranks) if self.batched else (0, 1)
+        return items[low:high], size
 
     def _begun(self, job: Next) -> Iterator[Any]:
         info, before = get_worker_info(), 0 if job.position is None else job.batch
@@ -140,50 +143,50 @@ class Streamed:
 
     def __init__(self, engines: Engines, dataset: Any, divide: bool) -> None:
         self.engines, self.name, self.divide = engines, f"the stream ({type(dataset).__name__})", divide
-        has_position = hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
-        self.keeps_position = has_position and engines.in_process  # workers and pin_memory read ahead of the loop
+        # Workers and pin_memory read ahead of the loop.
+        self.keeps_position = (
+            engines.in_process and hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
+        )
         self.fresh = copy.deepcopy(dataset.state_dict()) if self.keeps_position else None
         self.yielded = 0, 0
         self.moved = False
 
     def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
-        """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch."""
-        # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        position = stored_position(state, self.name, self.divide) if self.keeps_position else None
-        return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks, position)
+        """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
 
-    def _batches(
-        self, epoch: int, first: int, length: int | None, rank: int, ranks: int, position: Any
-    ) -> Iterator[Any]:
-        """Batches of a pass from index `first` on, up to the stream's end or `length`.
-
-        The pass begins at the position, which is that of the first batch, or at the stream's start.
+        A pass begins at the position that `with_position` has kept, if it is that of the state's batch, or at the stream's
+        start. It ends with the stream or after `epoch_length` batches.
         """
-        count = before = 0 if position is None else first
-        if position is not None:
-            self.moved = True
-        elif self.moved:
-            position = self.fresh
-        workers, ended = self.engines.workers, 0
-        jobs = (Next(epoch, k, rank, ranks, k - before < workers, position) for k in itertools.count(before))
-        with closing(self.engines.read(epoch, jobs)) as parts:
-            while ended < workers and (length is None or count < length):
-                part = next(parts)
-                ended = 0 if part else ended + 1  # each worker ends by itself
-                if part:
-                    count += 1
-                    self.yielded = epoch, count
-                    if count > first:
-                        yield part
-            self.moved = False  # the dataset stands where it would without the position
-        check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
-        check(
-            length is None or count >= length,
-            f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream longer, or "
-            "leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for loop",
-        )
-        check(
-            count > first,
-            f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; call "
-            "state = ll.end_epoch(state) after the for loop over a stream",
-        )
+        epoch, first, length = state.epoch, state.batch, state.epoch_length
+        position = stored_position(state, self.name, self.divide) if self.keeps_position else None
+        workers = self.engines.workers
+
+        def batches() -> Iterator[Any]:
+            count = before = 0 if position is None else first
+            start = self.fresh if position is None and self.moved else position
+            self.moved = self.moved or position is not None
+            jobs = (Next(epoch, k, rank, ranks, k - before < workers, start) for k in itertools.count(before))
+            ended = 0
+            with closing(self.engines.read(epoch, jobs)) as parts:
+                while ended < workers and (length is None or count < length):
+                    part = next(parts)
+                    ended = 0 if part else ended + 1  # each worker ends by itself
+                    if part:
+                        count += 1
+                        self.yielded = epoch, count
+                        if count > first:
+                            yield part
+                self.moved = False  # the dataset stands where it would without the position
+            check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
+            check(
+                length is None or count >= length,
+                f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream longer, "
+                "or leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for loop",
+            )
+            check(
+                count > first,
+                f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; call "
+                "state = ll.end_epoch(state) after the for loop over a stream",
+            )
+
+        return batches()  # which holds no state: a loop would keep it alive until the end of the epoch

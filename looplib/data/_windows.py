@@ -32,7 +32,7 @@ class Windows(Dataset[Window]):
         return [*zip(rows[:, :-1], rows[:, 1:], strict=True)]
 
 
-def windows(tokens: Tensor | Any, length: int, stride: int | None = None) -> Windows:
+def windows(tokens: Any, length: int, stride: int | None = None) -> Windows:
     """Fixed-length windows of one long sequence of tokens, as pairs of inputs and next-token targets.
 
     >>> import looplib as ll, torch

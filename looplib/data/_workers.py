@@ -87,9 +87,9 @@ def unchanged(batch: Any) -> Any:
 def _start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
     """`worker_init_fn` of every DataLoader."""
     # Signals reach the whole process group or job. Only the main process decides what they mean.
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for signum in signal.Signals:
+        if signum.name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # Windows has the first alone
+            signal.signal(signum, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_told, daemon=True).start()

@@ -2,6 +2,7 @@
 """Draws of a dataset from the global streams, against a reference that seeds all three for each sample."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from plain_loader import at, quiet, seeded, states_of_streams
 from torch.utils.data import Dataset, IterableDataset
 
-from looplib.data import make_loader
+from looplib.data import make_loader, weighted
 
 COUNT, SEED = 24, 5
 pytestmark = quiet
@@ -183,3 +184,14 @@ def test_numpys_stream_is_kept_also_if_only_its_kept_normal_number_differs():
         state = states_of_streams()
         read(loader)
         assert states_of_streams() == state
+
+
+def test_loaders_need_no_numpy(monkeypatch):
+    def no_numpy(tensor):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", no_numpy)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    for draw, order in ((from_torch, None), (rarely, weighted([1] * COUNT))):
+        loader = made(draw, order=order)
+        assert [index for index, _ in read(loader)] == [index for k in range(4) for index in loader.indices(at(0, k))]

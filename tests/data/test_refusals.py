@@ -53,7 +53,7 @@ ARGUMENTS = [
     (range(3), {"batch_size": None, "drop_last": True}, ValueError, "drop_last"),
     (range(3), {"batch_size": None, "order": ll.data.by_length([1, 2, 3])}, ValueError, "by_length.*batch_size"),
     (range(3), TWO | {"order": ll.data.batch_sampler([[1]])}, ValueError, "batch_size=2.*batch_sampler"),
-    (range(3), TWO | {"order": ll.data.weighted([1, 2])}, ValueError, r"weights.*\(2,\).*\(3,\)"),
+    (range(3), TWO | {"order": ll.data.weighted([1, 2])}, ValueError, r"weighted.* 2 numbers.* 3"),
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: torch.eye(2))}, TypeError, r"float32.*\(2, 2\)"),
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: torch.ones(3) > 0)}, TypeError, "torch.bool"),
     (range(3), TWO | {"order": ll.data.sampler(["a", "b"])}, TypeError, "str"),
