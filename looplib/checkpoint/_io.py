@@ -290,8 +290,10 @@ class CheckpointIO:
                     raise
                 warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
-            title = f"the ranks read different checkpoints at {path}: give a directory that all hosts share\n  "
-            ranks.check_alike({"the checksum of the manifest": f"{checksum:08x}"}, title)
+            ranks.check_alike(
+                {"the checksum of the manifest": f"{checksum:08x}"},
+                f"the ranks read different checkpoints at {path}: give a directory that all hosts share\n  ",
+            )
             if warning and ranks.first:
                 warnings.warn(warning, stacklevel=2)
             state = restored()

@@ -7,6 +7,7 @@ which files that is, so they are read before.
 from __future__ import annotations
 
 import mmap
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -123,7 +124,7 @@ class Reader:
                     chunks = self._chunks[root]
                     same = [chunk for chunk in chunks if chunk.box == box]
                     wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name in {chunk.file for _, chunks in wanted.values() for chunk in chunks}:
                 pieces = pieces_of([self._files[name]])
                 found = checksum(pieces, pool.map if len(pieces) > 1 else map)

@@ -91,8 +91,8 @@ def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:
     saved = reader.tensors.get(reader.root(leaf_path)) or type(reader.values[leaf_path]).__name__
     new = about(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
     # An int may become a float, and a None may be set later.
-    is_settable = "NoneType" in (saved, new) and not isinstance(leaf, Tensor)
-    if saved == new or is_settable or {str(saved), str(new)} == {"int", "float"}:
+    fits = saved == new or {str(saved), str(new)} == {"int", "float"}
+    if fits or ("NoneType" in (saved, new) and not isinstance(leaf, Tensor)):
         return ""
     return f"{leaf_path} is {in_words(saved)} in the checkpoint, {in_words(new)} in the state"
 
