@@ -158,14 +158,14 @@ def settings_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, 
     batches: Any = loader.batch_sampler
     plain: Any = batches if _torchs_name(batches) == "BatchSampler" else loader
     settings = {name: getattr(loader, name) for name in _OPTIONS}
+    if batches is not None and batches is not plain:
+        return settings | {"order": batch_sampler(batches)}
     settings |= {"batch_size": plain.batch_size, "drop_last": plain.drop_last}
     dataset, source = loader.dataset, plain.sampler
     if isinstance(dataset, IterableDataset):
         return settings
     whole = hasattr(dataset, "__len__") and len(source) == len(dataset)
-    if batches is not None and batches is not plain:
-        order = batch_sampler(batches)
-    elif whole and _torchs_name(source) == "SequentialSampler":
+    if whole and _torchs_name(source) == "SequentialSampler":
         order = sequential()
     elif whole and _torchs_name(source) == "RandomSampler" and not source.replacement:
         order = shuffled()
