@@ -130,7 +130,7 @@ def checkpoint_io(
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    name, mode = None, None
+    name = mode = None
     if monitor is not None:
         record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor)
         name, mode = record.monitor, record.mode
