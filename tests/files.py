@@ -38,7 +38,7 @@ def forged_header(path, change):
     text = orjson.dumps(header)
     content = len(text).to_bytes(8, "little") + text + content[end:]
     path.write_bytes(content)
-    checksum = zlib.crc32(zlib.crc32(content).to_bytes(4, "little"))  # of a file of one piece
+    checksum = zlib.crc32(zlib.crc32(content).to_bytes(4, "little"))  # of a file of one slice
     entry = {"bytes": len(content), "crc32": checksum}
     forged(path.parent, lambda manifest: manifest["files"].update({path.name: entry}))
 

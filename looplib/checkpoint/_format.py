@@ -127,25 +127,25 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
-_PIECE = 4 << 20  # bytes
+_SLICE = 4 << 20  # bytes
 
 
-def pieces_of(blocks: Iterable[Any]) -> list[list[memoryview]]:
-    """The bytes of a file, given in blocks, in pieces of equal size: each a list of parts of blocks."""
-    pieces: dict[int, list[memoryview]] = defaultdict(list)
+def slices_of(blocks: Iterable[Any]) -> list[list[memoryview]]:
+    """The bytes of a file, given in blocks, in slices of equal size: each a list of parts of blocks."""
+    slices: dict[int, list[memoryview]] = defaultdict(list)
     position = 0
     for block in blocks:
         rest = memoryview(block)
         while rest:
-            part = rest[: _PIECE - position % _PIECE]
-            pieces[position // _PIECE].append(part)
+            part = rest[: _SLICE - position % _SLICE]
+            slices[position // _SLICE].append(part)
             rest, position = rest[len(part) :], position + len(part)
-    return [*pieces.values()]
+    return [*slices.values()]
 
 
-def checksum(pieces: Iterable[Iterable[Any]], mapping: Callable[..., Iterable[int]] = map) -> int:
-    """Checksum of a file: that of the checksums of its pieces, which several threads can compute."""
-    return _crc32(crc.to_bytes(4, "little") for crc in mapping(_crc32, pieces))
+def checksum(slices: Iterable[Iterable[Any]], mapping: Callable[..., Iterable[int]] = map) -> int:
+    """Checksum of a file: that of the checksums of its slices, which several threads can compute."""
+    return _crc32(crc.to_bytes(4, "little") for crc in mapping(_crc32, slices))
 
 
 def _crc32(blocks: Iterable[Any]) -> int:

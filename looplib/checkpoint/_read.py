@@ -29,7 +29,7 @@ from looplib.checkpoint._format import (
     DamagedCheckpointError,
     checksum,
     decoded,
-    pieces_of,
+    slices_of,
     words,
 )
 from looplib.checkpoint._shards import Box, box_of, common, full_box, shape_of, size_of, within
@@ -126,8 +126,8 @@ class Reader:
                     wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name in {chunk.file for _, chunks in wanted.values() for chunk in chunks}:
-                pieces = pieces_of([self._files[name]])
-                found = checksum(pieces, pool.map if len(pieces) > 1 else map)
+                slices = slices_of([self._files[name]])
+                found = checksum(slices, pool.map if len(slices) > 1 else map)
                 with errors_as_damage(self.directory / name):
                     check(found == self._written[name]["crc32"], "its checksum is wrong")
         return {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}

@@ -25,7 +25,7 @@ from looplib.checkpoint._format import (
     encoded,
     leaves_of,
     local,
-    pieces_of,
+    slices_of,
     words,
 )
 from looplib.checkpoint._shards import box_of, is_written_here
@@ -123,15 +123,15 @@ def write_tensors(path: Path, parts: Parts) -> tuple[dict[str, int], Callable[[]
     header = orjson.dumps(entries)
     header += b" " * (-(8 + len(header)) % 64)
     bits = [bits_of(tensor).cpu() for tensor in data.values()]
-    pieces = pieces_of([len(header).to_bytes(8, "little") + header, *map(bytes_of, bits)])
+    slices = slices_of([len(header).to_bytes(8, "little") + header, *map(bytes_of, bits)])
     with open(path, "xb", buffering=1 << 20) as file:
-        for piece in pieces:
-            file.writelines(piece)
+        for part in slices:
+            file.writelines(part)
     try:  # beside what follows, so that the file system writes its records of several files together
         synced = ThreadPoolExecutor(1).submit(sync, path).result
     except RuntimeError:  # the interpreter is exiting, and starts no more threads
         synced = partial(sync, path)
-    return {"bytes": 8 + len(header) + end, "crc32": checksum(pieces)}, synced
+    return {"bytes": 8 + len(header) + end, "crc32": checksum(slices)}, synced
 
 
 def sync(*paths: Path) -> None:

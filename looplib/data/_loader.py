@@ -208,8 +208,7 @@ class Loader:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks)
 
-        # A generator, whose `close` ends the workers.
-        return (delivered(read) for read in self.source.read(state, rank, ranks))
+        return _closable(map(delivered, self.source.read(state, rank, ranks)))
 
     def __len__(self) -> int:
         if isinstance(self.source, Streamed):
@@ -380,6 +379,11 @@ def make_loader(
         device=device,
         **dataloader_options,
     )
+
+
+def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches from a generator, whose `close` ends their workers, and which holds none of them."""
+    yield from batches
 
 
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:

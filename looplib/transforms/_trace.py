@@ -204,7 +204,7 @@ class _Branch:
 
 
 def _source(value: Any, tracer: Any) -> tuple[str, Any]:
-    """Source of an argument of `on_host`, as in `HostInput.sources`."""
+    """The source of an argument of `on_host`, as in `HostInput.sources`."""
     if isinstance(value, Count):
         return "count", value.name
     if not isinstance(value, Tensor):
