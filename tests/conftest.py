@@ -55,3 +55,10 @@ def pytest_collection_modifyitems(items):
         if test in tests and not item.get_closest_marker("every_case"):
             item.add_marker("slow")
         tests.add(test)
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -5,7 +5,7 @@ file, so that other programs can read them. Of a state that is sharded over rank
 say which part of a tensor it has.
 
 The manifest, a JSON file with its own checksum, has the rest: dtype and shape of each tensor, ties and plain values, and
-for each data file its size and checksum.
+for each data file its size and checksum: the CRC-32 of the CRC-32s, four bytes each, of its slices of 4 MiB.
 
 `_write` writes these files and `_read` reads them.
 """
