@@ -112,8 +112,8 @@ def follows(record: Any, before: Any, lease: Lease | None) -> None:
     _set_provenance(record, before._provenance)
 
 
-# The lease that covers what a step of a state's run writes, and the provenance of the run; None if that is not known.
-lease_of, provenance = map(operator.attrgetter, ("_lease", "_provenance"))
+lease_of = operator.attrgetter("_lease")  # that covers what a step of the state's run writes; None if it is not known
+provenance = operator.attrgetter("_provenance")  # of the state's run; None if it is not known
 
 
 def note_provenance(record: Leased, value: Any) -> None:
@@ -182,9 +182,8 @@ found_valid = _set_time  # no tensor of the record had been overwritten at this 
 def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     """Spend a state, whose step writes these parameters, its buffers and the optimizer's state.
 
-    Returns the lease of the run, and when it was written before, to which a graph that has written the same values back
-    resets it. Raises ValueError, with nothing spent, if `extra` holds
-    memory that the step would write.
+    Returns the lease of the run, and when it was written before: a graph that has put the same values back resets it to
+    that time. Raises ValueError, with nothing spent, if `extra` holds memory that the step would write.
     """
     lease: Lease | None = state._lease
     if lease is None or not params <= lease.params:
@@ -295,11 +294,11 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """
     if not (is_plain(one) and is_plain(other)):
         return True
-    (begin, end), (other_begin, other_end) = map(_range, (one, other))
+    (begin, end), (other_begin, other_end) = map(byte_range, (one, other))
     return begin < other_end and other_begin < end
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
+def byte_range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and one past the last."""
     size, begin = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of
-from looplib._core.lease import _range
+from looplib._core.lease import byte_range
 from looplib._core.mappings import mapped, without
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
@@ -93,7 +93,8 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[Any, str] = {}
     for path, tensor in tensors.items():
         memory = f"{tensor.device} {tensor.untyped_storage().data_ptr()}"
-        view = memory, *_range(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        view = memory, *byte_range(tensor), tensor.shape, tensor.stride(), *kind
         roots[path] = first.setdefault(view, path) if tensor.numel() else path
     spans = sorted((*view[:3], path) for view, path in first.items())
     for (memory, _, end, path), (next_memory, begin, _, other) in pairwise(spans):
