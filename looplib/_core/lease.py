@@ -17,8 +17,8 @@ is spent. A pure step runs on copies, and checks that its forward pass has left 
 from __future__ import annotations
 
 import operator
+import sys
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check, is_plain
 from looplib._core.checksums import checksums
-from looplib._core.mappings import pick
+from looplib._core.mappings import pairs, pick
 from looplib._core.torch_private import functorch_level_of, pytree
 from looplib._core.tracing import tracing
 from looplib._core.updates import clones
@@ -278,24 +278,25 @@ def named_tensors(root: str, tree: Any) -> dict[str, Tensor]:
 # Tensors that share memory without being the same tensor
 
 
-def overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Names of each two tensors that overlap in memory, in their order."""
-    seen: dict[Any, list[str]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        if (address := memory_of(tensor)) is not None:
-            yield from ((other, name) for other in seen[address] if overlap(tensors[other], tensor))
-            seen[address].append(name)
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """True if the ranges of two tensors in one storage overlap, or if that is unknown.
+def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Names of each two tensors whose ranges in one memory overlap, in their order.
 
     The columns of a matrix count as overlapping too, though none of their elements is the same.
     """
-    if not (is_plain(one) and is_plain(other)):
-        return True
-    (begin, end), (other_begin, other_end) = map(byte_range, (one, other))
-    return begin < other_end and other_begin < end
+    spans: list[tuple[int, int, int, int]] = []
+    for number, tensor in enumerate(tensors.values()):
+        # Of other classes and layouts the range is not known.
+        begin, end = byte_range(tensor) if is_plain(tensor) else (0, sys.maxsize)
+        if (address := memory_of(tensor)) is not None and begin < end:
+            spans.append((address, begin, end, number))
+    found: list[tuple[int, int]] = []
+    reaching: list[tuple[int, int, int]] = []  # the tensors so far that end beyond the next one's begin
+    for address, begin, end, number in sorted(spans):
+        reaching = [span for span in reaching if span[0] == address and span[1] > begin]
+        found += [(max(other, number), min(other, number)) for _, _, other in reaching]
+        reaching.append((address, end, number))
+    names = [*tensors]
+    return [(names[first], names[second]) for second, first in sorted(found)]
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -379,10 +380,9 @@ def versions(params: Mapping[str, Tensor]) -> list[int]:
 
 def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
     """Names of the parameters to which torch has counted a write since `versions` gave these counts."""
-    now = versions(params)
-    if now == before:
+    if not before:  # without parameters, or without a count
         return []
-    return [name for name, old, new in zip(params, before, now, strict=True) if old != new]
+    return [name for (name, tensor), count in pairs(params.items(), before) if torch_private.version(tensor) != count]
 
 
 def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:

@@ -234,7 +234,7 @@ def any_sharded(tensors: Collection[Tensor]) -> bool:
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of each DTensor, sharing its memory, and other tensors unchanged. Call it without grad mode."""
     tensors = list(tensors)
-    if not any_sharded(tensors):
+    if PLAIN.issuperset(map(type, tensors)):
         return tensors
     return [_shard(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 

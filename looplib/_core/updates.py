@@ -197,22 +197,20 @@ def copy_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[str,
 
 def copy_tree(tree: Any) -> Any:
     """A tree of dicts, lists and tuples with copies of its tensors, and with containers of its own."""
-    tensors: list[Tensor] = []
-    _collect(tree, tensors)
-    return _rebuilt(tree, iter(clones(tensors)))
+    return _rebuilt(tree, iter(clones([*_tensors_in(tree)])))
 
 
-def _collect(tree: Any, tensors: list[Tensor]) -> None:
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
     # A container of tensors alone is read at once: a call for each would be most of the time for a state of thousands.
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,)
     if PLAIN.issuperset(map(type, values)):
-        tensors += values
+        yield from values
         return
     for value in values:
         if isinstance(value, Tensor):
-            tensors.append(value)
+            yield value
         elif isinstance(value, (dict, list, tuple)):
-            _collect(value, tensors)
+            yield from _tensors_in(value)
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of
-from looplib._core.lease import byte_range
-from looplib._core.mappings import mapped, without
+from looplib._core.lease import memory_of, overlaps
+from looplib._core.mappings import mapped, pick, without
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
     about,
@@ -92,17 +91,14 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     roots: dict[str, str] = {}
     first: dict[Any, str] = {}
     for path, tensor in tensors.items():
-        memory = f"{tensor.device} {tensor.untyped_storage().data_ptr()}"
         kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        view = memory, *byte_range(tensor), tensor.shape, tensor.stride(), *kind
+        view = memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), *kind
         roots[path] = first.setdefault(view, path) if tensor.numel() else path
-    spans = sorted((*view[:3], path) for view, path in first.items())
-    for (memory, _, end, path), (next_memory, begin, _, other) in pairwise(spans):
-        if memory == next_memory and begin < end:
-            raise ValueError(
-                f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
-                "keep a copy in one of them (tensor.clone())"
-            )
+    for path, other in overlaps(pick(tensors, first.values())):
+        raise ValueError(
+            f"{path} and {other} share memory without being the same tensor, which a checkpoint cannot hold: "
+            "keep a copy in one of them (tensor.clone())"
+        )
     return roots
 
 

@@ -129,7 +129,7 @@ def _move(average: Tensors, now: Tensors, weight: float | Tensor) -> None:
     if not average:  # a model without floating-point buffers; kernels over lists refuse empty ones
         return
     with torch.no_grad():
-        old, new = shards(average.values()), shards(map(_wide, pick(now, average).values()))
+        old, new = shards(average.values()), shards(in_dtypes_of(pick(now, average), average).values())
         if isinstance(weight, Tensor):  # in a graph
             for before, after in zip(old, new, strict=True):
                 before.lerp_(after, weight.to(before))

@@ -5,12 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from shared import bits
 from shared import mean_square as squares
 from torch import nn, testing
 from torch.utils._pytree import tree_leaves, tree_map
 
 import looplib as ll
+from looplib._core.lease import overlaps
 from looplib.types import TREES, Optimizer, TrainState
 
 ROWS = torch.linspace(-1, 1, 24).view(8, 3)
@@ -373,3 +376,18 @@ def test_a_new_tensor_for_a_parameter_without_a_gradient_is_refused_in_every_kin
         for each in (step, EAGER(step)):
             with pytest.raises(ValueError, match=r"experts.1.weight, which has no gradient in this step"):
                 each(ll.copy_state(run.state), ROWS)
+
+
+# Tensors in one memory
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 4), st.integers(1, 3)), max_size=9))
+def test_overlaps_are_the_pairs_of_views_whose_ranges_have_a_byte_in_common(views):
+    memory = torch.zeros(2, 20).unbind()  # two rows of one memory
+    tensors, ranges = {}, {}
+    for number, (row, begin, count, step) in enumerate(views):
+        tensors[str(number)] = memory[row][begin:][::step][:count]
+        ranges[str(number)] = {row * 20 + place for place in range(begin, begin + (count - 1) * step + 1) if count}
+    names = [*tensors]
+    expected = [(one, other) for other in names for one in names[: int(other)] if ranges[one] & ranges[other]]
+    assert overlaps(tensors) == expected
