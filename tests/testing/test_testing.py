@@ -506,6 +506,7 @@ def test_what_cannot_be_checked_is_refused():
     for check, call, batch, error, named in (
         ("samples_independent", predicting(lambda m, b: (b[0], b[0].mean())), rows(), ValueError, r"output\[1\].*7"),
         ("causal", predicting(lambda m, x: m(x)), torch.ones(2, 4, 3), ValueError, "position 1"),
+        ("causal", predicting(lambda m, x: m(x)), torch.randn(2, 1, 3), ValueError, r"\(2, 1, 3\).*length 2"),
         ("causal", predicting(lambda m, x: m(x).mean(1)), torch.randn(2, 4, 3), ValueError, r"\(2, 2\).*\(2, 4\)"),
         ("microbatches_equal_batch", on_grads(clipped), rows(), ValueError, "clip_by_global_norm"),
         ("microbatches_equal_batch", on_grads(loss_fn=noisy), rows(), ValueError, "0.weight.* state.seed"),

@@ -10,6 +10,7 @@ from transform_cases import batches, normalized, plain, seeded
 from transform_cases import classify as loss_fn
 
 import looplib as ll
+from looplib.types import Optimizer
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 
@@ -156,3 +157,18 @@ def test_a_tensor_of_the_users_that_becomes_part_of_the_state_is_copied():
     )
     state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
     assert state.opt_state.data_ptr() != origin.data_ptr()
+
+
+def test_a_compiled_pure_step_gives_each_place_of_the_state_a_memory_of_its_own():
+    def update_(grads, opt_state, params, step):
+        new = {name: (params[name] - 0.1 * grad).detach() for name, grad in grads.items()}
+        return new, {"last": new}
+
+    model = seeded(plain)
+    optimizer = Optimizer(
+        lambda params: {"last": {name: param.detach().clone() for name, param in params.items()}}, update_
+    )
+    state, _ = ll.compile_step(train_step(model, optimizer), **QUICK)(ll.init_state(model, optimizer), batches(1)[0])
+    close(state.opt_state["last"], {name: param.detach() for name, param in state.params.items()})
+    places = [*state.params.values(), *state.opt_state["last"].values()]
+    assert len({tensor.data_ptr() for tensor in places}) == len(places)
