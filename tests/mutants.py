@@ -125,6 +125,16 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "all that NumPy has with a tolist method has an ndim",
     ),
     (
+        "looplib/gradients.py",
+        "(value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True",
+        "torch reads allow_unreachable= where it returns gradients, and not where it adds them up in the leaves",
+    ),
+    (
+        "looplib/debug/_differences.py",
+        "if same_bits(one, other):",
+        "equality does not depend on the order",
+    ),
+    (
         "looplib/contrib/_find_lr.py",
         "width = max(width, 3)",
         "the larger of two numbers is the same in either order",

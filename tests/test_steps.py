@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import looplib as ll
+from looplib.types import Optimizer
 
 STEPS = 30
 
@@ -639,6 +640,26 @@ def test_a_step_of_which_one_part_is_skipped_updates_the_others(donate):
     assert torch.equal(state.params["weight"], weight)
     torch.testing.assert_close(state.params["bias"].detach(), bias - 0.1)
     assert state.step == 1
+
+
+@both_steps
+def test_an_update_may_ask_for_the_loss_and_the_gradients_at_other_parameters(donate):
+    def update_(grads, opt_state, params, step, *, evaluate):
+        loss, there = evaluate({"weight": params["weight"] + 1})
+        return {name: params[name] - 0.1 * grad for name, grad in there.items()}, {"loss": loss}
+
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    optimizer = Optimizer(lambda params: {"loss": torch.zeros(())}, update_)
+    state = ll.init_state(model, optimizer)
+    moved = {"weight": model.weight.detach() + 1, "bias": model.bias.detach()}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in moved.items()}
+    loss = torch.func.functional_call(model, leaves, x).square().mean()
+    loss.backward()
+    expected = {name: param.detach() - 0.1 * leaves[name].grad for name, param in model.named_parameters()}
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    state, _ = ll.make_train_step(grad_fn, optimizer, donate=donate)(state, x)
+    torch.testing.assert_close({name: param.detach() for name, param in state.params.items()}, expected)
+    assert state.opt_state["loss"] == loss
 
 
 def test_an_expanded_buffer_is_no_matter_to_a_skipped_donated_step():

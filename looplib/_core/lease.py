@@ -380,9 +380,8 @@ def versions(params: Mapping[str, Tensor]) -> list[int]:
 
 def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
     """Names of the parameters to which torch has counted a write since `versions` gave these counts."""
-    if not before:  # without parameters, or without a count
-        return []
-    return [name for (name, tensor), count in pairs(params.items(), before) if torch_private.version(tensor) != count]
+    now = [*map(torch_private.version, params.values())] if before else []  # which may not be counted
+    return [] if now == before else [name for name, old, new in pairs(params, before, now) if old != new]
 
 
 def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:

@@ -344,6 +344,9 @@ def test_differences_say_where_and_what():
         "/text: 'a' against 'b'",
         "/new: is in the second alone",
     ]
+    texts = {"60": "a" * 58, "61": "a" * 59, "n": 0}  # with their quotes
+    long = list(map(repr, differences(texts, dict.fromkeys(texts, 0))))
+    assert long == [f"/60: {texts['60']!r} against 0", "/61: a str against 0"]
     assert repr(differences(torch.ones(2), torch.ones(2).double())[0]) == "/: float32 (2,) against float64 (2,)"
     assert differences(torch.ones(2), torch.ones(2).double(), atol=1e-9) == []
     assert differences(np.float32(1), np.float32(2))[0].largest == 1

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from problem import loss_fn
 from shared import equal
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import looplib as ll
 
@@ -131,3 +133,13 @@ def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     for p in params:
         p.grad = torch.randn(7, 5, generator=generator).to(p.dtype)
     assert ll.grads.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
+
+
+def test_the_norm_of_shards_and_whole_tensors_is_that_of_all_elements(one_process):
+    mesh = init_device_mesh("cpu", (1,))
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 3, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
+    for norm_type in (2.0, math.inf):
+        norm = ll.grads.global_norm([distribute_tensor(whole[0], mesh, [Shard(0)]), whole[1]], norm_type)
+        expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole]), norm_type)
+        torch.testing.assert_close(norm, expected)

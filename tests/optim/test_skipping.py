@@ -13,6 +13,7 @@ from shared import bits, both_steps, make_train_step
 from torch import nn
 
 import looplib as ll
+from looplib._core.updates import flags_of
 
 
 def loss_fn(model, batch):
@@ -134,3 +135,10 @@ def test_parameters_without_elements_are_finite(way):
     step = make_train_step(ll.make_grad_fn(model, lambda model, x: (x @ model[0]).sum()), optimizer, **WAYS[way])
     state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
     assert (state.step, state.skipped) == (1, False)
+
+
+def test_without_any_element_the_flag_lies_where_the_gradients_do():
+    sgd = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
+    params = {"empty": torch.ones(0, device="meta")}
+    flag, _ = sgd.decide(params, sgd.init(params), {}, params=params, step=0)
+    assert flags_of(flag).device.type == "meta"
