@@ -122,6 +122,14 @@ def test_microbatches_have_the_gradient_of_the_whole_batch(name):
         assert max((naive[key] - grads[key]).abs().max() for key in grads) > 1e-3
 
 
+def test_the_weight_is_the_number_of_what_the_models_mean_is_over():
+    for name in ("causal", "masked", "token classifier", "sequence classifier"):
+        model, batch = made(name)
+        labels = batch["labels"][:, 1:] if name == "causal" else batch["labels"]
+        loss = ll.losses.model_loss(model.eval(), batch)
+        assert loss.weight == len(labels[labels >= 0]), name
+
+
 # With accumulation, transformers 5.23 trains models whose forward pass has a **kwargs but ignores num_items_in_batch
 # (BERT, T5) with the sum of the microbatches' gradients, and counts the first label of GPT-2. Whole batches are right.
 

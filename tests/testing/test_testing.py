@@ -557,6 +557,26 @@ def test_ranks_meet_at_a_free_port(monkeypatch):
     assert ports[0] >= 1024
 
 
+def test_weights_that_the_ranks_have_and_one_process_has_not_are_found(monkeypatch):
+    def ranks_that_add(number):
+        def spawn(run, arguments, nprocs):
+            begin, _, steps, _, folder, _ = arguments
+            step, state, loader = begin()
+            for batch, _ in zip(loader(state), range(steps), strict=False):
+                state, _ = step(state, batch)
+            for rank in range(nprocs):
+                weights = {name: param.detach() + number for name, param in state.params.items()}
+                torch.save(weights, f"{folder}/{rank}.pt")
+
+        monkeypatch.setitem(testing.assert_ranks_train_alike.__globals__, "spawn", spawn)
+
+    ranks_that_add(0.0)
+    testing.assert_ranks_train_alike(begin_alone)
+    ranks_that_add(0.1)
+    with fails("2 ranks have other weights than one process", "/embed.weight: "):
+        testing.assert_ranks_train_alike(begin_alone)
+
+
 @pytest.mark.slow
 def test_ranks_that_reduce_train_as_one_process():
     testing.assert_ranks_train_alike(begin, ranks=2, steps=5)
