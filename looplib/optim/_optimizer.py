@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.mappings import mapped
+from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
@@ -25,7 +25,7 @@ from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState
 
 
-def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
@@ -85,7 +85,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
     half precision, in an update in which a further parameter gets its first gradient; and without dampening, for
     sparse gradients that contain an index twice, because its momentum is dense.
     """
-    check_class(cls)
+    check_class(cls, *parameters, *subset(hyperparameters, ["params"]).values())
     check_lr(lr)
     check_groups(groups)
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)

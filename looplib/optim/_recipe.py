@@ -234,14 +234,18 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 
-def check_class(cls: Any) -> None:
+def check_class(cls: Any, *parameters: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
-    name = type(cls).__name__ if isinstance(cls, torch.optim.Optimizer) else "AdamW"
-    in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
+    name = type(cls).__name__ if isinstance(cls, torch.optim.Optimizer) else getattr(cls, "__name__", "AdamW")
+    advice = (
+        f"write ll.optimizer(torch.optim.{name}, lr=...), without parameters. The parameters are in the state, "
+        "ll.init_state(model, optimizer)"
+    )
+    check(isinstance(cls, type), f"ll.optimizer needs an optimizer class, found {named(cls)}: {advice}", TypeError)
+    found = ", ".join(map(named, parameters))
     check(
-        isinstance(cls, type),
-        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim.{name}, "
-        f"lr=...), without parameters. {in_the_state}",
+        not parameters,
+        f"ll.optimizer takes a class and keyword arguments, found {found} as well: {advice}",
         TypeError,
     )
     check(

@@ -130,6 +130,9 @@ SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 MISSPELT = [(is_vector, {"rank": 3, "weigth_decay": 0.9})]
 REFUSED = {
     "an instance": (TypeError, "AdamW lr", lambda: ll.optimizer(AdamW(net().parameters()), lr=0.1)),
+    "parameters": (TypeError, "SGD generator init_state", lambda: ll.optimizer(SGD, net().parameters(), lr=0.1)),
+    "params=": (TypeError, "SGD list lr=...", lambda: ll.optimizer(SGD, params=[*net().parameters()], lr=0.1)),
+    "a bare rate": (TypeError, "float keyword lr=...", lambda: ll.optimizer(SGD, 0.1, lr=0.1)),
     "no optimizer": (TypeError, "dict torch.optim.Optimizer", lambda: ll.optimizer(dict, lr=0.1)),
     "a group": (TypeError, "group bias", lambda: adamw(groups=[("bias", {"weight_decay": 0.0})])),
     "a rate": (ValueError, "-1", lambda: ll.init_state(net(), adamw(lr=-1.0))),
