@@ -93,6 +93,13 @@ def test_a_refused_batch_size_names_the_order_that_continues():
         elsewhere.resume(state)
 
 
+def test_a_state_within_an_epoch_of_growing_batches_stands_where_it_says():
+    loader = make_loader(range(40), order=growing({0: 4, 12: 8}))  # of 4, 4, 4, 8, 8, 8 and 4 samples
+    for batch, samples, size in ((3, 12, 4), (4, 20, 8)):
+        state = ll.TrainState(batch=batch, epoch_length=7, samples=samples, batch_samples=size)
+        assert loader.resume(state).batch == batch
+
+
 def test_epochs_of_different_lengths_need_a_state_without_a_length():
     loader = make_loader(range(40), order=growing({0: 4, 40: 8}))
     assert len(loader) == 10

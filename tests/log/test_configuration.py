@@ -147,3 +147,11 @@ def test_the_commit_is_that_of_the_program(tmp_path):
     assert output(sys.executable, program, env=environment) == commit
     program.write_text(program.read_text() + "# changed\n")
     assert output(sys.executable, program, env=environment) == f"{commit}-dirty"
+
+
+def test_an_accelerator_that_torch_is_built_for_and_the_machine_lacks_is_not_the_device(monkeypatch):
+    def accelerator(check_available):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    assert ll.log.configuration(ll.TrainState())["device"] == "cpu"

@@ -643,3 +643,12 @@ def test_what_is_refused():
     with torch.no_grad():
         assert evaluated(with_graph()).isfinite()
     assert vmap(evaluated)({name: param.detach()[None] for name, param in START.params.items()}).isfinite()
+
+
+def test_the_root_of_0_is_0_in_a_differentiable_step():
+    def with_root(model, batch):
+        return loss_fn(model, batch) + (0 * batch[0]).sqrt().sum()
+
+    differentiable, plain, start = make(net(), with_root)
+    (_, found), (_, expected) = differentiable(start, batches(1)[0]), plain(start, batches(1)[0])
+    torch.testing.assert_close(found["loss"].compute(), expected["loss"].compute())
