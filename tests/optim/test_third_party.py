@@ -9,6 +9,8 @@ from problem import assert_refused, batches, net, raw_loop, run, step_of
 from shared import bits, both_steps, equal
 from stand_ins import PerParameter
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import looplib as ll
 
@@ -284,3 +286,17 @@ def test_torchaos_optimizers_train_save_and_resume_with_the_bits_of_a_raw_loop(n
         restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(wide(), ll.optimizer(cls, lr=LRS[lr])))
         for own_step, own_state in ((step, state), (step, kept), (another, restored)):
             assert equal(train(own_step, own_state, data[3:]).params, raw.named_parameters())
+
+
+def test_moments_of_few_bits_are_kept_as_shards_and_of_other_placements_refused(one_process):
+    from torchao.optim import AdamW8bit
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def begun(placement):
+        return ll.optimizer(AdamW8bit, lr=1e-2).init({"w": nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [placement]))})
+
+    with torch.compiler.set_stance("force_eager"):
+        kept = begun(Shard(0))["state"]["w"]["exp_avg"]
+        assert kept["codes"].placements == (Shard(0),)
+        assert_refused(TypeError, "AdamW8bit w, 'exp_avg', (64, 64) Replicate() 1", lambda: begun(Replicate()))
