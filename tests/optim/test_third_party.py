@@ -294,7 +294,9 @@ def test_moments_of_few_bits_are_kept_as_shards_and_of_other_placements_refused(
     mesh = init_device_mesh("cpu", (1,))
 
     def begun(placement):
-        return ll.optimizer(AdamW8bit, lr=1e-2).init({"w": nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [placement]))})
+        return ll.optimizer(AdamW8bit, lr=1e-2).init(
+            {"w": nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [placement]))}
+        )
 
     with torch.compiler.set_stance("force_eager"):
         kept = begun(Shard(0))["state"]["w"]["exp_avg"]
