@@ -64,9 +64,9 @@ def predict(
     """
     check_order("predict", predict_step, state)
     predict_step = check_kind(predict_step, "predict", "predict_step")
+    check_unshuffled(batches)
     reading = Reading(batches, max_batches, "prediction" if progress else None, divide, start)
-    for _, output in predicted(predict_step, state, reading, device):
-        yield output
+    return (output for _, output in predicted(predict_step, state, reading, device))
 
 
 def predicted(
@@ -76,8 +76,6 @@ def predicted(
     device: torch.device | str | None,
 ) -> Iterator[tuple[int | None, Any]]:
     """For each batch, its number of samples (if known) and its outputs."""
-    check_unshuffled(reading.batches)
-
     by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
     gathered, context = reading.divide and is_distributed(), ranks_of(reading, state)
