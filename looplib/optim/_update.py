@@ -98,8 +98,9 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     names = [*names]
     tensors = [*map(params.__getitem__, names)]
     # Predicates of groups may depend on shapes, and so may the entries that a class keeps. Models with the same names may
-    # be sharded or not, and their kernels differ.
-    key = names, [*map(_dtype, tensors)], [*map(_shape, tensors)], tensors[0].device, {*map(type, tensors)} - PLAIN
+    # be sharded or not, in different ways, and their kernels differ.
+    special = [getattr(tensor, "placements", type(tensor)) for tensor in tensors if type(tensor) not in PLAIN]
+    key = names, [*map(_dtype, tensors)], [*map(_shape, tensors)], tensors[0].device, special
     for plan in plans:
         if plan.key == key:
             return plan

@@ -291,10 +291,10 @@ def test_torchaos_optimizers_train_save_and_resume_with_the_bits_of_a_raw_loop(n
 def test_moments_of_few_bits_are_kept_as_shards_and_of_other_placements_refused(one_process):
     from torchao.optim import AdamW8bit
 
-    mesh = init_device_mesh("cpu", (1,))
+    mesh, optimizer = init_device_mesh("cpu", (1,)), ll.optimizer(AdamW8bit, lr=1e-2)
 
     def begun(placement):
-        return ll.optimizer(AdamW8bit, lr=1e-2).init(
+        return optimizer.init(
             {"w": nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [placement]))}
         )
 
