@@ -332,7 +332,8 @@ def call(frame: FrameType | None = None) -> Call:
 
 def _name(frame: FrameType) -> str:
     """Name of a function as the user knows it."""
-    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    name = frame.f_code.co_qualname.removesuffix(".<locals>.<genexpr>").rpartition(".")[2]
+    owner = frame.f_locals.get("self")
     if owner is None:
         return name
     cls = type(owner).__name__

@@ -13,7 +13,6 @@ from shared import bits, both_steps, make_train_step
 from torch import nn
 
 import looplib as ll
-from looplib._core.updates import flags_of
 
 
 def loss_fn(model, batch):
@@ -141,4 +140,4 @@ def test_without_any_element_the_flag_lies_where_the_gradients_do():
     sgd = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
     params = {"empty": torch.ones(0, device="meta")}
     flag, _ = sgd.decide(params, sgd.init(params), {}, params=params, step=0)
-    assert flags_of(flag).device.type == "meta"
+    assert flag.flag.device.type == "meta"
