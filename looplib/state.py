@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, is_plain
+from looplib._core.checks import check, check_optional_count, is_plain, named
 from looplib._core.lease import named_tensors, overlaps, same_value
 from looplib._core.mappings import fields_of, pick
 from looplib._core.provenance import Provenance, described_model
@@ -64,6 +64,7 @@ def init_state(
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
+    check(hasattr(seed, "__index__"), f"seed is {named(seed)}; give an int", TypeError)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     opt_state = None
     if optimizer is not None:

@@ -203,6 +203,8 @@ def test_end_epoch_is_for_streams():
     assert ll.end_epoch(ll.TrainState(epoch=2, batch=7)).epoch == 3
     with pytest.raises(ValueError, match=r"epoch_length=10, so train_step ends its epochs"):
         ll.end_epoch(made()[1])
+    with pytest.raises(TypeError, match=r"seed is a float; give an int"):
+        ll.init_state(nn.Linear(2, 1), seed=0.5)
     with pytest.raises(ValueError, match=r"epoch_length is 0; an epoch has 1 batch or more"):
         ll.init_state(nn.Linear(1, 1), epoch_length=0)
 

@@ -97,8 +97,8 @@ def checkpoint_io(
         TypeError: `describe` is not a mapping, `directory` is not a path, or `monitor` is neither a name nor a record.
         NotADirectoryError: `directory` is a file.
 
-    The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint of a
-    format that this looplib does not read.
+    The methods of `CheckpointIO` list what they raise. Those that read a checkpoint or continue a directory, `restore`,
+    `save` and `best`, also raise CheckpointVersionError for a format that this looplib does not read.
 
     **Several processes.** The first rank applies the policies, chooses checkpoints, and writes states that all ranks
     hold completely, as with DDP (with its own buffers and metrics, if they differ). Of a state with DTensors, as made

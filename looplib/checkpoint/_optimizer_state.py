@@ -47,8 +47,7 @@ def optimizer_state_dict(
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
-        state: a state of this module, with the state of an `ll.optimizer`. The optimizer may be wrapped in
-            `apply_if_finite`.
+        state: a state of this module, with the state of an `ll.optimizer`, with any wrappers but no `partition` around it.
         torch_optimizer: an instance of the class passed to `ll.optimizer`, with the same kinds of hyperparameters,
             over the module's own parameters in any groups and any order. It is not changed.
 

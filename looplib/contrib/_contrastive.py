@@ -108,6 +108,7 @@ def make_contrastive_grad_fn(
     def contrastive(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         _check_whole(request)
         count = batch_size(batch)
+        check(count, "the batch has no samples, so its loss has no value: leave it out")
         sizes = [*map(len, torch.arange(count).tensor_split(max(1, min(microbatches, count))))]
         batches = trees.split(batch, count, sizes, batch_size)
         embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request), sizes)]

@@ -158,7 +158,7 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
 
     Raises:
         TypeError: the dataset is no stream with `state_dict` and `load_state_dict`, `num_workers` is above 0, the position
-            is no JSON, or `state.extra` is not a dict.
+            is no JSON, or `state.extra` is neither a dict nor None.
         ValueError: the loader has yielded more or fewer batches than the state has seen.
     """
     check_state(state, "ll.data.with_position(loader, state)")

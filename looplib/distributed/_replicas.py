@@ -14,7 +14,7 @@ from looplib._core.checksums import checksums
 from looplib._core.collective import together
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_sharded, shards
-from looplib.types import COUNTS, TrainState, check_state
+from looplib.types import COUNTS, TrainState, check_state, trees_of
 
 
 def check_replicas(state: TrainState) -> None:
@@ -42,6 +42,7 @@ def check_replicas(state: TrainState) -> None:
         DonatedStateError: the state was donated to a step.
     """
     check_state(state, "ll.distributed.check_replicas(state)")
+    trees_of(state)  # raises if it was donated
     ranks = together()
     ranks.barrier()
     if not ranks.is_distributed:

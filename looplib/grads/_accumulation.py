@@ -75,7 +75,8 @@ def accumulate(
             lengths, or is of a type that cannot be split; or `grad_fn` has a wrapper that belongs around `accumulate`
             (clipping, `scale_loss`).
         RuntimeError: at the first step, if the model is in DDP or FSDP2 on several ranks and `grad_fn` has a wrapper.
-        TypeError: neither `microbatches` nor `size` is given and the batch is not a list.
+        TypeError: neither `microbatches` nor `size` is given and the batch is not a list, or the samples of the batch cannot
+            be counted.
     """
     check(microbatches is None or size is None, f"give microbatches={microbatches} or size={size}, not both")
     check_optional_count("microbatches", microbatches)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.records import with_repr
+from looplib._core.records import kind_of, with_repr
 from looplib.grads._wrapper import check_grad_fn, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -42,7 +42,8 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
         TypeError: `grad_fn` or `batch_fn` is something different.
     """
     grad_fn = check_grad_fn(grad_fn, "map_batch")
-    check(callable(batch_fn), f"map_batch got {batch_fn!r}; give a function (state, batch) -> batch", TypeError)
+    is_function = callable(batch_fn) and kind_of(batch_fn) is None
+    check(is_function, f"map_batch got {batch_fn!r}; give a function (state, batch) -> batch", TypeError)
 
     def mapped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         return grad_fn(state, batch_fn(state, batch), request)

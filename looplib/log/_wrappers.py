@@ -113,7 +113,7 @@ def windowed(logger: Logger, when: Predicate, prefix: str = "") -> Logger:
         when: predicate that is asked after each step.
         prefix: string put before each name.
 
-    The logger raises ValueError if the steps of a window have different names.
+    A name that only some steps of a window have is averaged over these, as by a `Window`.
     """
     check_kind(logger, "windowed", "logger")
     check_kind(when, "windowed", "predicate")

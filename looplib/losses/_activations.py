@@ -63,8 +63,9 @@ def with_forwards(
 
 
 def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
-    if isinstance(modules, (type, tuple)):
-        return lambda name, module: isinstance(module, modules)
+    classes = modules if isinstance(modules, tuple) else (modules,)
+    if all(isinstance(each, type) for each in classes):
+        return lambda name, module: isinstance(module, classes)
     check(
         callable(modules) and not isinstance(modules, nn.Module),
         f"modules is {modules!r}; give a class of modules, a tuple of classes, or a function (name, module) -> bool",

@@ -43,8 +43,9 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
             is given.
 
     Raises:
-        ValueError: the loss reaches none of them, as with FSDP2, whose graphs have gathered copies of the parameters; or it
-            is called within a `torch.func` transform, such as that of per-sample gradients.
+        ValueError: the loss has no gradient; in the backward pass, it reaches none of them, as with FSDP2, whose graphs have
+            gathered copies of the parameters; or it is called within a `torch.func` transform, such as that of per-sample
+            gradients.
     """
     params = [param for param in params if param.requires_grad]
     check(

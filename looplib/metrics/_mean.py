@@ -119,7 +119,7 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
 
     Raises:
         ValueError: the dicts have different names.
-        TypeError: a value is not a metric (the message names it).
+        TypeError: a value that is merged with another one is not a metric (the message names it).
     """
     for other in rest:
         if other.keys() != first.keys():

@@ -6,6 +6,7 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -20,7 +21,7 @@ from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
 from looplib.optim._third_party import check_against_raw_loop
-from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
+from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, states_of, update_
 from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState
 
@@ -77,9 +78,9 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
     only then, `opt_state["started"]` records which parameters have had an update. Random numbers that a class draws
     from torch are derived from the state's seed and step.
 
-    **LBFGS.** A class whose `step` has a `closure` without a default evaluates the loss several times per update. For
-    models without randomness, the result has the bits of a raw loop; BatchNorm's statistics are those of the first
-    evaluation. LBFGS's history is allocated in full, `history_size` times twice the size of the parameters.
+    **LBFGS.** `torch.optim.LBFGS` evaluates the loss several times per update. For models without randomness, the result
+    has the bits of a raw loop; BatchNorm's statistics are those of the first evaluation. LBFGS's history is allocated in
+    full, `history_size` times twice the size of the parameters.
 
     **Not the same bits.** SGD with momentum may differ from torch by a rounding in two cases: with `foreach=True` in
     half precision, in an update in which a further parameter gets its first gradient; and without dampening, for
@@ -103,9 +104,10 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
         return opt_state
 
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
+        states = states_of(recipe, opt_state)
         if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
             return params, buffers
-        return evaluated(plan_for(plans, recipe, params, opt_state["state"]), params, opt_state), buffers
+        return evaluated(plan_for(plans, recipe, params, states), params, opt_state), buffers
 
     description = {"class": described(cls), **described(recipe.defaults)}
     for number, (predicate, values) in enumerate(groups):
@@ -120,6 +122,11 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
         partial(kernel_name, recipe, plans),
     )
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
+
+
+_whole = inspect.signature(optimizer)
+_given = [one for one in _whole.parameters.values() if one.kind is not one.VAR_POSITIONAL]
+vars(optimizer)["__signature__"] = _whole.replace(parameters=_given)  # as help and editors show it
 
 
 # Hyperparameters of a state
@@ -175,6 +182,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
+    states_of(recipe, opt_state)  # raises for another optimizer's
     values = recipe.values_at(recipe.values, opt_state, step)
     for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):
@@ -241,9 +249,9 @@ def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """Convert a value to a tensor like the one it replaces."""
     given = value(old) if callable(value) else value
     try:
+        check(not isinstance(given, bool), "a number is no bool", TypeError)
         tensor: Tensor = torch.as_tensor(given, dtype=old.dtype, device=old.device).expand(old.shape).clone()
     except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is {given!r}; give a number, or a tensor of shape {tuple(old.shape)} or ()"
-        ) from error
+        shapes = " or ".join(dict.fromkeys((str(tuple(old.shape)), "()")))
+        raise ValueError(f"{name} is {given!r}; give a number, or a tensor of shape {shapes}") from error
     return tensor

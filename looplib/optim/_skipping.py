@@ -7,6 +7,7 @@ records in their own state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, check_count, few
+from looplib._core.checks import check, check_count, few, is_count
 from looplib._core.mappings import stacked
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import tracing
@@ -156,10 +157,17 @@ def dynamic_loss_scale(
         ValueError: an argument is out of range.
     """
     check(
-        all((growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, 0 < min_scale <= init_scale)),
+        all(
+            (
+                growth_factor > 1,
+                0 < backoff_factor < 1,
+                is_count(growth_interval),
+                0 < min_scale <= init_scale < math.inf,
+            )
+        ),
         f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
         f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
-        "the interval at least 1, and the scale at least min_scale, above 0",
+        "the interval a count of at least 1, and the scale finite and at least min_scale, above 0",
     )
 
     def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:

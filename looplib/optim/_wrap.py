@@ -50,12 +50,15 @@ def wrap(
         kept = {key: first(params, **extra) for key, first in keeps.items()}
         return {"inner_state": optimizer.init(params, **extra), **kept}
 
+    def inner_of(opt_state: Any) -> Any:
+        if type(opt_state) is not dict or opt_state.keys() != expected.keys():
+            raise wrong_state(opt_state, repr(made), expected)
+        return opt_state["inner_state"]
+
     def decide_both(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[Any, Any]:
-        if type(opt_state) is not dict or opt_state.keys() != expected.keys():
-            raise wrong_state(opt_state, repr(made), expected)
-        inner = opt_state["inner_state"]
+        inner = inner_of(opt_state)
         flag, inner = call_decide(optimizer, grads, inner, metrics, params, step_of(opt_state, step))
         opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
@@ -66,8 +69,8 @@ def wrap(
         init,
         update_ or partial(update_within, optimizer),
         decide_both,
-        evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, own["inner_state"])),
-        lambda own, step: optimizer.hyperparameters(own["inner_state"], step_of(own, step)),
+        evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, inner_of(own))),
+        lambda own, step: optimizer.hyperparameters(inner_of(own), step_of(own, step)),
         description,
         optimizer.kernel,
     )

@@ -203,8 +203,8 @@ class per_member:
         values: one number or schedule for each member, in order.
 
     Raises:
-        ValueError: there are no values; or, from the step, the state is not a stack or has a different number of
-            members.
+        ValueError: there are no values; or, from the step, the state is a stack with a different number of members, or no
+            stack (from its second update on: the first one has the first value that is not 0, as `init_state` has).
     """
 
     def __init__(self, values: Sequence[Any]) -> None:

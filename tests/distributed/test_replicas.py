@@ -118,3 +118,11 @@ def compared():
 
 def test_tensors_of_ranks_are_compared_whenever_it_is_asked_for():
     launch(2, compared)
+
+
+def test_a_spent_state_is_refused_in_one_process_too():
+    model = torch.nn.Linear(2, 1)
+    before = ll.init_state(model, SGD)
+    ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD, donate=True)(before, torch.ones(3, 2))
+    with pytest.raises(ll.DonatedStateError):
+        ll.distributed.check_replicas(before)

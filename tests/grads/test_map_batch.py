@@ -81,5 +81,7 @@ def test_a_number_of_the_state_that_a_graph_would_freeze_is_refused():
 
 
 def test_what_is_no_function_of_a_state_and_a_batch_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"map_batch got 3; give a function \(state, batch\)"):
-        ll.grads.map_batch(ll.make_grad_fn(net(), loss_fn), 3)
+    grad_fn = ll.make_grad_fn(net(), loss_fn)
+    for wrong, shown in ((3, "3"), (grad_fn, "ll.make_grad_fn")):
+        with pytest.raises(TypeError, match=rf"map_batch got {shown}.*; give a function \(state, batch\)"):
+            ll.grads.map_batch(grad_fn, wrong)

@@ -167,6 +167,7 @@ def test_what_does_not_fit_is_said_with_its_shape():
         ((inputs, labels[:, :2]), {}, r"labels .*\(2, 2\) and dtype torch.int64; .*\(2, 3, 4\)"),
         ((inputs, labels.int()), {}, r"torch\.int32"),
         ((inputs, labels), {"chunk_size": 0}, "chunk_size"),
+        ((inputs, labels), {"label_smoothing": -0.1}, "label_smoothing is -0.1"),
     ):
         with pytest.raises(ValueError, match=named):
             next_token_loss(*arguments, **options)

@@ -128,6 +128,6 @@ def test_a_forward_of_the_instances_own_comes_back_after_an_error():
 def test_a_choice_of_nothing_and_of_another_kind_are_refused():
     with pytest.raises(ValueError, match="Stack"):
         recompute(loss_fn, nn.Conv2d)(Stack(), torch.zeros(2, 3))
-    for modules in (nn.Linear(2, 2), "Block"):
+    for modules in (nn.Linear(2, 2), "Block", (nn.Linear, 3)):
         with pytest.raises(TypeError, match="modules"):
             recompute(loss_fn, modules)

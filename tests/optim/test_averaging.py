@@ -239,6 +239,13 @@ def test_without_averages_the_state_itself_is_evaluated():
         assert ll.eval_state(optimizer, state) is state
 
 
+def test_averages_of_an_optimizer_that_is_not_given_are_not_left_out_silently():
+    state = ll.init_state(net(), ll.ema(adamw()))
+    for optimizer in (adamw(), ll.optim.apply_if_finite(adamw(), 2)):
+        with pytest.raises(ValueError, match=r"opt_state holds average.*AdamW"):
+            ll.eval_state(optimizer, state)
+
+
 def test_a_part_with_an_average_is_evaluated_by_it():
     optimizer = ll.optim.partition(
         {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},

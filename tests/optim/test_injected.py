@@ -151,7 +151,10 @@ REFUSED = [
     (ValueError, "lr lr=ll.optim.injected", lambda: prepared(lr=0.2, eps=1e-6)),
     (ValueError, "lr ll.optim.injected", lambda: ll.optim.set_hyperparameters(ll.init_state(model(), sgd()), lr=0.2)),
     (ValueError, "lr ll.optim.injected", lambda: ll.optim.set_hyperparameters(ll.init_state(model()), lr=0.2)),
-    *((ValueError, f"eps {value!r} ()", lambda value=value: prepared(eps=value)) for value in ("0.1", None, [0.1])),
+    *(
+        (ValueError, f"eps {value!r} ()", lambda value=value: prepared(eps=value))
+        for value in ("0.1", None, [0.1], True)
+    ),
     (ValueError, "eps '0.1' ()", lambda: prepared(eps=lambda old: "0.1")),
     (ValueError, "eps ()", lambda: prepared(eps=torch.ones(1))),
     (ValueError, "lr (3,)", lambda: ll.optim.set_hyperparameters(stacked(), lr=torch.tensor([0.1, 0.2]))),
@@ -161,6 +164,7 @@ REFUSED = [
         "momentum_buffer ema SGD",
         lambda: ll.optim.hyperparameters(ll.ema(sgd()), ll.init_state(model(), sgd())),
     ),
+    (ValueError, "average SGD", lambda: ll.optim.hyperparameters(sgd(), ll.init_state(model(), ll.ema(sgd())))),
 ]
 
 

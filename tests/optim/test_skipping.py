@@ -74,6 +74,12 @@ def test_the_loss_scale_has_torchs_defaults_and_may_grow_at_every_step():
     ll.optim.dynamic_loss_scale(adamw(), growth_interval=1)
 
 
+def test_settings_of_the_loss_scale_out_of_range_are_named():
+    for name, wrong in {"growth_interval": 1.5, "init_scale": math.inf, "backoff_factor": 1.0}.items():
+        with pytest.raises(ValueError, match=f"{name}={wrong}"):
+            ll.optim.dynamic_loss_scale(adamw(), **{name: wrong})
+
+
 def test_the_count_of_skips_to_accept_is_a_count_and_by_default_five():
     assert ll.optim.apply_if_finite(adamw()).description["apply_if_finite"]["max_consecutive"] == 5
     for wrong in (-1, True, 1.5):

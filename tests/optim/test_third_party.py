@@ -294,9 +294,7 @@ def test_moments_of_few_bits_are_kept_as_shards_and_of_other_placements_refused(
     mesh, optimizer = init_device_mesh("cpu", (1,)), ll.optimizer(AdamW8bit, lr=1e-2)
 
     def begun(placement):
-        return optimizer.init(
-            {"w": nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [placement]))}
-        )
+        return optimizer.init({"w": nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [placement]))})
 
     with torch.compiler.set_stance("force_eager"):
         kept = begun(Shard(0))["state"]["w"]["exp_avg"]
