@@ -11,7 +11,7 @@ see; the others print to rank-1.log and so on in it. Ctrl-C, or SIGTERM from a s
 the log (torchrun allows 30 s, and ends with its own traceback). Rerunning continues, with any number of processes.
 
 Reached with --steps 300 and seed 0, on the CPU in bfloat16: 3.27 bits per byte on the held-out text with 2 processes,
-3.26 with one, in 65 seconds on one core. See language_model.py for the result of 2000 steps.
+3.26 with one, in 65 seconds on one core. See language_model.py for 2000 steps, and for CPUs without bfloat16.
 
 To scale up:
 

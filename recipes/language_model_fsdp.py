@@ -12,7 +12,8 @@ scheduler, stops all at the next line of the log (torchrun allows 30 s, and ends
 continues on any number of processes.
 
 Reached with --steps 300 and seed 0, on the CPU in bfloat16: 3.26 bits per byte on the held-out text with 1 and with 2
-processes, in 60 seconds on one core. See language_model.py for 2000 steps. In float32, small runs agree to 1e-6.
+processes, in 60 seconds on one core. See language_model.py for 2000 steps, and for CPUs without bfloat16. In float32,
+small runs agree to 1e-6.
 
 To scale up:
 

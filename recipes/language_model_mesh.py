@@ -80,7 +80,7 @@ def main(
         log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
         ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1, describe={"loader": loader})
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
-        print(f"{ll.distributed.world_size()} ranks divide the data; step {state.step} of {steps}")
+        print(f"ranks that divide the data: {ll.distributed.world_size()}; step {state.step} of {steps}")
 
         while not done(state):
             for batch in loader(state):

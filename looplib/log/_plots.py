@@ -172,7 +172,7 @@ def draw(runs: Mapping[str, Curves], names: Sequence[str] | None, x: str, smooth
                 values += [value for _, value in curves[name]]
         dress(axes, panel[0] if len(panel) == 1 else _metric(panel[0]), x, values)
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(frameon=False)
+            axes.legend(framealpha=0.8, edgecolor="none")  # curves show through
     return figure
 
 

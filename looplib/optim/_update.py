@@ -217,7 +217,7 @@ def decide(
 
 
 def states_of(recipe: Recipe, opt_state: Any) -> States:
-    """What the class keeps for each parameter. Raises ValueError for a state with a wrapper's entries, or for none."""
+    """State of each parameter. Raises ValueError for a state with the entries of a wrapper, or for none."""
     if not isinstance(opt_state, dict) or "state" not in opt_state:
         raise wrong_state(opt_state, recipe.cls.__name__, ["state, without a wrapper"])
     states: States = opt_state["state"]

@@ -117,7 +117,7 @@ def by_hand():
 
 def test_a_model_on_two_ranks_of_tensors_trains_as_a_raw_loop_does(tmp_path):
     shown = launch(2, stopped, "mesh", MESH | {"directory": str(tmp_path)}, 0)
-    assert "1 ranks divide the data; step 0 of 6" in shown
+    assert "ranks that divide the data: 1; step 0 of 6" in shown
     rows = [row for row in ll.log.read_jsonl(tmp_path / "log.jsonl") if "train/loss" in row]
     found = [(row["train/loss"], row["train/grad_norm"]) for row in rows]
     # float64 has 53 bits; sums in other orders differ in the last, which Adam's quotients enlarge
