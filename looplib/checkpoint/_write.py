@@ -91,7 +91,7 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     roots: dict[str, str] = {}
     first: dict[Any, str] = {}
     for path, tensor in tensors.items():
-        kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        kind = tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg()
         view = memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), *kind
         roots[path] = first.setdefault(view, path) if tensor.numel() else path
     for path, other in overlaps(pick(tensors, first.values())):

@@ -21,7 +21,7 @@ from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
 from looplib.optim._third_party import check_against_raw_loop
-from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, states_of, update_
+from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
 from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState
 
@@ -104,7 +104,7 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
         return opt_state
 
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
-        states = states_of(recipe, opt_state)
+        states = opt_state["state"]  # KeyError for what a wrapper keeps, which `eval_state` explains
         if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
             return params, buffers
         return evaluated(plan_for(plans, recipe, params, states), params, opt_state), buffers
@@ -182,7 +182,8 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
-    states_of(recipe, opt_state)  # raises for another optimizer's
+    if "state" not in opt_state:
+        raise KeyError("state")  # which `hyperparameters` explains
     values = recipe.values_at(recipe.values, opt_state, step)
     for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):

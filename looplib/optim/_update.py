@@ -186,7 +186,10 @@ def decide(
 
     Warn at the end of a learning rate that is 0 from there on.
     """
-    cls, states = recipe.cls.__name__, states_of(recipe, opt_state)
+    cls = recipe.cls.__name__
+    if not isinstance(opt_state, dict) or "state" not in opt_state:
+        raise wrong_state(opt_state, cls, ["state, without a wrapper"])
+    states = opt_state["state"]
     if not grads.keys() <= states.keys():
         raise ValueError(
             f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
@@ -214,14 +217,6 @@ def decide(
             "Adagrad take both kinds, but in groups with nesterov=True or fused=True, as the others, dense ones only"
         )
     return True, opt_state
-
-
-def states_of(recipe: Recipe, opt_state: Any) -> States:
-    """State of each parameter. Raises ValueError for a state with the entries of a wrapper, or for none."""
-    if not isinstance(opt_state, dict) or "state" not in opt_state:
-        raise wrong_state(opt_state, recipe.cls.__name__, ["state, without a wrapper"])
-    states: States = opt_state["state"]
-    return states
 
 
 def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
