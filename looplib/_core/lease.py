@@ -290,7 +290,8 @@ def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         if (address := memory_of(tensor)) is not None and begin < end:
             spans.append((address, begin, end, number))
     found: list[tuple[int, int]] = []
-    reaching: list[tuple[int, int, int]] = []  # the tensors so far that end beyond the next one's begin
+    # Memory, end and number of the tensors before that end after the next one begins.
+    reaching: list[tuple[int, int, int]] = []
     for address, begin, end, number in sorted(spans):
         reaching = [span for span in reaching if span[0] == address and span[1] > begin]
         found += [(max(other, number), min(other, number)) for _, _, other in reaching]
@@ -380,8 +381,12 @@ def versions(params: Mapping[str, Tensor]) -> list[int]:
 
 def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
     """Names of the parameters to which torch has counted a write since `versions` gave these counts."""
-    now = [*map(torch_private.version, params.values())] if before else []  # which may not be counted
-    return [] if now == before else [name for name, old, new in pairs(params, before, now) if old != new]
+    if not before:  # no parameters, or some whose writes are not counted
+        return []
+    now = [*map(torch_private.version, params.values())]
+    if now == before:
+        return []
+    return [name for name, old, new in pairs(params, before, now) if old != new]
 
 
 def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:

@@ -332,6 +332,7 @@ def call(frame: FrameType | None = None) -> Call:
 
 def _name(frame: FrameType) -> str:
     """Name of a function as the user knows it."""
+    # What `predict` returns, for example, is a generator expression.
     name = frame.f_code.co_qualname.removesuffix(".<locals>.<genexpr>").rpartition(".")[2]
     owner = frame.f_locals.get("self")
     if owner is None:

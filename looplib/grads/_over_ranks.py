@@ -39,7 +39,8 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
 
     Raises:
         ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
-        RuntimeError: at the first step on several ranks, if the model is in DDP or FSDP2, where gradients would be reduced twice.
+        RuntimeError: at the first step on several ranks, if the model is in DDP or FSDP2, where gradients would be reduced
+            twice.
     """
     grad_fn, compared = check_parts(grad_fn, "reduce_gradients"), False
 

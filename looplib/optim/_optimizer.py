@@ -126,7 +126,7 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
 
 _whole = inspect.signature(optimizer)
 _given = [one for one in _whole.parameters.values() if one.kind is not one.VAR_POSITIONAL]
-vars(optimizer)["__signature__"] = _whole.replace(parameters=_given)  # as help and editors show it
+vars(optimizer)["__signature__"] = _whole.replace(parameters=_given)  # as `help` shows it
 
 
 # Hyperparameters of a state
@@ -249,10 +249,11 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """Convert a value to a tensor like the one it replaces."""
     given = value(old) if callable(value) else value
+    shapes = " or ".join(dict.fromkeys((str(tuple(old.shape)), "()")))
+    message = f"{name} is {given!r}; give a number, or a tensor of shape {shapes}"
+    check(not isinstance(given, bool), message)
     try:
-        check(not isinstance(given, bool), "a number is no bool", TypeError)
         tensor: Tensor = torch.as_tensor(given, dtype=old.dtype, device=old.device).expand(old.shape).clone()
     except (TypeError, RuntimeError) as error:
-        shapes = " or ".join(dict.fromkeys((str(tuple(old.shape)), "()")))
-        raise ValueError(f"{name} is {given!r}; give a number, or a tensor of shape {shapes}") from error
+        raise ValueError(message) from error
     return tensor

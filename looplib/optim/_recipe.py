@@ -236,7 +236,8 @@ _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 def check_class(cls: Any, *parameters: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
-    name = type(cls).__name__ if isinstance(cls, torch.optim.Optimizer) else getattr(cls, "__name__", "AdamW")
+    kind = cls if isinstance(cls, type) else type(cls)
+    name = kind.__name__ if issubclass(kind, torch.optim.Optimizer) else "AdamW"
     advice = (
         f"write ll.optimizer(torch.optim.{name}, lr=...), without parameters. The parameters are in the state, "
         "ll.init_state(model, optimizer)"

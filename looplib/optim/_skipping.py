@@ -157,14 +157,10 @@ def dynamic_loss_scale(
         ValueError: an argument is out of range.
     """
     check(
-        all(
-            (
-                growth_factor > 1,
-                0 < backoff_factor < 1,
-                is_count(growth_interval),
-                0 < min_scale <= init_scale < math.inf,
-            )
-        ),
+        growth_factor > 1
+        and 0 < backoff_factor < 1
+        and is_count(growth_interval)
+        and 0 < min_scale <= init_scale < math.inf,
         f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
         f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
         "the interval a count of at least 1, and the scale finite and at least min_scale, above 0",
