@@ -39,6 +39,7 @@ Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 _dtype = operator.attrgetter("dtype")
 _shape = operator.attrgetter("shape")
 _SETTLED = (int, float, complex, str, type(None))
+_CONTAINERS = (list, dict, set)
 
 
 class Plan:
@@ -99,7 +100,8 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     tensors = [*map(params.__getitem__, names)]
     # Predicates of groups may depend on shapes, and so may the entries that a class keeps. Models with the same names may
     # be sharded or not, in different ways, and their kernels differ.
-    special = [getattr(tensor, "placements", type(tensor)) for tensor in tensors if type(tensor) not in PLAIN]
+    plain = PLAIN.issuperset(map(type, tensors))
+    special = [] if plain else [getattr(tensor, "placements", type(tensor)) for tensor in tensors]
     key = names, [*map(_dtype, tensors)], [*map(_shape, tensors)], tensors[0].device, special
     for plan in plans:
         if plan.key == key:
@@ -279,31 +281,41 @@ def update_(
                 )
             left[number] += names
         if any(left):
-            opt_state = _by_class(plan, values, left, grads, opt_state, params, mix(seed, step, STREAM))
+            opt_state = _by_class(plan, values, left, grads, opt_state, params, seed, step)
         return params, opt_state
     finally:
         torch_private.set_grad_enabled(grad_mode)
 
 
 def _by_class(
-    plan: Plan, values: Values, members: Members, grads: Grads, opt_state: Any, params: Params, seed: int
+    plan: Plan,
+    values: Values,
+    members: Members,
+    grads: Grads,
+    opt_state: Any,
+    params: Params,
+    seed: int,
+    step: int,
 ) -> Any:
     """Update these parameters of each group by the class's step, and return a state with what it keeps."""
     first = without_state(opt_state) & grads.keys()
     instance = _instance(plan, values, members, opt_state, params, first)
-    tensors = {name: params[name] for names in members for name in names}
     if plan.probe.writes_grads:
         grads = copy_tree(grads)
-    streams = nullcontext() if plan.recipe.is_torch_optim else streams_at(seed, params.values())
-    with restored_grads(tensors.values()), streams:
-        for numbers, names in zip(values, members, strict=True):
-            for name in names:
-                tensor, grad = params[name], grads[name]
-                (tensor.grad,) = laid_out_like([tensor], [grad]) if numbers.get("fused") else [grad]
+    of_torch = plan.recipe.is_torch_optim
+    streams = nullcontext() if of_torch else streams_at(mix(seed, step, STREAM), params.values())
+    groups = instance.param_groups
+    with restored_grads([tensor for group in groups for tensor in group["params"]]), streams:
+        for group, names in zip(groups, members, strict=True):
+            tensors, given = group["params"], [grads[name] for name in names]
+            if group.get("fused"):
+                given = laid_out_like(tensors, given)
+            for tensor, grad in zip(tensors, given, strict=True):
+                tensor.grad = grad
         plan.step(instance)
-    return (
-        opt_state if plan.recipe.is_torch_optim and not first else _kept_by(instance, plan, opt_state, tensors, first)
-    )
+    if of_torch and not first:
+        return opt_state
+    return _kept_by(instance, plan, opt_state, {name: params[name] for names in members for name in names}, first)
 
 
 def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, params: Params, first: Set[str]) -> Any:
@@ -317,15 +329,18 @@ def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, para
         instance = object.__new__(plan.recipe.cls)
         vars(instance).update(plan.attributes, state={}, param_groups=[{} for _ in members])
     of_constructor, instance.state = instance.state, defaultdict(dict)
+    makers = plan.probe.makers
     for group, names, numbers in zip(instance.param_groups, members, values, strict=True):
-        for key, value in numbers.items():  # containers of its own, which a third party's class may change
-            group[key] = deepcopy(value) if isinstance(value, (list, dict, set)) else value
+        group.update(numbers)
+        if not plan.recipe.is_torch_optim:  # a third party's class may change its containers
+            group.update({key: deepcopy(value) for key, value in numbers.items() if isinstance(value, _CONTAINERS)})
         group["params"] = [params[name] for name in names]
-        for name in names:
-            kept = of_constructor[params[name]] if name in first else opt_state["state"][name]
-            if name not in first and (made := plan.probe.makers.get(name)):
+        for name, tensor in zip(names, group["params"], strict=True):
+            kept = of_constructor[tensor] if name in first else opt_state["state"][name]
+            if name in makers and name not in first:
+                made = makers[name]
                 kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
-            instance.state[params[name]] = kept
+            instance.state[tensor] = kept
     return instance
 
 
