@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, is_plain, named
+from looplib._core.checks import check, check_optional_count, check_type, is_plain
 from looplib._core.lease import named_tensors, overlaps, same_value
 from looplib._core.mappings import fields_of, pick
 from looplib._core.provenance import Provenance, described_model
@@ -64,7 +64,7 @@ def init_state(
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
-    check(hasattr(seed, "__index__"), f"seed is {named(seed)}; give an int", TypeError)
+    check_type("seed is", seed, SupportsIndex, "give an int")
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     opt_state = None
     if optimizer is not None:
@@ -226,6 +226,7 @@ def fold_in(state: TrainState, index: int) -> TrainState:
     Source: `jax.random.fold_in`.
     """
     check_state(state, "ll.state.fold_in(state, index)")
+    check_type("index is", index, SupportsIndex, "give an int that tells the draws apart")
     index, seeds = operator.index(index), cast(Any, state.seed)
     return state.replace(
         seed=tuple(mix(seed, index) for seed in seeds) if isinstance(seeds, tuple) else mix(seeds, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,11 @@ class TrainState(lease.Leased):
             TypeError: TrainState has no such field.
             DonatedStateError: a field that is not replaced was donated.
         """
+        if unknown := changes.keys() - FIELDS:
+            name = min(unknown)
+            near = ", ".join(difflib.get_close_matches(name, FIELDS) or FIELDS)
+            instead = f"replace {near}, or keep a value of your own in extra"
+            raise TypeError(f"a TrainState has no field {name!r}: {_NOT_OF_A_STATE.get(name, instead)}")
         new = TrainState(**fields_of(self, [name for name in FIELDS if name not in changes]), **changes)
         # With other tensors, the next donated step has to find out again what it writes, and what `extra` shares with it.
         written = changes.keys() & {"params", "buffers", "opt_state"}

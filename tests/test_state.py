@@ -38,7 +38,7 @@ def test_replace_shares_the_rest_and_names_what_is_unknown():
     for changed in (state.replace(step=7), dataclasses.replace(state, step=7)):
         assert (changed.step, state.step) == (7, 0)
         assert changed.params is state.params
-    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
+    with pytest.raises(TypeError, match="'steps': replace step, "):
         state.replace(steps=3)
 
 
@@ -205,6 +205,8 @@ def test_end_epoch_is_for_streams():
         ll.end_epoch(made()[1])
     with pytest.raises(TypeError, match=r"seed is a float; give an int"):
         ll.init_state(nn.Linear(2, 1), seed=0.5)
+    with pytest.raises(TypeError, match=r"index is the text '1'"):
+        ll.state.fold_in(ll.TrainState(), "1")
     with pytest.raises(ValueError, match=r"epoch_length is 0; an epoch has 1 batch or more"):
         ll.init_state(nn.Linear(1, 1), epoch_length=0)
 

@@ -402,6 +402,7 @@ LOSSES = [
     (lambda model, x: model(x).sum().item(), TypeError, "float"),
     (lambda model, x: (model(x).sum(), model(x)), TypeError, "Tensor, Tensor"),
     (lambda model, x: x.sum(), ValueError, "trainable parameter"),
+    (lambda model, x: ll.Mean(model(x).sum(), x[:, 0]), ValueError, r"weight.*\(12,\)"),
     (lambda model, x: (model(x).sum(), {"logits": model(x)}), ValueError, r"'logits'.*\(12, 4\)"),
     (lambda model, x: (model(x).sum(), {"loss": 1.0}), ValueError, 'aux.*"loss"'),
     (lambda model, x: Output(), TypeError, r"an Output.*return output\.loss$"),
@@ -449,6 +450,7 @@ REFUSED = [
     (lambda m: ll.bind(m, ll.init_state(WIDE)), ValueError, r"0\.weight.*\(64, 16\)"),
     (lambda m: step_of(m, {}), TypeError, "dict.*TrainState.*in this order: state, metrics"),
     (lambda m: ll.init_state(m, torch.optim.SGD(m.parameters())), TypeError, r"SGD.*ll\.optimizer"),
+    (lambda m: ll.make_eval_step(m, 3), TypeError, "an int; .* metric_fn"),
     (lambda m: ll.make_grad_fn(m, classify, trainable=lambda name, tensor: False), ValueError, "none"),
     (lambda m: ll.init_state(nn.Sequential(nn.LazyLinear(3))), ValueError, "weight.*lazy"),
     (
@@ -469,8 +471,9 @@ REFUSED = [
 
 def test_wrong_parts_are_named():
     model, _, _ = make("mlp", 1)
-    with pytest.raises(TypeError, match="samples in a NoneType"):
-        ll.make_train_step(ll.make_grad_fn(model, classify), SGD)(ll.init_state(model, SGD), None)
+    for batch, words in ((None, "samples in a NoneType"), (torch.ones(()), r"tensor of shape \(\): .*ll\.Mean")):
+        with pytest.raises(TypeError, match=words):
+            ll.make_train_step(ll.make_grad_fn(model, classify), SGD)(ll.init_state(model, SGD), batch)
     for call, error, words in REFUSED:
         with pytest.raises(error, match=words):
             call(model)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
     __tracebackhide__ = True
     if not isinstance(value, expected):
         raise TypeError(f"{subject} {named(value)}; {advice}")
+
+
+def check_number(name: str, value: Any, holds: Callable[[Any], Any], advice: str) -> None:
+    """Raise TypeError unless an argument is a number, and ValueError unless a condition on it holds.
+
+    >>> check_number("rho", "0.1", lambda rho: rho > 0, "give a distance above 0")
+    Traceback (most recent call last):
+    TypeError: rho is the text '0.1'; give a distance above 0
+    """
+    __tracebackhide__ = True
+    check_type(f"{name} is", value, Real | Tensor, advice)
+    check_argument(holds(value), name, value, advice)
 
 
 def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:

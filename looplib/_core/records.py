@@ -199,7 +199,7 @@ KINDS = {
     "predict_step": "a predict step, as ll.make_predict_step(model, predict_fn) returns",
     "optimizer": "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
     "model": "a torch.nn.Module",
-    "loss_fn": "a function (model, batch) -> loss",
+    "loss_fn": "a function (model, batch)",
     "predicate": "a predicate, such as ll.every_n_steps(100)",
     "schedule": "a number or a schedule, such as ll.warmup_cosine(...)",
     "logger": "a logger, such as ll.jsonl(path)",
@@ -274,7 +274,7 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
         f"        {_ENDINGS[name]}",
         TypeError,
     )
-    check_kind(function, who, "loss_fn")
+    check_kind(function, who, "loss_fn", advice=f", as its {name}")
 
 
 # Descriptions of settings as plain values

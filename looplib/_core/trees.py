@@ -227,10 +227,11 @@ def batch_size(batch: Any) -> int:
     try:
         return len(first)
     except TypeError:
+        kind = "tensor of shape ()" if isinstance(batch, Tensor) else type(batch).__name__
         raise TypeError(
-            f"cannot count the samples in a {type(batch).__name__}: a batch is a tensor, or a dict, list or "
-            "tuple with one, whose first dimension is the samples; for another, give make_grad_fn(..., "
-            "batch_size=lambda batch: ...)"
+            f"cannot count the samples in a {kind}: a batch is a tensor, or a dict, list or tuple with one, whose first "
+            "dimension is the samples. For another kind, return ll.Mean(total, weight) from the function of the model, or "
+            "give batch_size=lambda batch: ... to make_grad_fn, or to what divides the batch"
         ) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check, few
+from looplib._core.checks import check, check_type, few
 from looplib._core.modules import _generators
 from looplib._core.trees import map_leaves
 
@@ -62,8 +62,13 @@ def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
         objects: the same names as there.
 
     Raises:
-        ValueError: the names are not those that were captured, or this machine has different devices.
+        TypeError: `captured` is not a mapping.
+        ValueError: `captured` is not what `capture` returned, the names are not those that were captured, or this machine has
+            different devices.
     """
+    advice = "give what ll.checkpoint.capture returned, such as state.extra"
+    check_type("captured is", captured, Mapping, advice)
+    check(captured.keys() >= {"objects", "streams"}, f"captured has the keys {few(captured)}; {advice}")
     states, streams, generators = captured["objects"], captured["streams"], _all_generators()
     check(
         states.keys() == objects.keys() and len(streams["torch"]) == len(generators),

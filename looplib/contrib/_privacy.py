@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check, check_argument
+from looplib._core.checks import check, check_number
 from looplib._core.engines import RunningSum
 from looplib._core.mappings import stacked
 from looplib._core.random import mix
@@ -49,11 +49,12 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         max_norm: largest norm of a sample's gradient, above 0. `math.inf` gives the plain mean gradient.
 
     Raises:
+        TypeError: `max_norm` is not a number.
         ValueError: `max_norm` is not above 0, or the gradients are not per sample.
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016; the factor is Opacus'.
     """
-    check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
+    check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
     grad_fn = check_grad_fn(grad_fn, "clip_per_sample")
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -116,16 +117,18 @@ def add_noise(
         expected_batch_size: number to divide the sum by. Defaults to the number of samples in the batch.
 
     Raises:
+        TypeError: an argument is not a number.
         ValueError: an argument is out of range, `clip_per_sample` is missing or has a different norm, a batch is
             empty and `expected_batch_size` is not given, or the wrapper is used inside `accumulate`.
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016.
     """
     above, size = "give a finite number above 0", expected_batch_size
-    check_argument(0 < max_norm < math.inf, "max_norm", max_norm, above)
+    check_number("max_norm", max_norm, lambda norm: 0 < norm < math.inf, above)
     advice = "give a finite number 0 or more"
-    check_argument(0 <= noise_multiplier < math.inf, "noise_multiplier", noise_multiplier, advice)
-    check_argument(size is None or size > 0, "expected_batch_size", size, above)
+    check_number("noise_multiplier", noise_multiplier, lambda noise: 0 <= noise < math.inf, advice)
+    if size is not None:
+        check_number("expected_batch_size", size, lambda size: size > 0, above)
     grad_fn = check_parts(grad_fn, "add_noise")
     _check_norm(grad_fn, max_norm)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check_argument
+from looplib._core.checks import check_number
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib.grads._clipping import global_norm
@@ -34,13 +34,14 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         adaptive: if True, measure the distance in units of the weights (ASAM). `rho` is then larger, such as 0.5.
 
     Raises:
+        TypeError: `rho` is not a number.
         ValueError: `rho` is not above 0, or the wrapper is used inside `accumulate`.
         RuntimeError: the module is wrapped in DDP or FSDP2, which run only on their own parameters.
 
     Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-aware minimization for efficiently improving
     generalization", 2021; Kwon et al., "ASAM", 2021.
     """
-    check_argument(rho > 0, "rho", rho, "give a distance above 0")
+    check_number("rho", rho, lambda rho: rho > 0, "give a distance above 0")
     grad_fn = check_whole(grad_fn, "sam")
 
     def sharp(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:

@@ -47,6 +47,7 @@ def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, 
             batch_size in (None, REQUIRED),
             f"batch_size={batch_size} and order={order} are given; the order makes the batches",
         )
+        check(not drop_last, f"drop_last=True and order={order} are given; let the order leave out its last batch")
         batch_size = None
     check(
         batch_size is not REQUIRED,
@@ -55,7 +56,10 @@ def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, 
         TypeError,
     )
     check_optional_count("batch_size", batch_size, advice="expected a positive int, or None if items are batches")
-    check(batch_size is not None or not drop_last, "drop_last=True needs a batch_size")
+    check(
+        batch_size is not None or not drop_last,
+        "drop_last=True is given with batch_size=None, where each item is a batch; leave it out",
+    )
     return batch_size
 
 

@@ -7,7 +7,7 @@ are the same for any number of either, and a run can start at any batch without 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import check, few, named
 from looplib._core.random import mix
 from looplib._core.trees import batch_size, split
 from looplib.data._orders import Epoch, Order, listed
@@ -100,33 +100,48 @@ def plan_of(
             )
         drawn = order.draw(request)
         if order.whole_batches:
-            batches = [list(listed(batch)) for batch in islice(drawn, max_batches)]
-            keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
+            batches = [[*_items(order, listed(batch))] for batch in islice(_items(order, drawn), max_batches)]
+            keys, ends = _as_keys(order, chain.from_iterable(batches)), list(accumulate(map(len, batches)))
         else:
-            keys, size = _as_keys(drawn), batch_size or 1
+            keys, size = _as_keys(order, drawn), batch_size or 1
             ends = range(size, len(keys) + (1 if drop_last else size), size)[:max_batches]
     count = len(keys)
     keys = keys[: ends[-1]] if ends else keys
     return Plan(keys, ends, None if order.distinct else _visits(keys), count)
 
 
-def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor:
+def _items(order: Order, drawn: Any) -> Iterator[Any]:
+    try:
+        return iter(drawn)
+    except TypeError as error:
+        expected = "the indices of an epoch, or from a batch_sampler, lists of them"
+        raise TypeError(f"{order} gave {named(drawn)}; expected {expected}") from error
+
+
+def _as_keys(order: Order, drawn: Iterable[Any] | Tensor) -> Tensor:
     if isinstance(drawn, Tensor):
         check(
             drawn.dim() == 1 and not drawn.is_floating_point() and drawn.dtype != torch.bool,
-            f"the sampler gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; expected indices of the dataset: a "
+            f"{order} gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; expected indices of the dataset: a "
             "1-D tensor of an integer type",
             TypeError,
         )
         return drawn.cpu().long()
-    keys = [*drawn]
+    keys = [*_items(order, drawn)]
     check(
         bool not in {*map(type, keys)},
-        "the sampler gave bools, as a mask has, and not indices: give the indices of the samples, such as "
+        f"{order} gave bools, as a mask has, and not indices: give the indices of the samples, such as "
         "mask.nonzero().flatten()",
         TypeError,
     )
-    return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
+    try:
+        return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
+    except TypeError as error:
+        kinds = few(sorted({type(key).__name__ for key in keys}))
+        raise TypeError(
+            f"{order} gave keys of type {kinds}; expected ints, the indices of samples. For a sampler of lists of them, "
+            "order=ll.data.batch_sampler(...)"
+        ) from error
 
 
 def _visits(keys: Tensor) -> Tensor:

@@ -182,15 +182,26 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
         )
         own = dataset.state_dict()
         ranks = [own] if loader.divide else together_with_data().gather(own)
-        text = json.dumps({"epoch": epoch, "batch": batch, "ranks": ranks})
+        try:
+            text = json.dumps({"epoch": epoch, "batch": batch, "ranks": ranks})
+        except TypeError as error:
+            raise TypeError(
+                f"the state_dict of a {type(dataset).__name__} is not JSON ({error}): return numbers, text, lists and dicts"
+            ) from error
     return state.replace(extra={**extra, KEY: text})
 
 
 def stored_position(state: TrainState, name: str, divide: bool) -> Any:
     """The position that `with_position` has kept of a stream of this name, if it is that of the state's batch."""
     text = state.extra.get(KEY) if isinstance(state.extra, Mapping) else None
-    saved = json.loads(text) if text else {}
-    if (saved.get("epoch"), saved.get("batch")) != (state.epoch, state.batch):
+    try:
+        saved = json.loads(text or "{}")
+        at = saved.get("epoch"), saved.get("batch")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"state.extra[{KEY!r}] is {text!r:.100}, which is no position of a stream; give '', and with_position fills it in"
+        ) from error
+    if at != (state.epoch, state.batch):
         return None
     ranks = saved["ranks"]
     check(

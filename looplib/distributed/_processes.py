@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check_argument
+from looplib._core.checks import check_number
 from looplib._core.collective import together
 
 P = ParamSpec("P")
@@ -263,9 +263,11 @@ def watch(seconds: float) -> None:
         seconds: the time, above 0. `math.inf` turns the reports off.
 
     Raises:
+        TypeError: `seconds` is not a number.
         ValueError: `seconds` is not above 0.
     """
-    check_argument(seconds > 0, "seconds", seconds, "give a number of seconds above 0, or math.inf for no reports")
+    advice = "give a number of seconds above 0, or math.inf for no reports"
+    check_number("seconds", seconds, lambda seconds: seconds > 0, advice)
     _ranks.watch.seconds = seconds
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from looplib._core.checks import check_optional_count, warn
+from looplib._core.checks import check_optional_count, check_type, warn
 from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -52,9 +52,11 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
     Raises:
         torch.OutOfMemoryError, RuntimeError, MemoryError: the original error, if a single sample does not fit.
         ValueError: a batch cannot be split, or outputs do not have one row per sample.
-        TypeError: the output of a batch that was split contains something other than tensors.
+        TypeError: the output of a batch that was split contains something other than tensors, or
+            `batch_size` is not a function.
     """
     check_optional_count("size", size, advice="give a whole number of samples, at least 1")
+    check_type("batch_size is", batch_size, Callable, "give a function that counts the samples in a batch")
     step = check_kind(step, "split_on_oom", "eval_step", "predict_step")
     fitting = size
 

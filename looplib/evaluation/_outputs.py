@@ -60,7 +60,11 @@ def _joined(name: str, leaves: Sequence[Any]) -> Any:
     if all(map(is_texts, leaves)):
         return [*chain.from_iterable(leaves)]
     kinds = [type(leaf).__name__ for leaf in leaves]
-    check(all(isinstance(leaf, Tensor) for leaf in leaves), f"{name!r} is a {' and a '.join(kinds)}")
+    check(
+        all(isinstance(leaf, Tensor) for leaf in leaves),
+        f"the output's {name!r} is a {' and a '.join(kinds)} in parts of one batch; give the same kind for each batch",
+        TypeError,
+    )
     shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
     check(
         len({leaf.shape[1:] for leaf in leaves}) == 1,

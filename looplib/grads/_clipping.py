@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check_argument
+from looplib._core.checks import check_number, check_type
 from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 from looplib._core.records import with_repr
@@ -45,12 +46,14 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
+        TypeError: `max_norm` or `norm_type` is not a number.
         ValueError: `max_norm` is not above 0, or the wrapper is used inside `accumulate`, where it would clip each
             microbatch.
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
     """
-    check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
+    check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
+    check_type("norm_type is", norm_type, Real, "give a number such as 2 or math.inf")
     grad_fn = check_whole(grad_fn, "clip_by_global_norm")
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -84,11 +87,13 @@ def clip_by_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> Gr
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
+        TypeError: `max_norm` or `norm_type` is not a number.
         ValueError: `max_norm` is not above 0, or the wrapper is used inside `accumulate`.
 
     Source: Keras' `clipnorm`; `tf.clip_by_norm`.
     """
-    check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
+    check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
+    check_type("norm_type is", norm_type, Real, "give a number such as 2 or math.inf")
     grad_fn = check_whole(grad_fn, "clip_by_norm")
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -150,9 +155,10 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
         max_value: largest magnitude of an element, above 0.
 
     Raises:
+        TypeError: `max_value` is not a number.
         ValueError: `max_value` is not above 0, or the wrapper is used inside `accumulate`.
     """
-    check_argument(max_value > 0, "max_value", max_value, "give a magnitude above 0")
+    check_number("max_value", max_value, lambda value: value > 0, "give a magnitude above 0")
     grad_fn = check_whole(grad_fn, "clip_by_value")
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from looplib._core.checks import check, check_argument, check_count
+from looplib._core.checks import check, check_argument, check_count, check_type
 from looplib.metrics._mean import Mean
 
 
@@ -62,13 +62,18 @@ def next_token_loss(
 
     Raises:
         ValueError: shapes or dtypes of inputs and labels do not match, or an argument is out of range.
-        TypeError: `head` is neither a Linear nor a tensor, or does not compute what `nn.Linear` computes, in a forward
-            pass or in hooks of its own.
+        TypeError: inputs or labels are not tensors; or `head` is neither a Linear nor a tensor, or does not compute what
+            `nn.Linear` computes, in a forward pass or in hooks of its own.
 
     Source: chunking as in Hsu et al., "Liger kernel", 2024.
     """
     weight, bias = _weight_and_bias(head)
     _check_shapes(inputs, labels)
+    if weight is not None and weight.shape[1:] != inputs.shape[2:]:
+        raise ValueError(
+            f"the head has a weight of shape {tuple(weight.shape)}; inputs of shape {tuple(inputs.shape)} need "
+            f"(vocabulary, {inputs.shape[2]})"
+        )
     check_count("chunk_size", chunk_size)
     check_argument(0 <= label_smoothing <= 1, "label_smoothing", label_smoothing, "give a fraction from 0 to 1")
     if shift:  # shift the labels, since shifting the logits would copy them
@@ -99,6 +104,8 @@ def _weight_and_bias(head: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _check_shapes(inputs: Tensor, labels: Tensor) -> None:
+    check_type("inputs are", inputs, Tensor, "give a tensor, such as the logits of a model's output")
+    check_type("labels are", labels, Tensor, "give int64 labels (batch, length)")
     shape = tuple(inputs.shape)
     floats = inputs.dim() == 3 and inputs.is_floating_point()
     check(

@@ -66,7 +66,8 @@ class Mean(NamedTuple):
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"this Mean has the shape {tuple(value.shape)}, and not one value: for the step of a stack "
-                "(ll.vmap_step), ll.transforms.compute_members(metrics) gives the values of each member"
+                "(ll.vmap_step), ll.transforms.compute_members(metrics) gives the values of each member; otherwise, give a total "
+                "and a weight of one element each"
             )
         return float(value)
 
@@ -202,7 +203,8 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
             raise ValueError(
                 f"{name!r} has the shape {tuple(tensor.shape)}, and not one value: of the step of a stack "
                 "(ll.vmap_step) ll.transforms.compute_members(metrics) gives the values of each member, also of the metrics that "
-                "ll.evaluation.measure(eval_step, stack, batches) returns; of another record, read one "
+                "ll.evaluation.measure(eval_step, stack, batches) returns; for a Mean, give a total and a weight of one element "
+                "each; of another record, read one "
                 "number by ll.metrics.Reading(record, lambda record: record.value()[0])"
             )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, check_argument, is_count
+from looplib._core.checks import check, check_number, is_count
 from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
@@ -60,13 +60,15 @@ def ema(
             By default, evaluation uses the state's own buffers.
 
     Raises:
+        TypeError: `decay` is neither a number nor a function.
         ValueError: an argument is out of range.
 
     Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
     advice = "give a number from 0 to 1, or a function of the averages so far"
-    check_argument(callable(decay) or 0 <= decay <= 1, "decay", decay, advice)
+    if not callable(decay):
+        check_number("decay", decay, lambda decay: 0 <= decay <= 1, advice)
     check(
         is_count(start, 0) and is_count(every),
         f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1",
@@ -155,15 +157,17 @@ def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | N
         power: how steeply the decay rises, above 0. Defaults to 2/3 if `inv_gamma` is given.
 
     Raises:
+        TypeError: an argument is not a number.
         ValueError: an argument is out of range.
 
     Source: `tf.train.ExponentialMovingAverage` with `num_updates`; `diffusers.training_utils.EMAModel`.
     """
-    check_argument(0 <= decay <= 1, "decay", decay, "give a number from 0 to 1")
+    check_number("decay", decay, lambda decay: 0 <= decay <= 1, "give a number from 0 to 1")
     if inv_gamma is None and power is None:
         return lambda count: min(decay, (1 + count) / (10 + count))
     gamma, exponent = 1.0 if inv_gamma is None else inv_gamma, 2 / 3 if power is None else power
-    check(gamma > 0 and exponent > 0, f"inv_gamma is {gamma} and power {exponent}; give numbers above 0")
+    for name, value in (("inv_gamma", gamma), ("power", exponent)):
+        check_number(name, value, lambda value: value > 0, "give a number above 0")
     return lambda count: min(decay, 1 - (1 + count / gamma) ** -exponent)
 
 

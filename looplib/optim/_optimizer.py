@@ -19,14 +19,16 @@ from looplib._core.checks import check
 from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
-from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
+from looplib.optim._recipe import REQUIRED, Groups, Recipe, check_class, check_groups, check_lr, injected
 from looplib.optim._third_party import check_against_raw_loop
 from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
 from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState
 
 
-def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+def optimizer(
+    cls: type, *parameters: NoReturn, lr: Any = REQUIRED, groups: Groups = (), **hyperparameters: Any
+) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
@@ -61,11 +63,11 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
 
     Raises:
         TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
-            third-party class, almost spelled like a known one. From `init`: the class's `step` needs a closure and it is
-            not LBFGS; it keeps state outside `state` and `param_groups`, for all parameters together, or in types
-            other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few updates
-            than after one; or it draws from Python's or NumPy's random streams. This is found by three steps on the
-            smallest parameters, which are compared with a raw loop.
+            third-party class, almost spelled like a known one; or the class's `step` needs a closure and it is not LBFGS
+            itself. From `init`: the class keeps state outside `state` and `param_groups`, for all parameters together, or
+            in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few
+            updates than after one; or it draws from Python's or NumPy's random streams. This is found by three steps on
+            the smallest parameters, which are compared with a raw loop.
         ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
             depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from looplib._core.checks import check, named
+from looplib._core.records import parameters_of
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -231,6 +232,7 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 # Checks of arguments, each with a message that says what to write instead
 
 
+REQUIRED: Any = "required"  # default of `lr`, since no value is right for most models; seen in signatures
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 
@@ -261,6 +263,13 @@ def check_class(cls: Any, *parameters: Any) -> None:
         f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
         TypeError,
     )
+    closure = parameters_of(cls.step).get("closure")
+    check(
+        cls is torch.optim.LBFGS or closure is None or closure.default is not closure.empty,
+        f"{cls.__name__}.step needs a closure, which looplib gives to torch.optim.LBFGS alone, and not to a subclass: give "
+        "LBFGS itself, or a class whose step takes the gradients as they are",
+        TypeError,
+    )
     taken = [*inspect.signature(cls).parameters]
     check(
         "params" in taken,
@@ -280,6 +289,7 @@ def check_lr(lr: Any) -> None:
             f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step, such as "
             "lr=ll.warmup_cosine(...) or another one of ll.schedules. There is no step() to call"
         )
+    check(lr is not REQUIRED, f"ll.optimizer needs lr=; give {advice}", TypeError)
     check(not isinstance(lr, _NO_RATES), f"lr is {named(lr)}; give {advice}", TypeError)
     if callable(lr):
         try:

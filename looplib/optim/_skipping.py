@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, check_count, few, is_count
+from looplib._core.checks import check, check_count, check_type, few, is_count
 from looplib._core.mappings import stacked
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import tracing
@@ -154,8 +155,13 @@ def dynamic_loss_scale(
 
     Raises:
         NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
+        TypeError: an argument is not a number.
         ValueError: an argument is out of range.
     """
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+    settings = {"init_scale": init_scale, **factors, "min_scale": min_scale}
+    for name, value in settings.items():
+        check_type(f"{name} is", value, Real, "give a number")
     check(
         growth_factor > 1
         and 0 < backoff_factor < 1
@@ -175,8 +181,6 @@ def dynamic_loss_scale(
         check = partial(_check_scale, min_scale), (scale, opt_state["loss_scale"], step)
         return Decision(finite, [check]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
 
-    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    settings = {"init_scale": init_scale, **factors, "min_scale": min_scale}
     keeps = {
         "loss_scale": lambda params, **extra: zero_count(params).float() + init_scale,
         "growth_tracker": lambda params, **extra: zero_count(params).int(),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from looplib._core.checks import check_argument, check_type, few, is_count, named, warn
+from looplib._core.checks import check_argument, check_number, check_type, few, is_count, named, warn
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
@@ -110,7 +110,7 @@ class BestSoFar:
     Raises:
         ValueError: `mode` is neither "min" nor "max", or is missing for a name that does not say it; or `min_delta` is
             negative or not finite.
-        TypeError: `monitor` is not a name.
+        TypeError: `monitor` is not a name, or `min_delta` not a number.
     """
 
     monitor: str
@@ -125,11 +125,11 @@ class BestSoFar:
     def __post_init__(self) -> None:
         check_type("monitor is", self.monitor, str, "give the name of a metric, such as 'eval/loss'")
         object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
-        if not 0 <= self.min_delta < math.inf:
-            raise ValueError(
-                f"BestSoFar({self.monitor!r}): min_delta is {self.min_delta!r}; give a finite number of at least 0, "
-                "also where higher is better"
-            )
+        name, advice = (
+            f"BestSoFar({self.monitor!r}): min_delta",
+            "give a finite number of at least 0, also where higher is better",
+        )
+        check_number(name, self.min_delta, lambda least: 0 <= least < math.inf, advice)
 
     def update(self, value: float | Tensor, step: int) -> BestSoFar:
         """Return the record after one more evaluation, at `step`. NaN is no improvement, and gets a warning.

@@ -73,5 +73,7 @@ def test_what_was_captured_does_not_change_with_the_objects_and_returns_to_the_s
     captured["streams"]["torch"] *= 3
     with pytest.raises(ValueError, match=r"environment.*3 devices.*1 devices"):
         ll.checkpoint.reinstate(captured, environment=environment)
+    with pytest.raises(ValueError, match=r"captured .*capture"):
+        ll.checkpoint.reinstate({})
     with pytest.raises(AttributeError, match="state_dict"):
         ll.checkpoint.capture(a=3)

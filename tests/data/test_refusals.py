@@ -56,7 +56,16 @@ ARGUMENTS = [
     (range(3), TWO | {"order": ll.data.weighted([1, 2])}, ValueError, r"weighted.* 2 numbers.* 3"),
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: torch.eye(2))}, TypeError, r"float32.*\(2, 2\)"),
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: torch.ones(3) > 0)}, TypeError, "torch.bool"),
-    (range(3), TWO | {"order": ll.data.sampler(["a", "b"])}, TypeError, "str"),
+    (
+        range(3),
+        TWO | {"order": ll.data.sampler(["a", "b"])},
+        TypeError,
+        r"sampler\(\['a', 'b'\]\) .* str;.*batch_sampler",
+    ),
+    (range(3), TWO | {"order": ll.data.sampler(lambda *_: None)}, TypeError, r"sampler\(<lambda>\) gave None"),
+    (range(3), {"order": ll.data.batch_sampler([1, 2])}, TypeError, r"batch_sampler\(\[1, 2\]\) gave an int"),
+    (range(3), {"order": ll.data.batch_sampler([[1]]), "drop_last": True}, ValueError, "drop_last.*batch_sampler"),
+    (range(3), TWO | {"seed": "a"}, TypeError, "seed is the text 'a'"),
     (range(3), TWO | {"order": ll.data.sampler([True, False, True])}, TypeError, "bool.*nonzero"),
     (range(9), TWO | {"order": ll.data.sampler(lambda *_: [next(COUNTER) % 9])}, ValueError, "epoch 0"),
     (

@@ -153,6 +153,12 @@ X = rows(4)
         (lambda model, x: {"out": model(x), "sum": torch.zeros(3)}, X, ValueError, "'sum' has 3 rows for 2 samples"),
         (lambda model, x: {"out": model(x), "name": "a"}, X, TypeError, "'name' is a str"),
         (lambda model, x: model(x)[:, : 1 + int(x[0, 0] == X[0, 0])], X, ValueError, r"'output' has shapes \(2, 2\)"),
+        (
+            lambda model, x: model(x) if x[0, 0] == X[0, 0] else ["a", "b"],
+            X,
+            TypeError,
+            "'output' is a Tensor and a list",
+        ),
         (lambda model, x: [model(x)] * (1 + int(x[0, 0] == X[0, 0])), X, ValueError, "differ in their structure"),
     ],
 )
@@ -167,3 +173,5 @@ def test_wrong_arguments_are_refused():
     for wrong in (0, True, 2.0):
         with pytest.raises(ValueError, match="size is"):
             split_on_oom(lambda state, batch: batch, wrong)
+    with pytest.raises(TypeError, match="batch_size is an int"):
+        split_on_oom(lambda state, batch: batch, batch_size=3)

@@ -166,11 +166,15 @@ def test_what_does_not_fit_is_said_with_its_shape():
         ((inputs[0], labels), {}, r"\(3, 4\).*\(batch, length, vocabulary\)"),
         ((inputs, labels[:, :2]), {}, r"labels .*\(2, 2\) and dtype torch.int64; .*\(2, 3, 4\)"),
         ((inputs, labels.int()), {}, r"torch\.int32"),
+        ((inputs, labels), {"head": nn.Linear(5, 6)}, r"head .*\(6, 5\).*\(2, 3, 4\).*\(vocabulary, 4\)"),
         ((inputs, labels), {"chunk_size": 0}, "chunk_size"),
         ((inputs, labels), {"label_smoothing": -0.1}, "label_smoothing is -0.1"),
     ):
         with pytest.raises(ValueError, match=named):
             next_token_loss(*arguments, **options)
+    for arguments in ((None, labels), (inputs, None)):
+        with pytest.raises(TypeError, match=r"(inputs|labels) are None"):
+            next_token_loss(*arguments)
     with pytest.raises(TypeError, match="Embedding"):
         next_token_loss(inputs, labels, head=nn.Embedding(5, 4))
 
