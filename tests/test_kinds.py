@@ -5,6 +5,7 @@ without a line here.
 """
 
 import inspect
+import math
 import re
 
 import pytest
@@ -27,6 +28,7 @@ ROOMS = (
     "steps",
     "transforms",
 )
+ALL_ROOMS = (*ROOMS, "checkpoint", "data", "distributed", "metrics", "schedules", "testing")
 STEPS = {"train_step", "eval_step", "predict_step"}
 # What a parameter of this name takes.
 PARAMETERS = {name: {name} for name in (*STEPS, "grad_fn", "optimizer", "loss_fn", "model", "logger", "predicate")}
@@ -91,6 +93,29 @@ FILLERS = {
     "when": THINGS["predicate"],
     "function": loss_fn,
     "batch_fn": lambda state, batch: batch,
+    # For functions of numbers alone.
+    **dict.fromkeys(
+        ("cycles", "every", "fall", "n", "rise", "steps", "timescale", "total", "warmup", "length", "batch_size"), 2
+    ),
+    **dict.fromkeys(("factor", "final", "peak"), 0.5),
+    "lengths": [1.0, 2.0],
+    "weights": [1.0, 2.0],
+    "boundaries": [2],
+    "collate_fn": list,
+    "dataset": BATCH,
+    "inputs": torch.ones(2, 3, 4),
+    "labels": torch.ones(2, 3, dtype=torch.int64),
+    "head": nn.Linear(4, 5),
+    "logs": [{"step": 1, "loss": 1.0}],
+    "monitor": "eval/loss",
+    "one": BATCH,
+    "other": BATCH,
+    "predictions": torch.ones(2, 3, 5),
+    "kept": {},
+    "tensors": [BATCH],
+    "begin": loss_fn,
+    "schedule": THINGS["schedule"],
+    "tokens": torch.ones(2, 9),
     **{name: THINGS[next(iter(kinds))] for name, kinds in PARAMETERS.items()},
 }
 
@@ -108,7 +133,8 @@ def takers():
 
 def call(function, parameter, given, state=THINGS["state"]):
     """The function with one argument of another kind, and all others right."""
-    step = 1 if function is ll.debug.replay else THINGS["eval_step"]
+    step = THINGS["train_step" if "testing" in function.__module__ else "eval_step"]
+    step = 1 if function is ll.debug.replay else step
     right = {"step": step, "loader": THINGS["loader"], "state": state, **FILLERS}
     args, kwargs = [], {}
     for name, one in inspect.signature(function).parameters.items():
@@ -146,6 +172,31 @@ def test_what_is_of_another_kind_is_refused_by_name(function, parameter, thing):
         r"positional argument|unexpected keyword|has no attribute|not callable|not iterable", message
     )
     assert re.search(r"\bgive\b|\btakes\b|\bneeds\b", message), message
+
+
+def takers_of_numbers():
+    """(function, parameter) of functions, and of classes that check what they are given."""
+    for room in ALL_ROOMS:
+        for name in getattr(ll, room).__all__:
+            taker = getattr(getattr(ll, room), name)
+            if inspect.isfunction(taker) or hasattr(taker, "__post_init__"):
+                for one in inspect.signature(taker).parameters.values():
+                    is_number = re.fullmatch(r"(int|float)( \| None)?", str(one.annotation))
+                    if is_number and (name, one.name) not in LEFT_ALONE:
+                        yield pytest.param(taker, one.name, id=f"{room}.{name}({one.name})")
+
+
+# Counted by the record itself; or asked in each step, where torch answers.
+LEFT_ALONE = {("BestSoFar", name) for name in ("best", "best_step", "reference", "waited")}
+LEFT_ALONE |= {("global_norm", "norm_type"), ("next_token_loss", "ignore_index"), ("accuracy", "ignore_index")}
+
+
+@pytest.mark.parametrize("given", ["0.1", math.nan])
+@pytest.mark.parametrize(("taker", "parameter"), [*takers_of_numbers()])
+def test_text_for_a_number_and_nan_are_refused_by_name(taker, parameter, given):
+    with pytest.raises((TypeError, ValueError), match=rf"\b{parameter}\b") as refused:
+        call(taker, parameter, given)
+    assert not re.search(r"not supported|must be real|unexpected keyword", str(refused.value))
 
 
 SPLIT = ll.evaluation.split_on_oom(THINGS["eval_step"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.checks import check, check_argument, check_count
+from looplib._core.checks import check, check_count, check_number
 from looplib._core.random import restored
 from looplib._core.records import check_kind
 from looplib.log._plots import smoothed
@@ -127,10 +127,12 @@ def find_lr(
 
 
 def _check(optimizer_of_lr: Any, state: TrainState, low: float, high: float, steps: int, diverged: float) -> None:
-    check(0 < low < high < math.inf, f"low is {low} and high is {high}; give learning rates with 0 < low < high")
+    for name, rate in (("low", low), ("high", high)):
+        check_number(name, rate, lambda rate: 0 < rate < math.inf, "give a learning rate above 0")
+    check(low < high, f"low is {low} and high is {high}; give learning rates with 0 < low < high")
     check_count("steps", steps, 10, "give at least 10, for a curve")
     advice = "give the multiple of the lowest loss at which to end, above 1, such as 4, or math.inf to go to the end"
-    check_argument(diverged > 1, "diverged", diverged, advice)
+    check_number("diverged", diverged, lambda multiple: multiple > 1, advice)
     check(
         callable(optimizer_of_lr) and not isinstance(optimizer_of_lr, Optimizer),
         f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "

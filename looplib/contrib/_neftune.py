@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import modules as _modules
+from looplib._core.checks import check_number
 from looplib._core.records import check_kind, with_repr
 
 R = TypeVar("R")
@@ -43,11 +45,13 @@ def neftune(
         alpha: strength of the noise; the paper uses 5, 10 and 15.
 
     Raises:
+        TypeError, ValueError: `alpha` is no number, or below 0.
         ValueError: when called, if the model has no module of this name.
 
     Source: Jain et al., "NEFTune: Noisy embeddings improve instruction finetuning", 2023.
     """
     check_kind(loss_fn, "neftune", "loss_fn")
+    check_number("alpha", alpha, lambda alpha: 0 <= alpha < math.inf, "give a strength of 0 or more, such as 5")
 
     def noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if not module.training:

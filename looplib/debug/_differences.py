@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check, few
+from looplib._core.checks import check, check_number, few
 from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import local
 from looplib.debug._fingerprint import Fingerprint, fingerprint, leaves_by_path, same_bits
@@ -57,6 +57,7 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
         rtol, atol: floating-point numbers may differ by `atol + rtol * abs(other)`, as in `torch.allclose`, and NaN
             equals NaN. If both are 0, bits are compared.
     """
+    _check_tolerances(rtol, atol)
     if _is_fingerprint(one) or _is_fingerprint(other):
         prints = (tree if _is_fingerprint(tree) else fingerprint(tree) for tree in (one, other))
         pairs = trees.paired(*(print_.items() for print_ in prints))
@@ -67,6 +68,11 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
 
 def _is_fingerprint(tree: Any) -> bool:
     return isinstance(tree, Mapping) and {*map(type, tree.values())} == {str}
+
+
+def _check_tolerances(rtol: float, atol: float) -> None:
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        check_number(name, value, lambda part: part >= 0, "give a number of at least 0, such as 1e-5")
 
 
 def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> LeafDifference | None:
@@ -184,6 +190,7 @@ def first_difference(
     Raises:
         ValueError: the runs have no step in common.
     """
+    _check_tolerances(rtol, atol)
     steps = sorted(set(one) & set(other))
     check(
         steps,

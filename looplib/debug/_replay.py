@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check, check_type, few, is_count
+from looplib._core.checks import check, check_count, check_type, few, is_count
 from looplib._core.random import mix
 from looplib._core.records import check_kind
 from looplib.metrics._mean import compute
@@ -48,6 +48,8 @@ def step_seed(state: TrainState, *, rank: int = 0, microbatch: int = 0) -> int:
         A non-negative int of 63 bits.
     """
     check_state(state, "ll.debug.step_seed(state)")
+    check_count("rank", rank, 0)
+    check_count("microbatch", microbatch, 0)
     return mix(state.seed, state.step, rank, microbatch)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from looplib._core import random as draws
 from looplib._core import trees
-from looplib._core.checks import check
+from looplib._core.checks import check, check_count
 from looplib._core.ranks import is_distributed
 from looplib._core.records import check_kind
 from looplib._core.trees import batch_size
@@ -65,6 +65,7 @@ def predict(
     check_order("predict", predict_step, state)
     predict_step = check_kind(predict_step, "predict", "predict_step")
     check_unshuffled(batches)
+    check_count("start", start, 0, "give the index of the first batch")
     reading = Reading(batches, max_batches, "prediction" if progress else None, divide, start)
     return (output for _, output in predicted(predict_step, state, reading, device))
 

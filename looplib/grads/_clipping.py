@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check_number, check_type
+from looplib._core.checks import check_number
 from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 from looplib._core.records import with_repr
@@ -53,7 +52,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
     """
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
-    check_type("norm_type is", norm_type, Real, "give a number such as 2 or math.inf")
+    check_number("norm_type", norm_type, _is_an_order, "give a number such as 2 or math.inf")
     grad_fn = check_whole(grad_fn, "clip_by_global_norm")
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -93,7 +92,7 @@ def clip_by_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> Gr
     Source: Keras' `clipnorm`; `tf.clip_by_norm`.
     """
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
-    check_type("norm_type is", norm_type, Real, "give a number such as 2 or math.inf")
+    check_number("norm_type", norm_type, _is_an_order, "give a number such as 2 or math.inf")
     grad_fn = check_whole(grad_fn, "clip_by_norm")
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
@@ -105,6 +104,10 @@ def clip_by_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> Gr
 
     made = of_whole_step("clip_by_norm", clipped, grad_fn)
     return with_repr(made, clip_by_norm, grad_fn, max_norm, norm_type=norm_type)
+
+
+def _is_an_order(norm_type: float) -> bool:
+    return not math.isnan(norm_type)
 
 
 def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:

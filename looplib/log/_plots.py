@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from looplib._core.checks import check, check_argument
+from looplib._core.checks import check, check_number
 from looplib._core.ranks import is_first
 from looplib.log._loggers import COUNTS, CodedLogger, read_jsonl, row_of
 from looplib.types import Logger, TrainState
@@ -85,8 +85,7 @@ def plot(
         FileNotFoundError: the log does not exist.
         ImportError: matplotlib is not installed.
     """
-    advice = "give the share of the past to keep at each point, from 0 to below 1"
-    check_argument(0 <= smooth < 1, "smooth", smooth, advice)
+    _check_smooth(smooth)
     logs = logs if isinstance(logs, Mapping) else {"": logs}
     runs = {label: curves_of(_rows(log), x) for label, log in logs.items()}
     available = list(dict.fromkeys(chain.from_iterable(runs.values())))
@@ -147,6 +146,11 @@ def _panels(names: Sequence[str] | None, available: list[str]) -> list[list[str]
             by_metric.setdefault(_metric(name), []).append(name)
         panels += by_metric.values()
     return panels
+
+
+def _check_smooth(smooth: float) -> None:
+    advice = "give the share of the past to keep at each point, from 0 to below 1"
+    check_number("smooth", smooth, lambda weight: 0 <= weight < 1, advice)
 
 
 def draw(runs: Mapping[str, Curves], names: Sequence[str] | None, x: str, smooth: float) -> Figure:
@@ -277,6 +281,8 @@ def live_plot(
         RuntimeError: `path` is None and there is no notebook (or IPython shell) to draw in.
         ImportError: matplotlib is not installed.
     """
+    _check_smooth(smooth)
+    check_number("every", every, lambda seconds: seconds >= 0, "give the seconds between drawings, 0 or more")
     figure_class()  # so that a missing package is named now
     names = [names] if isinstance(names, str) else names
     shell = _shell() if path is None else None

@@ -7,6 +7,7 @@ and `in_background` report and count failures; without them, failures are raised
 from __future__ import annotations
 
 import copy
+import math
 import queue
 import threading
 import warnings
@@ -16,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core import lease
-from looplib._core.checks import check, check_count
+from looplib._core.checks import check, check_count, check_number
 from looplib._core.mappings import fields_of
 from looplib._core.records import check_kind
 from looplib.distributed import reduce
@@ -221,10 +222,12 @@ def in_background(logger: Logger, max_pending: int = 1000, *, patience: float = 
             written later if the process keeps running.
 
     Raises:
-        ValueError: `max_pending` is not positive.
+        TypeError, ValueError: `max_pending` is not positive, or `patience` is no finite number of at least 0.
     """
     check_kind(logger, "in_background", "logger")
     check_count("max_pending", max_pending, advice="at least one call must be able to wait: give 1 or more")
+    advice = "give the seconds to wait for the last calls, 0 or more"
+    check_number("patience", patience, lambda seconds: 0 <= seconds < math.inf, advice)
     return Background(logger, max_pending, patience)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from looplib._core.checks import check, check_argument, check_count, check_type
+from looplib._core.checks import check, check_count, check_number, check_type
 from looplib.metrics._mean import Mean
 
 
@@ -75,7 +75,8 @@ def next_token_loss(
             f"(vocabulary, {inputs.shape[2]})"
         )
     check_count("chunk_size", chunk_size)
-    check_argument(0 <= label_smoothing <= 1, "label_smoothing", label_smoothing, "give a fraction from 0 to 1")
+    advice = "give a fraction from 0 to 1"
+    check_number("label_smoothing", label_smoothing, lambda fraction: 0 <= fraction <= 1, advice)
     if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     tokens, labels = inputs.flatten(0, 1), labels.flatten()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check, check_argument
+from looplib._core.checks import check, check_number
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._mean import Mean
 
@@ -77,7 +77,7 @@ def accuracy(
     valid = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     if of_logits:
         advice = f"logits of shape {tuple(predictions.shape)} allow 1 to their last size"
-        check_argument(1 <= top_k <= predictions.shape[-1], "top_k", top_k, advice)
+        check_number("top_k", top_k, lambda k: 1 <= k <= predictions.shape[-1], advice)
         right = _in_top(top_k, predictions, torch.where(valid, labels, 0).unsqueeze(-1))
     else:
         check(top_k == 1, f"top_k is {top_k}, with predicted classes; give logits (..., classes)")

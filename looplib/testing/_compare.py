@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import few
+from looplib._core.checks import check_number, few
 from looplib._core.mappings import fields_of, mapped
 from looplib.debug._differences import differences
 from looplib.metrics._mean import compute
@@ -62,6 +62,12 @@ def is_spent(state: TrainState) -> bool:
     except DonatedStateError:
         return True
     return False
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raise TypeError or ValueError for what is no tolerance. By NaN, nothing would differ."""
+    __tracebackhide__ = True
+    check_number("tolerance", tolerance, lambda part: part >= 0, "give a part of the largest number, such as 1e-5")
 
 
 def differing(one: Any, other: Any, tolerance: float = 0.0) -> list[str]:

@@ -12,7 +12,7 @@ from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import spec_of
-from looplib.testing._compare import copied, differing, fail, in_float64
+from looplib.testing._compare import check_tolerance, copied, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept
 from looplib.transforms import compile_step
 from looplib.types import TrainState, TrainStep
@@ -64,6 +64,8 @@ def assert_compiles(
         "returned",
         TypeError,
     )
+    check_tolerance(tolerance)
+    check_count("programs", programs)
     check_count("steps", steps, 2, "give 2 or more: the second step shows if it is compiled again")
     compiled: Any = compile_step(step, backend="eager")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check, few
+from looplib._core.checks import check, check_count, few
 from looplib._core.records import chain
 from looplib._core.trees import batch_size
 from looplib.grads._accumulation import accumulate
 from looplib.grads._wrapper import check_grad_fn
 from looplib.state import copy_state
-from looplib.testing._compare import copied, differing, fail, in_float64
+from looplib.testing._compare import check_tolerance, copied, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept
 from looplib.types import GradFn, TrainState
 
@@ -110,6 +110,8 @@ def assert_microbatches_equal_batch(
     """
     __tracebackhide__ = True
     grad_fn = check_grad_fn(grad_fn, "assert_microbatches_equal_batch")
+    check_tolerance(tolerance)
+    check_count("microbatches", microbatches, 2)
     for record in chain(grad_fn):
         check(
             not record.whole_step,
@@ -118,7 +120,7 @@ def assert_microbatches_equal_batch(
         )
     count = batch_size(batch)
     check(
-        2 <= microbatches <= count,
+        microbatches <= count,
         f"microbatches is {microbatches}, and the batch has {count} samples: give 2 or more, up to that",
     )
     with streams_kept(state), warnings.catch_warnings():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from looplib._core.checks import check, check_count
+from looplib._core.checks import check, check_count, check_number
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.testing._compare import copied, fail
@@ -50,6 +50,11 @@ def assert_overfits(
     """
     __tracebackhide__ = True
     check_count("steps", steps, advice="give 1 or more")
+    check_number(
+        "fraction", fraction, lambda part: part > 0, "give the part of the first loss to be reached, such as 0.1"
+    )
+    if below is not None:
+        check_number("below", below, math.isfinite, "give the value to be reached")
     curve: list[float] = []
     with streams_kept(state):
         current = copy_state(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from looplib._core.checks import check_count, check_number
 from looplib.checkpoint._shards import whole
 from looplib.data._loader import Loader
 from looplib.distributed import _processes as distributed
-from looplib.testing._compare import differing, fail, largest
+from looplib.testing._compare import check_tolerance, differing, fail, largest
 from looplib.testing._resume import run
 from looplib.testing._surroundings import streams_kept
 from looplib.types import TrainState, TrainStep
@@ -69,6 +71,10 @@ def assert_ranks_train_alike(
             traceback.
     """
     __tracebackhide__ = True
+    check_tolerance(tolerance)
+    check_count("ranks", ranks, 2)
+    check_count("steps", steps)
+    check_number("timeout", timeout, lambda seconds: 0 < seconds < math.inf, "give a number of seconds above 0")
     try:
         pickle.dumps(begin)
     except (AttributeError, pickle.PicklingError) as error:

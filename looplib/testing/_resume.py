@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check
+from looplib._core.checks import check, check_optional_count
 from looplib._core.mappings import fields_of, mapped
 from looplib.checkpoint._io import checkpoint_io
 from looplib.data._loader import Loader
@@ -59,6 +59,7 @@ def assert_resumes(
         TypeError, ValueError: from `checkpoint_io`, if a state cannot be saved or restored.
     """
     __tracebackhide__ = True
+    check_optional_count("steps", steps, 2, "a run is stopped between two batches")
     most = math.inf if isinstance(batches, Loader) else len(batches)
     steps = int(min(6, most) if isinstance(batches, Loader) else most) if steps is None else steps
     message = f"steps is {steps}, of {most} batches; a run is stopped between two batches: give 2 or more"

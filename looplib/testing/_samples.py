@@ -10,7 +10,7 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import check
 from looplib._core.trees import batch_size
-from looplib.testing._compare import differing, fail, in_float64
+from looplib.testing._compare import check_tolerance, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
 
@@ -45,6 +45,7 @@ def assert_samples_independent(
     After Karpathy, "A Recipe for Training Neural Networks", 2019: "use backprop to chart dependencies".
     """
     __tracebackhide__ = True
+    check_tolerance(tolerance)
     count = batch_size(batch)
     check(count > 1, f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
     with streams_kept(state):
@@ -103,6 +104,7 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
         ValueError: all tokens are the same, or an output does not have the shape (batch, length, ...).
     """
     __tracebackhide__ = True
+    check_tolerance(tolerance)
     check(
         tokens.dim() > 1 and tokens.shape[1] > 1,
         f"tokens have the shape {tuple(tokens.shape)}; give (batch, length, ...), of length 2 or more",
