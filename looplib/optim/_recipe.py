@@ -266,7 +266,7 @@ def check_class(cls: Any, *parameters: Any) -> None:
     closure = parameters_of(cls.step).get("closure")
     check(
         cls is torch.optim.LBFGS or closure is None or closure.default is not closure.empty,
-        f"{cls.__name__}.step needs a closure, which looplib gives to torch.optim.LBFGS alone, and not to a subclass: give "
+        f"{cls.__name__}.step() needs a closure, which looplib gives to torch.optim.LBFGS alone, and not to a subclass: give "
         "LBFGS itself, or a class whose step takes the gradients as they are",
         TypeError,
     )

@@ -187,7 +187,7 @@ def test_refusals():
     lbfgs = ll.optimizer(torch.optim.LBFGS, lr=0.1)
     with pytest.raises(TypeError, match=r"LBFGS evaluates the loss .* needs evaluate="):
         lbfgs.update(params, lbfgs.init(params), params, 0)
-    with pytest.raises(TypeError, match=r"Mine\.step needs a closure"):
+    with pytest.raises(TypeError, match=r"Mine\.step\(\) needs a closure"):
         ll.optimizer(type("Mine", (torch.optim.LBFGS,), {}), lr=0.1)
     with pytest.raises(ValueError, match=r"and LBFGS is to update it"):
         lbfgs.update(params, ll.optimizer(torch.optim.AdamW, lr=0.1).init(params), params, 0)
