@@ -194,14 +194,8 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
 def stored_position(state: TrainState, name: str, divide: bool) -> Any:
     """The position that `with_position` has kept of a stream of this name, if it is that of the state's batch."""
     text = state.extra.get(KEY) if isinstance(state.extra, Mapping) else None
-    try:
-        saved = json.loads(text or "{}")
-        at = saved.get("epoch"), saved.get("batch")
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"state.extra[{KEY!r}] is {text!r:.100}, which is no position of a stream; give '', and with_position fills it in"
-        ) from error
-    if at != (state.epoch, state.batch):
+    saved = json.loads(text) if text else {}
+    if (saved.get("epoch"), saved.get("batch")) != (state.epoch, state.batch):
         return None
     ranks = saved["ranks"]
     check(

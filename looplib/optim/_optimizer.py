@@ -19,16 +19,14 @@ from looplib._core.checks import check
 from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
-from looplib.optim._recipe import REQUIRED, Groups, Recipe, check_class, check_groups, check_lr, injected
+from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
 from looplib.optim._third_party import check_against_raw_loop
 from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
 from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState
 
 
-def optimizer(
-    cls: type, *parameters: NoReturn, lr: Any = REQUIRED, groups: Groups = (), **hyperparameters: Any
-) -> Optimizer:
+def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch

@@ -232,7 +232,6 @@ def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 # Checks of arguments, each with a message that says what to write instead
 
 
-REQUIRED: Any = "required"  # default of `lr`, since no value is right for most models; seen in signatures
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 
@@ -289,7 +288,6 @@ def check_lr(lr: Any) -> None:
             f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step, such as "
             "lr=ll.warmup_cosine(...) or another one of ll.schedules. There is no step() to call"
         )
-    check(lr is not REQUIRED, f"ll.optimizer needs lr=; give {advice}", TypeError)
     check(not isinstance(lr, _NO_RATES), f"lr is {named(lr)}; give {advice}", TypeError)
     if callable(lr):
         try:

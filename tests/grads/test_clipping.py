@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -108,23 +107,12 @@ def test_around_pieces_they_clip_the_whole(name):
 
 def test_arguments_out_of_range_are_named():
     grad_fn = ll.make_grad_fn(net(), loss_fn)
-    for wrong, error in ((0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("'1'", TypeError)):
-        with pytest.raises(error, match=rf"max_value is .*{wrong}.*; give a magnitude above 0"):
+    for wrong in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=rf"max_value is {wrong}; give a magnitude above 0"):
             ll.grads.clip_by_value(grad_fn, wrong)
-        for clip in (ll.clip_by_global_norm, ll.grads.clip_by_norm, ll.contrib.clip_per_sample):
-            with pytest.raises(error, match=rf"max_norm is .*{wrong}.*; give a norm above 0"):
+        for clip in (ll.clip_by_global_norm, ll.grads.clip_by_norm):
+            with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
                 clip(grad_fn, wrong)
-    for make, named in (
-        (partial(ll.grads.clip_by_norm, max_norm=1.0), "norm_type"),
-        (partial(ll.clip_by_global_norm, max_norm=1.0), "norm_type"),
-        (ll.contrib.sam, "rho"),
-        (partial(ll.contrib.add_noise, max_norm=1.0), "noise_multiplier"),
-        (ll.optim.dynamic_loss_scale, "init_scale"),
-        (lambda _, min_delta: ll.predicates.BestSoFar("loss", min_delta=min_delta), "min_delta"),
-        (lambda _, seconds: ll.distributed.watch(seconds), "seconds"),
-    ):
-        with pytest.raises(TypeError, match=f"{named} is the text '1'"):
-            make(grad_fn, **{named: "1"})
 
 
 def test_a_metric_whose_name_a_wrapper_takes_is_refused():

@@ -179,7 +179,7 @@ def scaled_without(optimizer):
 REFUSED = [
     *((ValueError, f"{key}={value}", lambda key=key, value=value: SCALE(SGD, **{key: value})) for key, value in [
         ("growth_factor", 1.0), ("backoff_factor", 1.0), ("backoff_factor", 0.0), ("growth_interval", 0),
-        ("min_scale", 0.0), ("init_scale", 1e-5), ("init_scale", float("nan")),
+        ("min_scale", 0.0), ("init_scale", 1e-5),
     ]),
     (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(SGD)),
     (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(None)),
