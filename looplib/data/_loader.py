@@ -8,12 +8,11 @@ DataLoader provides workers and pinned memory.
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from looplib._core import trees
-from looplib._core.checks import check, check_type, warn
+from looplib._core.checks import check, warn
 from looplib._core.lease import note_provenance
 from looplib._core.provenance import other_settings, provenance_of, warn_of_two_steps
 from looplib._core.ranks import rank, rank_and_size
@@ -287,9 +286,9 @@ def make_loader(
             `multiprocessing_context` and `worker_init_fn` of torch's DataLoader.
 
     Raises:
-        TypeError: the dataset can be neither indexed nor iterated more than once; `batch_size` is missing; `seed` is
-            not an int; a sampler returns something other than indices; torch's DataLoader has no such option; or, on
-            several ranks, an item that should be a batch has no samples dimension.
+        TypeError: the dataset can be neither indexed nor iterated more than once; `batch_size` is missing; a sampler
+            returns something other than indices; torch's DataLoader has no such option; or, on several ranks, an item
+            that should be a batch has no samples dimension.
         ValueError: options contradict each other or the dataset; a sampler is not a function of the epoch, or divides
             samples among ranks itself (DistributedSampler); or an epoch has no batches. From `loader(state)`: the
             state's `epoch_length` or position is not this loader's (see `Loader.resume`), or a batch has fewer
@@ -338,8 +337,6 @@ def make_loader(
             dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
         )
 
-    check_type("seed is", seed, SupportsIndex, "give an int")
-    seed = operator.index(seed)
     _arguments.check_options(order, max_batches, dataloader_options)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)

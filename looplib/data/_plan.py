@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check, few, named
+from looplib._core.checks import check, few
 from looplib._core.random import mix
 from looplib._core.trees import batch_size, split
 from looplib.data._orders import Epoch, Order, listed
@@ -100,7 +100,7 @@ def plan_of(
             )
         drawn = order.draw(request)
         if order.whole_batches:
-            batches = [[*_items(order, listed(batch))] for batch in islice(_items(order, drawn), max_batches)]
+            batches = [list(listed(batch)) for batch in islice(_items(order, drawn), max_batches)]
             keys, ends = _as_keys(order, chain.from_iterable(batches)), list(accumulate(map(len, batches)))
         else:
             keys, size = _as_keys(order, drawn), batch_size or 1
@@ -114,8 +114,7 @@ def _items(order: Order, drawn: Any) -> Iterator[Any]:
     try:
         return iter(drawn)
     except TypeError as error:
-        expected = "the indices of an epoch, or from a batch_sampler, lists of them"
-        raise TypeError(f"{order} gave {named(drawn)}; expected {expected}") from error
+        raise TypeError(f"{order} gave {drawn!r:.40}; expected indices of samples, or lists of them") from error
 
 
 def _as_keys(order: Order, drawn: Iterable[Any] | Tensor) -> Tensor:
@@ -128,20 +127,14 @@ def _as_keys(order: Order, drawn: Iterable[Any] | Tensor) -> Tensor:
         )
         return drawn.cpu().long()
     keys = [*_items(order, drawn)]
+    kinds = {*map(type, keys)}
     check(
-        bool not in {*map(type, keys)},
-        f"{order} gave bools, as a mask has, and not indices: give the indices of the samples, such as "
-        "mask.nonzero().flatten()",
+        bool not in kinds and all(hasattr(kind, "__index__") for kind in kinds),
+        f"{order} gave {few(sorted(kind.__name__ for kind in kinds))} values; expected ints, the indices of samples: of a mask "
+        "mask.nonzero().flatten(), and for lists of indices order=ll.data.batch_sampler(...)",
         TypeError,
     )
-    try:
-        return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
-    except TypeError as error:
-        kinds = few(sorted({type(key).__name__ for key in keys}))
-        raise TypeError(
-            f"{order} gave keys of type {kinds}; expected ints, the indices of samples. For a sampler of lists of them, "
-            "order=ll.data.batch_sampler(...)"
-        ) from error
+    return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
 
 
 def _visits(keys: Tensor) -> Tensor:

@@ -60,12 +60,10 @@ ARGUMENTS = [
         range(3),
         TWO | {"order": ll.data.sampler(["a", "b"])},
         TypeError,
-        r"sampler\(\['a', 'b'\]\) .* str;.*batch_sampler",
+        r"sampler\(\['a', 'b'\]\) gave str .*batch_sampler",
     ),
     (range(3), TWO | {"order": ll.data.sampler(lambda *_: None)}, TypeError, r"sampler\(<lambda>\) gave None"),
-    (range(3), {"order": ll.data.batch_sampler([1, 2])}, TypeError, r"batch_sampler\(\[1, 2\]\) gave an int"),
     (range(3), {"order": ll.data.batch_sampler([[1]]), "drop_last": True}, ValueError, "drop_last.*batch_sampler"),
-    (range(3), TWO | {"seed": "a"}, TypeError, "seed is the text 'a'"),
     (range(3), TWO | {"order": ll.data.sampler([True, False, True])}, TypeError, "bool.*nonzero"),
     (range(9), TWO | {"order": ll.data.sampler(lambda *_: [next(COUNTER) % 9])}, ValueError, "epoch 0"),
     (
