@@ -32,7 +32,13 @@ ALL_ROOMS = (*ROOMS, "checkpoint", "data", "distributed", "metrics", "schedules"
 STEPS = {"train_step", "eval_step", "predict_step"}
 # What a parameter of this name takes.
 PARAMETERS = {name: {name} for name in (*STEPS, "grad_fn", "optimizer", "loss_fn", "model", "logger", "predicate")}
-PARAMETERS |= {"metric_fn": {"loss_fn"}, "predict_fn": {"loss_fn"}, "embed_fn": {"loss_fn"}, "loggers": {"logger"}}
+PARAMETERS |= {
+    "state": {"state"},
+    "metric_fn": {"loss_fn"},
+    "predict_fn": {"loss_fn"},
+    "embed_fn": {"loss_fn"},
+    "loggers": {"logger"},
+}
 SPECIAL = {
     ("log.windowed", "when"): {"predicate"},
     ("evaluation.split_on_oom", "step"): {"eval_step", "predict_step"},
@@ -110,7 +116,12 @@ FILLERS = {
     "monitor": "eval/loss",
     "one": BATCH,
     "other": BATCH,
+    "folder": "runs/none",
+    "index": 0,
     "predictions": torch.ones(2, 3, 5),
+    "scores": {"eval/loss": 1.0},
+    "source": MODEL.state_dict(),
+    "torch_optimizer": THINGS["torch's optimizer"],
     "kept": {},
     "tensors": [BATCH],
     "begin": loss_fn,
@@ -122,7 +133,7 @@ FILLERS = {
 
 def takers():
     """(name, function, parameter, kinds that it takes)."""
-    for room in ROOMS:
+    for room in ALL_ROOMS:
         for name in getattr(ll, room).__all__:
             function = getattr(getattr(ll, room), name)
             if inspect.isfunction(function):
@@ -142,7 +153,7 @@ def call(function, parameter, given, state=THINGS["state"]):
             args = [given] if name == parameter else []
         elif name == parameter:
             kwargs[name] = given
-        elif one.default is one.empty and one.kind is not one.VAR_KEYWORD:
+        elif one.default in (one.empty, "required") and one.kind is not one.VAR_KEYWORD:
             if name not in right:
                 pytest.fail(f"add {name!r}, with a value that {function.__qualname__} takes, to FILLERS in this file")
             kwargs[name] = right[name]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core.checks import check
 from looplib._core.collective import together
+from looplib._core.records import check_kind
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._state_dict import lend, state_dict, state_names
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLike[str]) -> None:
@@ -93,12 +94,16 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
         arguments: further arguments of `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        AttributeError: the model has no `save_pretrained`.
+        TypeError: the model has no `save_pretrained`.
         NotADirectoryError: `directory` is a file.
         ValueError: see `state_dict`.
         DonatedStateError: the state was donated to a step.
     """
+    check_kind(model, "save_pretrained", "model")
+    check_state(state, "ll.checkpoint.save_pretrained(model, state, folder)")
     inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]
+    advice = "give a model of transformers, or write ll.checkpoint.save_safetensors(model, state, path)"
+    check(hasattr(inner, "save_pretrained"), f"a {type(inner).__name__} has no save_pretrained; {advice}", TypeError)
     save = inner.save_pretrained
     weights = state_dict(model, state, cpu_offload=True)
 

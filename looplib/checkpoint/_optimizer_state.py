@@ -16,7 +16,7 @@ from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
-from looplib.checkpoint._state_dict import check_state, names_of
+from looplib.checkpoint._state_dict import check_fits, names_of
 from looplib.optim._recipe import Recipe
 from looplib.optim._update import Plan, first_state, tiny_like, without_state
 from looplib.types import TrainState
@@ -142,7 +142,7 @@ def _matched(
     """State of the innermost `ll.optimizer`, and the state's names of the torch optimizer's parameters, by their ids."""
     advice = "give an instance over the module's parameters, such as torch.optim.AdamW(model.parameters(), lr=1e-3)"
     check_type("torch_optimizer is", torch_optimizer, torch.optim.Optimizer, advice)
-    check_state(model, state)
+    check_fits(model, state)
     opt_state = _innermost(state.opt_state)
     title, params = f"this {type(torch_optimizer).__name__}", _params_of(torch_optimizer)
     check(

@@ -16,7 +16,7 @@ from looplib._core.trees import map_tensors
 from looplib._core.watches import export
 from looplib.checkpoint._format import about, in_words, words
 from looplib.checkpoint._shards import copied_like, whole
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def load_state_dict(
     """
     advice = "give a state_dict; for a file, safetensors.torch.load_file(path), or torch.load(path)"
     check_type("source is", source, Mapping, advice)
-    check_state(model, state)
+    check_fits(model, state)
     name_of, clean = state_names(model), cleaner(model)
     # An `_extra_state` belongs to the module.
     chosen = {clean(str(key)): value for key, value in source.items() if not str(key).endswith("_extra_state")}
@@ -175,8 +175,9 @@ def _misfit(value: Any, like: Tensor) -> str:
 # Names of tensors: those of a module's `state_dict` and those of a state
 
 
-def check_state(model: nn.Module, state: TrainState) -> None:
-    """Raise ValueError for a state of a different module."""
+def check_fits(model: nn.Module, state: TrainState) -> None:
+    """Raise TypeError for what is no state, and ValueError for a state of a different module."""
+    check_state(state, "after the model, as in ll.checkpoint.state_dict(model, state)")
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
@@ -184,7 +185,7 @@ def check_state(model: nn.Module, state: TrainState) -> None:
 
 def lend(model: nn.Module, state: TrainState, body: Callable[[], Any]) -> Any:
     """Call `body()` while the module holds the state's values."""
-    check_state(model, state)
+    check_fits(model, state)
     host = _modules.FunctionalModule(model, training=False)
     return host.run(state.params, state.buffers, 0, body, in_place=True)
 

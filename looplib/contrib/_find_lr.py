@@ -17,7 +17,7 @@ from looplib.log._plots import smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
-from looplib.types import GradFn, Optimizer, Schedule, TrainState
+from looplib.types import GradFn, Optimizer, Schedule, TrainState, check_state
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ def _check(optimizer_of_lr: Any, state: TrainState, low: float, high: float, ste
         "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)",
         TypeError,
     )
+    check_state(state, "ll.contrib.find_lr(grad_fn, optimizer_of_lr, state, batches)")
     check(
         state.opt_state is not None,
         "the state has no opt_state: make it with the optimizer, ll.init_state(model, optimizer_of_lr(low))",

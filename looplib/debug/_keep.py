@@ -16,7 +16,7 @@ from looplib._core.mappings import pick
 from looplib.checkpoint._format import local
 from looplib.debug._fingerprint import same_bits
 from looplib.state import copy_state
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None) -> dict[int, TrainState]:
@@ -52,6 +52,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
         DonatedStateError: the state was donated to a step.
     """
     check_optional_count("at_most", at_most, 2, "give 2 or more: the first state and the last are always kept")
+    check_state(state, "kept = ll.debug.keep(kept, state)")
     last = max(kept, default=None)
     check(
         last is None or last <= state.step,

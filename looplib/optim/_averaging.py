@@ -21,7 +21,7 @@ from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
 from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
-from looplib.types import Grads, Optimizer, Params, TrainState
+from looplib.types import Grads, Optimizer, Params, TrainState, check_state
 
 Tensors = dict[str, Tensor]
 
@@ -228,6 +228,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
         ValueError: the state was created by a different optimizer.
     """
     check_kind(optimizer, "eval_state", "optimizer")
+    check_state(state, "ll.eval_state(optimizer, state)")
     opt_state = state.opt_state
     try:
         params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)

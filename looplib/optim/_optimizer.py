@@ -23,7 +23,7 @@ from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, che
 from looplib.optim._third_party import check_against_raw_loop
 from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
 from looplib.optim._wrap import of_another
-from looplib.types import Optimizer, Params, TrainState
+from looplib.types import Optimizer, Params, TrainState, check_state
 
 
 def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
@@ -167,6 +167,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     Source: Lightning's `LearningRateMonitor`.
     """
     check_kind(optimizer, "hyperparameters", "optimizer")
+    check_state(state, "ll.optim.hyperparameters(optimizer, state)")
     if isinstance(state.seed, tuple):
         raise ValueError(
             f"this is a stack of {len(state.seed)} members, which may differ in their hyperparameters: ask for one "
@@ -222,6 +223,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     Raises:
         ValueError: the hyperparameter is not injected, or the value is no number and no tensor of its shape.
     """
+    check_state(state, "ll.optim.set_hyperparameters(state, lr=...)")
     unknown = set(values)
 
     def changed(record: Any) -> Any:

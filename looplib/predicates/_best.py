@@ -20,7 +20,7 @@ from looplib._core.checks import check_argument, check_number, check_type, few, 
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 Mode = Literal["min", "max"]
 
@@ -209,6 +209,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     Raises:
         ValueError: there is no record under `key`, or its metric is not among the scores.
     """
+    check_state(state, "state = ll.update_best(state, scores)")
     record = _record(state, key)
     if record.monitor not in scores:
         raise ValueError(

@@ -46,6 +46,7 @@ def assert_all_gradients(
             reach, unless it has `allow_unused=True`.
     """
     __tracebackhide__ = True
+    grad_fn = check_grad_fn(grad_fn, "assert_all_gradients")
     with streams_kept(state):
         out = grad_fn(copy_state(state), copied(batch))
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}

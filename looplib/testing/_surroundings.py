@@ -15,7 +15,7 @@ from looplib.data import _random_streams as random_streams
 from looplib.data._random_streams import kept_streams, save_streams
 from looplib.testing._compare import copied
 from looplib.transforms._closures import walk
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 def _generators(state: TrainState) -> tuple[torch.Generator, ...]:
@@ -32,6 +32,7 @@ def stream_positions(state: TrainState) -> dict[str, Any]:
 @contextmanager
 def streams_kept(state: TrainState) -> Iterator[None]:
     """Restore the random streams, so that a test with this check draws the same numbers as without it."""
+    check_state(state, "ll.testing takes the state that a run begins with")
     with restored(*_generators(state)), kept_streams():
         yield
 
