@@ -47,12 +47,13 @@ def the_hub(monkeypatch, tmp_path):
 def pytest_collection_modifyitems(items):
     """The fast tier runs the first case of each parametrized test; the others are marked `slow`.
 
-    Tests marked `every_case` are the exception: checks of pages and tables whose cases are cheap and each of another thing.
+    The exceptions are tables of what is refused, and tests marked `every_case`: checks of pages and tables whose cases are
+    cheap and each of another thing.
     """
     tests = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in tests and not item.get_closest_marker("every_case"):
+        if test in tests and "refused" not in test and not item.get_closest_marker("every_case"):
             item.add_marker("slow")
         tests.add(test)
 

@@ -123,10 +123,10 @@ def test_on_two_ranks_it_is_the_global_batchs(engine, uneven):
     assert printed.count("equal on") == 2
 
 
-def make(embed_fn=embed, loss=loss_fn, **options):
+def make(embed_fn=embed, loss=loss_fn, of=None, **options):
     model = encoder(mask=False)
     grad_fn = ll.contrib.make_contrastive_grad_fn(model, embed_fn, loss, **{"microbatches": 2, **options})
-    return lambda: grad_fn(ll.init_state(model), pairs(4))
+    return lambda: grad_fn(ll.init_state(of or model), pairs(4))
 
 
 def test_what_does_not_fit_is_named():
@@ -137,6 +137,7 @@ def test_what_does_not_fit_is_named():
         (make(loss=lambda embeddings: torch.ones((), requires_grad=True)), "does not depend on the embeddings"),
         (make(loss=lambda embeddings: embeddings[0]), r"the loss has shape \(4, 3\)"),
         (make(batch_size=lambda batch: 0), "the batch has no samples"),
+        (make(of=torch.nn.Linear(2, 2)), "parameter"),
     ):
         with pytest.raises(ValueError, match=named):
             call()

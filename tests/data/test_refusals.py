@@ -83,6 +83,7 @@ ARGUMENTS = [
     (range(3), TWO | {"max_batches": 0}, ValueError, "max_batches is 0"),
     (IterableWrapper([1]), TWO | {"num_workers": 2}, TypeError, "DataPipe.*num_workers=0"),
     (Shard(), TWO, ValueError, "Shard"),
+    (AugmentedStream(4), TWO | {"max_batches": 3}, ValueError, "max_batches=3.*epoch_length=3"),
     ((X, X), TWO, TypeError, "tuple.*TensorDataset"),
     ([X, X[:, 0]], TWO, TypeError, "list.*TensorDataset"),
     ({"train": [1, 2], "test": [3]}, TWO, TypeError, r"keys train, test.*dataset\['train'\]"),  # as a DatasetDict

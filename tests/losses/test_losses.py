@@ -169,6 +169,7 @@ def test_what_does_not_fit_is_said_with_its_shape():
         ((inputs, labels), {"head": nn.Linear(5, 6)}, r"head .*\(6, 5\).*\(2, 3, 4\).*\(vocabulary, 4\)"),
         ((inputs, labels), {"chunk_size": 0}, "chunk_size"),
         ((inputs, labels), {"label_smoothing": -0.1}, "label_smoothing is -0.1"),
+        ((inputs, labels), {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
     ):
         with pytest.raises(ValueError, match=named):
             next_token_loss(*arguments, **options)

@@ -263,6 +263,14 @@ def test_a_bad_value_is_named(make, named):
         make()
 
 
+def test_all_but_the_first_setting_are_given_by_name():
+    for predicate in (ll.every_n_steps, ll.every_n_epochs):
+        with pytest.raises(TypeError):
+            predicate(2, 1)
+    with pytest.raises(TypeError):
+        ll.predicates.BestSoFar("loss", "min")
+
+
 @pytest.mark.parametrize("text", [*TEXTS, "every_seconds(60)"])
 @pytest.mark.every_case
 def test_what_a_predicate_cannot_do_is_refused_by_name(text):

@@ -503,12 +503,24 @@ def noisy(model, batch):
 
 
 def test_what_cannot_be_checked_is_refused():
+    falling = put_together(mlp(), lambda model, batch: model(batch[0]).mean() - 9)[0]
     for check, call, batch, error, named in (
         ("samples_independent", predicting(lambda m, b: (b[0], b[0].mean())), rows(), ValueError, r"output\[1\].*7"),
         ("causal", predicting(lambda m, x: m(x)), torch.ones(2, 4, 3), ValueError, "position 1"),
         ("causal", predicting(lambda m, x: m(x)), torch.randn(2, 1, 3), ValueError, r"\(2, 1, 3\).*length 2"),
         ("causal", predicting(lambda m, x: m(x).mean(1)), torch.randn(2, 4, 3), ValueError, r"\(2, 2\).*\(2, 4\)"),
+        ("samples_independent", predicting(lambda m, x: m(x)), rows()[0][:1], ValueError, "1 row"),
+        ("microbatches_equal_batch", on_grads(microbatches=8), rows(), ValueError, "microbatches is 8.* 7 samples"),
         ("microbatches_equal_batch", on_grads(clipped), rows(), ValueError, "clip_by_global_norm"),
+        ("overfits", on_step(metric="nothing"), rows(), ValueError, "no metric 'nothing'; it has loss"),
+        ("overfits", on_step(lambda step: falling), rows(), ValueError, "first loss .*below="),
+        (
+            "compiles",
+            on_step(lambda step: ll.compile_step(step, backend="eager")),
+            rows(),
+            TypeError,
+            "compiled already",
+        ),
         ("microbatches_equal_batch", on_grads(loss_fn=noisy), rows(), ValueError, "0.weight.* state.seed"),
         ("all_gradients", on_grads(frozen=lambda name, tensor: False), rows(), ValueError, "0.weight"),
         ("resumes", on_step(), [rows()], ValueError, "steps is 1"),
