@@ -154,6 +154,7 @@ def test_outputs_of_microbatches_are_joined_in_their_containers(kind, size, data
     assert torch.equal(fields(outputs)[1][0] if kind == "list" else fields(outputs)[1], y)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_compiled_steps(microbatches, data, batch):
     model = data[0]
