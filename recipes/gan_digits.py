@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from matplotlib.image import imsave
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
@@ -148,9 +148,13 @@ def save_picture(real: Tensor, drawn: Tensor, path: Path) -> None:
     """Save a figure with 80 real digits on the left and 80 drawn ones on the right."""
     framed = F.pad(torch.cat([real, drawn]).reshape(-1, 8, 8), (1, 1, 1, 1), value=0.5)
     grids = rearrange(framed, "(side row column) h w -> side (row h) (column w)", side=2, row=8)
-    both = torch.cat([*F.pad(grids, (4, 4), value=0.5)], 1)
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    for axes, grid, title in zip(figure.subplots(1, 2), grids, ("held-out digits", "drawn digits"), strict=True):
+        axes.imshow(grid, cmap="gray_r", vmin=0, vmax=1)
+        axes.set_title(title)
+        axes.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, both.kron(torch.ones(6, 6)).numpy(), cmap="gray_r", vmin=0, vmax=1)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":
