@@ -150,7 +150,7 @@ def save_picture(real: Tensor, drawn: Tensor, path: Path) -> None:
     grids = rearrange(framed, "(side row column) h w -> side (row h) (column w)", side=2, row=8)
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     for axes, grid, title in zip(figure.subplots(1, 2), grids, ("held-out digits", "drawn digits"), strict=True):
-        axes.imshow(grid, cmap="gray_r", vmin=0, vmax=1)
+        axes.imshow(grid.numpy(), cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(title)
         axes.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
