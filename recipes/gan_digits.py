@@ -9,8 +9,9 @@ Ctrl-C stops after the current epoch. Run the same command to continue; the resu
 
 Reached with seeds 0 to 3, in 30 seconds on one core: all ten digits are drawn, and a classifier assigns 79% to 85% of
 the drawn digits to a class with probability above 0.9 (held-out digits: 92%). The Frechet distance of its features
-from those of held-out digits is 0.70 to 0.82 (between two halves of these: 0.86). The median distance to the nearest
-training digit is 1.10 to 1.12 (held-out digits: 1.07).
+from those of held-out digits is 0.70 to 0.85 (between two halves of these: 0.86). The median distance to the nearest
+training digit is 1.09 to 1.12 (held-out digits: 1.07). Seed 0 with kernels of three kinds of processors: 82% to 84%,
+0.82 to 0.85, and 1.09 to 1.11.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from matplotlib.image import imsave
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
@@ -148,9 +149,13 @@ def save_picture(real: Tensor, drawn: Tensor, path: Path) -> None:
     """Save a figure with 80 real digits on the left and 80 drawn ones on the right."""
     framed = F.pad(torch.cat([real, drawn]).reshape(-1, 8, 8), (1, 1, 1, 1), value=0.5)
     grids = rearrange(framed, "(side row column) h w -> side (row h) (column w)", side=2, row=8)
-    both = torch.cat([*F.pad(grids, (4, 4), value=0.5)], 1)
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    for axes, grid, title in zip(figure.subplots(1, 2), grids, ("held-out digits", "drawn digits"), strict=True):
+        axes.imshow(grid.numpy(), cmap="gray_r", vmin=0, vmax=1)
+        axes.set_title(title)
+        axes.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, both.kron(torch.ones(6, 6)).numpy(), cmap="gray_r", vmin=0, vmax=1)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

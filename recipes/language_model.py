@@ -11,7 +11,7 @@ avx512_bf16 nor amx_bf16), give --precision float32: bfloat16 takes thirty times
 
 Reached with seed 0: 1.86 bits per byte on the held-out text, 65.1% of its bytes predicted correctly, in four and a
 half minutes on one core, at 15,600 tokens per second. (`lzma`, at its best, needs 2.01 bits per byte for the same
-text, and 1.41 when it has read the training text first.)
+text, and 1.41 when it has read the training text first.) With --steps 500 in float32: 3.04 bits per byte and 43.1%.
 """
 
 from __future__ import annotations

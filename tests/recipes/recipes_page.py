@@ -42,7 +42,8 @@ Each recipe is one script (or one folder, with its tests) that you can copy and 
 scikit-learn or Python, settings on the command line, the numbers it reached in its docstring, and a test that runs it
 at a small size. Times are for one core of a small machine that computes in bfloat16. On one that does not (`lscpu` shows
 neither `avx512_bf16` nor `amx_bf16`), give `--precision float32` (or `--bf16 0`), since bfloat16 takes thirty times as long
-there. Other processors round differently, so your figures may lie a little outside of a range.
+there. Other processors round differently, so your figures may lie a little outside of a range; with
+`ATEN_CPU_CAPABILITY=default` or `MKL_CBWR=COMPATIBLE` before a command, torch rounds as on some others.
 `python -m looplib.recipes copy NAME` copies a recipe out of an installed looplib.
 
 Each recipe names the packages that it needs besides looplib. looplib is not on PyPI yet; the README says how to install
