@@ -125,11 +125,10 @@ class BestSoFar:
     def __post_init__(self) -> None:
         check_type("monitor is", self.monitor, str, "give the name of a metric, such as 'eval/loss'")
         object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
-        name, advice = (
-            f"BestSoFar({self.monitor!r}): min_delta",
-            "give a finite number of at least 0, also where higher is better",
+        advice = "give a finite number of at least 0, also where higher is better"
+        check_number(
+            f"BestSoFar({self.monitor!r}): min_delta", self.min_delta, lambda least: 0 <= least < math.inf, advice
         )
-        check_number(name, self.min_delta, lambda least: 0 <= least < math.inf, advice)
 
     def update(self, value: float | Tensor, step: int) -> BestSoFar:
         """Return the record after one more evaluation, at `step`. NaN is no improvement, and gets a warning.
