@@ -154,7 +154,14 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
 
 def with_own_weight(loss: Mean) -> Mean:
     """The loss, whose weight is a copy: it may be a buffer, to which the next forward pass writes."""
-    return loss._replace(weight=loss.weight.clone()) if isinstance(loss.weight, Tensor) else loss
+    weight = loss.weight
+    if not isinstance(weight, Tensor):
+        return loss
+    if weight.numel() != 1:
+        raise ValueError(
+            f"the weight of the loss has shape {tuple(weight.shape)}; return one number, Mean(total, weight.sum())"
+        )
+    return loss._replace(weight=weight.clone())
 
 
 def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:

@@ -230,13 +230,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         if scale is not None:
             seed = seed * scale.to(value.device)  # the scale is on the first parameter's
         if seed is factor or scale is not None or value.dim():
-            seed = seed.to(value)
-            try:
-                seed = seed.reshape(value.shape)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"the weight of the loss has shape {tuple(seed.shape)}; return one number, Mean(total, weight.sum())"
-                ) from error
+            seed = seed.to(value).reshape(value.shape)
         again = call.traced and differentiated()
         plain = reach.plain and not call.traced
         with reach.others_aside(call.inputs) if plain else nullcontext():
