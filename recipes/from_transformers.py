@@ -4,11 +4,12 @@
     python recipes/from_transformers.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_transformers.py      (two, of a GPU or a core each)
 
-Ctrl-C or SIGTERM saves and stops after the step; rerunning continues, with the same number of processes (the batch
-size is per device). For the same global batch with any number of processes, give make_loader a `batch_size` that does
-not depend on their number. On a CPU that does not compute in bfloat16 (`lscpu` shows neither avx512_bf16 nor amx_bf16),
-give --bf16 0: bfloat16 takes thirty times as long there. Reached with one process: 41.5% to 42.9% of the held-out bytes
-with seeds 0 to 4, which also chose the weights; 40 seconds each.
+Ctrl-C or SIGTERM stops at the next line of the log, which with torchrun has to come within 30 s (--logging_steps), or
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT. Rerunning continues, with the same number of processes (the batch size is per device).
+For the same global batch with any number of processes, give make_loader a `batch_size` that does not depend on it.
+On a CPU that does not compute in bfloat16 (`lscpu` shows neither avx512_bf16 nor amx_bf16), give --bf16 0: bfloat16
+takes thirty times as long there. Reached with one process: 41.5% to 42.9% of the held-out bytes with seeds 0 to 4,
+which also chose the weights; 40 seconds each.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main(
         last = ll.predicates.after_samples(math.ceil(num_train_epochs * len(train_set)))  # on any number of ranks
         eval_now = ll.every_n_steps(eval_steps) | last
         log_now, ended = ll.every_n_steps(logging_steps) | eval_now, last | ll.early_stopping(early_stopping_patience)
-        stop_now = ll.after_signal(signal.SIGINT, signal.SIGTERM)  # asked at each step; all ranks answer alike
+        done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
         board = ll.log.tracker("tensorboard", f"{output_dir}/tensorboard")
         log = ll.tee(board, ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
         settings, folder = {"loader": loader}, f"{output_dir}/checkpoints"
@@ -81,19 +82,18 @@ def main(
         finished = f"already finished at step {state.step}; delete {output_dir} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")
         bar = ll.progress(loader, leave=False, disable=None)
-        done = ended(state)
-        while not done:
+        while not done(state):
             for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 window = window.add(metrics)
-                if (stopped := stop_now(state)) or log_now(state):
+                if log_now(state):
                     values = ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/")
                     log(state, values | {"train/learning_rate": rate(state.step - 1)})
                     window = ll.Window()
                 if eval_now(state):
                     log(state, scores := ll.evaluate(eval_step, state, eval_batches, prefix="eval/"))
                     ckpt.save(state := ll.update_best(state, scores), scores)
-                if done := stopped or ended(state):
+                if done(state):
                     break
         if not ended(state):
             ckpt.save(state)
