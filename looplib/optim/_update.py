@@ -307,7 +307,8 @@ def _by_class(
     groups = instance.param_groups
     with restored_grads([tensor for group in groups for tensor in group["params"]]), streams:
         for group, names in zip(groups, members, strict=True):
-            tensors, given = group["params"], [grads[name] for name in names]
+            tensors = group["params"]
+            given: Sequence[Tensor] = [grads[name] for name in names]
             if group.get("fused"):
                 given = laid_out_like(tensors, given)
             for tensor, grad in zip(tensors, given, strict=True):
