@@ -1,4 +1,5 @@
-"""Every public function that takes one of looplib's things, given every other of them: refused by name, when built.
+"""Every public function that takes one of looplib's things, given every other of them, or text and NaN for a number:
+refused by name, when built.
 
 The table is made from the rooms' indexes: a new function with a parameter called `grad_fn`, `logger` or the like is in it
 without a line here.
@@ -28,7 +29,7 @@ ROOMS = (
     "steps",
     "transforms",
 )
-ALL_ROOMS = (*ROOMS, "checkpoint", "data", "distributed", "metrics", "schedules", "testing")
+ALL_ROOMS = (*ROOMS, "checkpoint", "data", "distributed", "metrics", "schedules", "state", "testing")
 STEPS = {"train_step", "eval_step", "predict_step"}
 # What a parameter of this name takes.
 PARAMETERS = {name: {name} for name in (*STEPS, "grad_fn", "optimizer", "loss_fn", "model", "logger", "predicate")}
@@ -144,8 +145,9 @@ def takers():
 
 def call(function, parameter, given, state=THINGS["state"]):
     """The function with one argument of another kind, and all others right."""
-    step = THINGS["train_step" if "testing" in function.__module__ else "eval_step"]
-    step = 1 if function is ll.debug.replay else step
+    step = THINGS["train_step" if function.__module__.startswith("looplib.testing") else "eval_step"]
+    if function is ll.debug.replay:
+        step = 1
     right = {"step": step, "loader": THINGS["loader"], "state": state, **FILLERS}
     args, kwargs = [], {}
     for name, one in inspect.signature(function).parameters.items():
