@@ -290,7 +290,7 @@ def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         if (address := memory_of(tensor)) is not None and begin < end:
             spans.append((address, begin, end, number))
     found: list[tuple[int, int]] = []
-    # Memory, end and number of the tensors before that end after the next one begins.
+    # Of each earlier tensor that ends after this one begins: its memory, end and number.
     reaching: list[tuple[int, int, int]] = []
     for address, begin, end, number in sorted(spans):
         reaching = [span for span in reaching if span[0] == address and span[1] > begin]

@@ -130,8 +130,8 @@ def _as_keys(order: Order, drawn: Iterable[Any] | Tensor) -> Tensor:
     kinds = {*map(type, keys)}
     check(
         bool not in kinds and all(hasattr(kind, "__index__") for kind in kinds),
-        f"{order} gave {few(sorted(kind.__name__ for kind in kinds))} values; expected ints, the indices of samples: of a mask "
-        "mask.nonzero().flatten(), and for lists of indices order=ll.data.batch_sampler(...)",
+        f"{order} gave {few(sorted(kind.__name__ for kind in kinds))} values; expected ints, the indices of samples. "
+        "For a mask, give mask.nonzero().flatten(); for a sampler of lists, order=ll.data.batch_sampler(...)",
         TypeError,
     )
     return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
