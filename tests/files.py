@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 import torch
+from shared import mean_square
 from torch import nn
 
 import looplib as ll
@@ -65,7 +66,7 @@ def unbound(values=0, **kwargs):
 
 def advanced(state, steps=1, model=None, **options):
     model = model or net()
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw, **options)
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), adamw, **options)
     for i in range(steps):
         state, _ = step(state, torch.ones(5, 3) * i + torch.eye(5, 3))
     return state

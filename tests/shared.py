@@ -16,6 +16,7 @@ from looplib.types import TrainState
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 
@@ -63,6 +64,10 @@ def mean_square(model, x):
     return model(x).square().mean()
 
 
+def mean_output(model, x):
+    return model(x).mean()
+
+
 def classify(model, batch):
     x, y = batch
     return cross_entropy(model(x), y)
@@ -84,11 +89,38 @@ def make_train_step(grad_fn, optimizer, *, compile=False, **options):
     return ll.compile_step(step, **({} if compile is True else compile)) if compile else step
 
 
+def trained(step, state, data):
+    """The state after a step on each batch."""
+    for batch in data:
+        state, _ = step(state, batch)
+    return state
+
+
 def python(code, *arguments, **options):
     # No time-out of its own: pytest has one, and how long the import of torch takes depends on the machine.
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, **options
     )
+
+
+def saved_at_most(function):
+    """The most bytes that autograd held for backward passes at one time."""
+    held = most = 0
+
+    class Held:
+        def __init__(self, tensor):
+            nonlocal held, most
+            self.tensor = tensor
+            held += tensor.nbytes
+            most = max(most, held)
+
+        def __del__(self):
+            nonlocal held
+            held -= self.tensor.nbytes
+
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda packed: packed.tensor):
+        function()
+    return most
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from shared import SGD
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -158,9 +159,8 @@ def test_outputs_of_microbatches_are_joined_in_their_containers(kind, size, data
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_compiled_steps(microbatches, data, batch):
     model = data[0]
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches), optimizer)
-    state = ll.copy_state(ll.init_state(model, optimizer))
+    step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches), SGD)
+    state = ll.copy_state(ll.init_state(model, SGD))
     expected = {name: state.params[name] - 0.1 * grad for name, grad in expected_grads(data).items()}
     after, _ = ll.compile_step(step, backend="eager")(state, batch)
     torch.testing.assert_close(dict(after.params), expected)

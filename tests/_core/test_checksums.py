@@ -11,16 +11,6 @@ from looplib._core.checksums import checksum
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int8, torch.bool]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_number_counts(dtype):
-    tensor = torch.arange(25).remainder(2).to(dtype)
-    changed = [tensor.clone() for _ in range(25)]
-    for index, other in enumerate(changed):
-        other[index] = 1 - int(index % 2)
-    assert len({checksum(each).item() for each in [tensor, *changed]}) == 26
-    assert checksum(tensor.roll(1)) != checksum(tensor)
-
-
 def test_the_sign_of_zero_counts():
     assert checksum(torch.zeros(3)) != checksum(-torch.zeros(3))
 

@@ -1,47 +1,16 @@
 """Values as code in reprs, and as plain values in checkpoints."""
 
-import json
-import subprocess
-import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 
-import pytest
+import numpy as np
 import torch
 
 import looplib as ll
 from looplib._core.records import described, shown, with_repr
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.mark.slow
-def test_descriptions_are_the_same_in_each_process(tmp_path):
-    """No addresses, no order of sets, no hash of a string."""
-    code = """
-        import json
-        import numpy as np, torch, looplib as ll
-        from looplib._core.records import described
-        class Plain:
-            pass
-        settings = [Plain(), ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.1 / (step + 1)), torch.bfloat16, ll.every_n_steps(3),
-                    print, torch.ones(3), torch.ones(30), 2**70, float("inf"), torch.nn.Linear, max,
-                    list(range(1000)), 1j, np.float64(0.5), np.int64(3), np.array(2.0)]
-        print(json.dumps(described(settings)))
-    """
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            capture_output=True, text=True, check=True, cwd=ROOT, env={"PYTHONHASHSEED": str(seed), "PATH": ""},
-        ).stdout
-        for seed in (1, 2)
-    }  # fmt: skip
-    assert len(outputs) == 1
-    (text,) = outputs
-    assert "0x" not in text
-    assert json.loads(text)[0] == "Plain"
-    assert json.loads(text)[-4:] == ["1j", 0.5, 3, 2.0]
+class Plain:
+    pass
 
 
 def scaled(factor, name="x"):
@@ -55,6 +24,8 @@ def test_settings_are_described_by_their_names_and_numbers():
         (scaled(0.5), "lambda step: ... (3, factor=0.5, name=x)"),
         (partial(scaled, 0.5, name="y"), {"function": "scaled", "args": [0.5], "name": "y"}),
         (ll.optimizer, "optimizer"),
+        ([Plain(), torch.nn.Linear, max], ["Plain", "torch.nn.modules.linear.Linear", "max"]),
+        ([1j, np.float64(0.5), np.int64(3), np.array(2.0)], ["1j", 0.5, 3, 2.0]),
     ]:
         assert described(setting) == description
 

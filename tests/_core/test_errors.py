@@ -4,7 +4,7 @@ import traceback
 
 import pytest
 import torch
-from shared import both_steps
+from shared import SGD, both_steps
 from torch import nn
 
 import looplib as ll
@@ -65,13 +65,12 @@ SHAPES = [
 @both_steps
 @pytest.mark.every_case
 def test_mistakes_in_shapes_and_dtypes_name_the_layer_in_a_few_frames(wrap, donate, monkeypatch):
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
     for batch, error, layer, depth in SHAPES:
         model = Net()
         if layer is None:
             model.blocks[2] = nn.Linear(8, 2)
-        state = ll.init_state(model, sgd)
-        step = ll.make_train_step(wrap(ll.make_grad_fn(model, cross_entropy)), sgd, donate=donate)
+        state = ll.init_state(model, SGD)
+        step = ll.make_train_step(wrap(ll.make_grad_fn(model, cross_entropy)), SGD, donate=donate)
         with pytest.raises(error) as raised:
             step(state, batch)
         assert (f"The layer was {layer}." if layer else "The batch was a tuple (float32") in raised.value.__notes__[0]

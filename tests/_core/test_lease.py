@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import bits
+from shared import SGD, bits
 from shared import mean_square as squares
 from torch import nn, testing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -108,7 +108,7 @@ def test_another_run_within_the_loss_is_no_write_of_this_one(skipped):
         other.train()
         return squares(model, x)
 
-    run = Run(ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), 9), loss_fn=loss_fn)
+    run = Run(ll.optim.apply_if_finite(SGD, 9), loss_fn=loss_fn)
     before = run.train()
     values = bits(ll.copy_state(before))
     run.state, _ = run.step(before, ROWS * torch.inf if skipped else ROWS)
@@ -186,17 +186,6 @@ def test_a_donated_step_gives_up_all_buffers_also_those_that_a_forward_pass_has_
     assert run.state.buffers["seen"].tolist() == [4, 4]
 
 
-def test_binding_again_and_again_spends_the_state_that_was_bound():
-    run, other = Run(), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    run.train()
-    for _ in range(3):
-        before, shared = run.state, TrainState(params=run.state.params)
-        run.state = ll.bind(run.model, ll.bind(other, before))
-        for each in (before, shared):
-            assert spent(each, message=r"ll.bind\(model, state\) has written over.* copy it first")
-        run.train()
-
-
 # Updates that fail
 
 
@@ -262,23 +251,12 @@ def test_an_update_that_fails_halfway_leaves_no_state_that_can_be_read(make, sta
     assert bits(run.train(2).params) == bits(Run(make()).train(2 + started).params)
 
 
-def test_an_update_that_returns_another_shape_fails_by_name_and_spends_the_state():
-    def update_(grads, opt_state, params, step):
-        return {name: tensor.detach()[:1] for name, tensor in params.items()}, opt_state
-
-    run = Run(Optimizer(lambda params: {}, update_))
-    with pytest.raises(ValueError, match=r"update_ returned 0.weight as torch.float32 of shape \(1, 3\).*\(2, 3\)"):
-        run.train()
-    assert spent(run.state, message="when it failed")
-
-
 def refuse(*arguments, **info):
     raise ValueError("refused")
 
 
 def test_a_decision_that_fails_leaves_the_state_with_its_statistics():
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-    run = Run(Optimizer(sgd.init, sgd.update_, refuse))
+    run = Run(Optimizer(SGD.init, SGD.update_, refuse))
     values = bits(ll.copy_state(run.state))
     with pytest.raises(ValueError, match="refused"):
         run.train()

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from shared import mean_square
 from torch import nn
 from torch._inductor import config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
@@ -74,7 +75,7 @@ def trained():
     options = {"fx_graph_cache": False}  # which would hide the second compilation
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3), nn.Softmax(-1))
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = ll.make_grad_fn(model, mean_square)
     train_step = ll.compile_step(ll.make_train_step(grad_fn, optimizer, donate=True), options=options)
     state, losses = ll.init_state(model, optimizer), []
     for _ in range(3):
