@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ranks import launch
+from shared import SGD, saved_at_most
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -69,27 +70,6 @@ def test_the_gradient_is_the_whole_batchs_dropout_included(count, microbatches):
     assert (out.samples, out.metrics["accuracy"].weight) == (count, count)
 
 
-class Held:
-    """A tensor that a graph holds for its backward pass, counted as long as it does."""
-
-    now = most = 0
-
-    def __init__(self, tensor):
-        self.tensor, self.bytes = tensor, tensor.untyped_storage().nbytes()
-        Held.now += self.bytes
-        Held.most = max(Held.most, Held.now)
-
-    def __del__(self):
-        Held.now -= self.bytes
-
-
-def most_held(grad_fn, model, batch):
-    Held.now = Held.most = 0
-    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
-        grad_fn(ll.init_state(model), batch)
-    return Held.most
-
-
 def test_graphs_hold_one_microbatch_at_a_time():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)).double()
@@ -97,7 +77,8 @@ def test_graphs_hold_one_microbatch_at_a_time():
         model, embed, lambda pair: (pair[0] * pair[1]).sum(), microbatches=32
     )
     plain = ll.make_grad_fn(model, lambda model, batch: torch.mul(*embed(model, batch)).sum())
-    assert most_held(cached, model, pairs(512)) < most_held(plain, model, pairs(512)) / 8
+    state, batch = ll.init_state(model), pairs(512)
+    assert saved_at_most(lambda: cached(state, batch)) < saved_at_most(lambda: plain(state, batch)) / 8
 
 
 def on_two_ranks(engine, uneven):
@@ -109,7 +90,7 @@ def on_two_ranks(engine, uneven):
         _, grads = raw(encoder(mask=False), batch)
         wrapped = DistributedDataParallel(model) if engine else model
         grad_fn = ll.contrib.make_contrastive_grad_fn(wrapped, embed, loss_fn, microbatches=6)
-        optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), init_scale=8.0)
+        optimizer = ll.optim.dynamic_loss_scale(SGD, init_scale=8.0)
         out = ll.grads.scale_loss(grad_fn)(ll.init_state(wrapped, optimizer), own, ll.types.GradRequest(donate=True))
         torch.testing.assert_close(out.grads, grads, rtol=1e-12, atol=1e-14)
         assert out.samples == len(batch["key"])
@@ -148,7 +129,6 @@ def test_within_accumulate_and_compiled_it_is_refused():
     grad_fn = ll.contrib.make_contrastive_grad_fn(model, embed, loss_fn, microbatches=2)
     with pytest.raises(ValueError, match=r"make_contrastive_grad_fn within accumulate "):
         ll.accumulate(grad_fn, 2)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.transforms.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
+    step = ll.transforms.compile_step(ll.make_train_step(grad_fn, SGD), backend="eager")
     with pytest.raises(ll.transforms.UntraceableError, match="runs each microbatch twice"):
-        step(ll.init_state(model, optimizer), pairs(4))
+        step(ll.init_state(model, SGD), pairs(4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import both_states
+from shared import SGD, both_states, mean_square
 from shared import classify as mean_loss
 from torch import nn
 from torch.nn import functional as F
@@ -155,7 +155,7 @@ def test_a_buffer_that_is_written_is_refused_and_stays():
         (nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "running_mean"),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "parametrizations.weight.0._u"),
     ):
-        grad_fn = ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).square().mean())
+        grad_fn = ll.contrib.make_per_sample_grad_fn(model, mean_square)
         state = ll.init_state(model)
         before = state.buffers[name].clone()
         with pytest.raises(ValueError, match=rf"writes to a buffer \(of .*{name}.*eval mode before"):
@@ -350,13 +350,13 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_layers_have_the_gradients_of_each_sample_in_every_kind_of_step():
-    sgd, batch = ll.optimizer(torch.optim.SGD, lr=0.1), (torch.randn(4, 3, 5).double(), torch.tensor([0, 1, 2, 0]))
+    batch = (torch.randn(4, 3, 5).double(), torch.tensor([0, 1, 2, 0]))
     for kind in (nn.GRU, nn.LSTM):
         model = Recurrent(kind).double()
         grad_fn = ll.contrib.make_per_sample_grad_fn(model, mean_loss)
-        state = ll.init_state(model, sgd)
+        state = ll.init_state(model, SGD)
         close(grad_fn(state, batch).grads, one_by_one(model, mean_loss, batch, 4))
-        step = ll.make_train_step(ll.contrib.clip_per_sample(grad_fn, 0.1), sgd)
+        step = ll.make_train_step(ll.contrib.clip_per_sample(grad_fn, 0.1), SGD)
         expected = step(state, batch)[0].params
         close(ll.compile_step(step, backend="eager")(state, batch)[0].params, expected)
         stack, _ = ll.vmap_step(step)(ll.transforms.stack_states([state, state]), batch)

@@ -102,5 +102,5 @@ def test_what_sam_cannot_be_is_refused():
         return ll.contrib.sam(ll.make_grad_fn(net(), loss_fn), rho)
 
     assert_refused(ValueError, "sam accumulate", lambda: ll.accumulate(sharp()))
-    for rho in (0, -1.0, float("nan")):
+    for rho in (0, -1.0):
         assert_refused(ValueError, f"rho {rho}", lambda rho=rho: sharp(rho))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import Opaque, both_steps, mix
+from problem import sgd
+from shared import Opaque, both_steps, equal, mean_square, mix, saved_at_most
 from shared import classify as mean_loss
 from torch import nn
 
@@ -77,24 +78,18 @@ def test_ragged_pieces_weigh_by_their_tokens(data, seed):
     close(nested.grads, whole.grads)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x):
-        return self.last(self.dropout(self.norm(self.first(x))))
+def net():
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 3))
 
 
 @both_steps
 @pytest.mark.parametrize("bound", [False, True])
 def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, bound):
     torch.manual_seed(0)
-    model, raw = Net(), Net()
+    model, raw = net(), net()
     raw.load_state_dict(model.state_dict())
     raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9, fused=True)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = sgd()
     train_step = ll.make_train_step(
         ll.accumulate(ll.make_grad_fn(model, mean_loss), microbatches=3), optimizer, donate=donate
     )
@@ -108,16 +103,14 @@ def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, 
         raw_optimizer.step()
         raw_optimizer.zero_grad()
         state, _ = train_step(state, (x, y))
-    for name, tensor in raw.named_parameters():
-        assert torch.equal(state.params[name], tensor), name
-    for name, tensor in raw.named_buffers():
-        assert torch.equal(state.buffers[name], tensor), name
+    assert equal(state.params, raw.named_parameters())
+    assert equal(state.buffers, raw.named_buffers())
 
 
 @both_steps
 def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, batch: (mean_loss(model, batch), {"rows": Count(len(batch[0]))}))
 
@@ -136,9 +129,8 @@ def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
     batches = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (9, 9, 8)]
     (one, logs), (other, others) = run(ll.accumulate(grad_fn, 3)), run(ll.accumulate(plain, 3))
     assert logs == others
-    for tree in ("params", "buffers"):
-        for name, tensor in getattr(one, tree).items():
-            assert torch.equal(tensor, getattr(other, tree)[name]), name
+    assert equal(one.params, other.params)
+    assert equal(one.buffers, other.buffers)
 
 
 def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
@@ -158,29 +150,9 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     assert len({index for index, _ in parts}) == 5
 
 
-def saved_at_most(function):
-    """The most bytes that autograd held for backward passes at one time."""
-    held = most = 0
-
-    class Held:
-        def __init__(self, tensor):
-            nonlocal held, most
-            self.tensor = tensor
-            held += tensor.nbytes
-            most = max(most, held)
-
-        def __del__(self):
-            nonlocal held
-            held -= self.tensor.nbytes
-
-    with torch.autograd.graph.saved_tensors_hooks(Held, lambda packed: packed.tensor):
-        function()
-    return most
-
-
 def test_memory_is_that_of_one_piece():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(10)])
-    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, mean_square)
     x = torch.randn(8000, 8)
     whole = saved_at_most(lambda: grad_fn(state, x))
     pieces = saved_at_most(lambda: ll.accumulate(grad_fn, microbatches=8)(state, x))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import loss_fn
-from shared import equal
+from shared import SGD, equal, mean_square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -39,7 +39,7 @@ def test_gradients_of_any_size_have_the_bits_of_torchs(seed, scale, bound, norm_
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
     x = torch.randn(4, 7) * scale
-    grad_fn, state = ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), ll.init_state(model)
+    grad_fn, state = ll.make_grad_fn(model, mean_square), ll.init_state(model)
     by_value = ll.grads.clip_by_value(grad_fn, bound)(state, x)
     by_norm = ll.clip_by_global_norm(grad_fn, bound, norm_type)(state, x)
     each = ll.grads.clip_by_norm(grad_fn, bound, norm_type)(state, x)
@@ -81,7 +81,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_within_accumulate_and_scale_loss_they_are_refused_when_made_or_else_when_run(name):
-    model, optimizer = net(), ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    model, optimizer = net(), ll.optim.dynamic_loss_scale(SGD)
     clipped = WRAPPERS[name](ll.make_grad_fn(model, loss_fn))
     state, x = ll.init_state(model, optimizer), batches(1)[0]
     for wrap, part in ((ll.accumulate, "each microbatch alone"), (ll.grads.scale_loss, "scaled gradients")):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from shared import SGD
 from shared import mean_square as loss_fn
 from torch import nn
 
@@ -15,7 +16,7 @@ SCALE = 2.0**12
 def scaled(grad_fn, dtype=torch.float64, scale=SCALE):
     torch.manual_seed(0)
     model = nn.Linear(3, 2).to(dtype)
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), scale)
+    optimizer = ll.optim.dynamic_loss_scale(SGD, scale)
     return ll.grads.scale_loss(grad_fn(ll.make_grad_fn(model, loss_fn))), ll.init_state(model, optimizer), model
 
 

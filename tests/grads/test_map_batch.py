@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shared import SGD
 from torch import nn
 
 import looplib as ll
@@ -58,10 +59,10 @@ WRAPPED = {
 @pytest.mark.parametrize("transform", ["pure", "donated", "graph", "ensemble"])
 @pytest.mark.parametrize("wrap", WRAPPED)
 def test_the_loss_has_the_numbers_of_the_state_that_a_raw_loop_would_give_it(wrap, transform):
-    model, optimizer = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = net()
     grad_fn = WRAPPED[wrap](ll.make_grad_fn(model, loss_fn))
-    step = ll.make_train_step(grad_fn, optimizer, donate=transform == "donated")
-    state = ll.init_state(model, optimizer, epoch_length=2, extra={"temperature": 0.5})
+    step = ll.make_train_step(grad_fn, SGD, donate=transform == "donated")
+    state = ll.init_state(model, SGD, epoch_length=2, extra={"temperature": 0.5})
     if transform == "graph":
         step = ll.compile_step(step, backend="eager")
     if transform == "ensemble":
@@ -73,11 +74,11 @@ def test_the_loss_has_the_numbers_of_the_state_that_a_raw_loop_would_give_it(wra
 
 
 def test_a_number_of_the_state_that_a_graph_would_freeze_is_refused():
-    model, optimizer = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = net()
     grad_fn = ll.grads.map_batch(ll.make_grad_fn(model, loss_fn), lambda state, x: (x, annealed(state.step), 0.0))
-    step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
+    step = ll.compile_step(ll.make_train_step(grad_fn, SGD), backend="eager")
     with pytest.raises(ll.transforms.UntraceableError, match=r"state\.step was read .*on_host"):
-        step(ll.init_state(model, optimizer), batches(1)[0])
+        step(ll.init_state(model, SGD), batches(1)[0])
 
 
 def test_what_is_no_function_of_a_state_and_a_batch_is_refused_by_name():

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from shared import both_steps
+from shared import SGD, both_steps, mean_square
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,13 +38,12 @@ def test_a_batch_without_any_weight_gives_the_same_whole_and_in_microbatches(wei
         one = {"int tensor": count, "float tensor": count.float(), "number": count.item(), "times": count}[weight]
         return ll.Mean(total, one, 3 if weight == "times" else 1)
 
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.make_grad_fn(model, loss_fn)
     for wrap in (lambda g: g, lambda g: ll.accumulate(g, 1), lambda g: ll.accumulate(g, 4)):
-        state = ll.copy_state(ll.init_state(model, optimizer))
+        state = ll.copy_state(ll.init_state(model, SGD))
         assert all((grad == 0).all() for grad in wrap(grad_fn)(state, batch).grads.values())
         before = ll.copy_state(state)
-        state, metrics = ll.make_train_step(wrap(grad_fn), optimizer, donate=donate)(state, batch)
+        state, metrics = ll.make_train_step(wrap(grad_fn), SGD, donate=donate)(state, batch)
         assert all(torch.equal(tensor, state.params[name]) for name, tensor in before.params.items())
         assert torch.tensor(ll.compute(metrics)["loss"]).isnan()  # 0 / 0, as cross_entropy's own mean
 
@@ -94,5 +93,5 @@ def test_ignored_labels_that_come_later_are_found_and_others_are_not():
         warnings.simplefilter("error")
         ll.make_grad_fn(model, plain_loss)(state, ragged())  # whole, where a plain mean is right
         ll.accumulate(ll.make_grad_fn(model, exact_loss), 2)(state, ragged())
-        of_floats = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+        of_floats = ll.make_grad_fn(model, mean_square)
         ll.accumulate(of_floats, 2)(state, torch.full((4, 4), -100.0).double())
