@@ -36,6 +36,7 @@ TESTS = {
         "tests/test_kinds.py",
         "tests/test_advice.py",
         "tests/_core/test_lease.py",
+        "tests/optim/test_decide.py",  # what a step does with a decision
         *RANKS,
     ],
     "gradients.py": [

@@ -134,29 +134,6 @@ SKIPPING = {
 }
 
 
-PARTS = {
-    "skipping": lambda inner: ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(ll.ema(inner), growth_interval=4)),
-    "partition": lambda inner: ll.optim.partition(
-        {"first": ll.ema(inner, start=4), "last": ll.optim.swa(inner, start=2)},
-        lambda name, tensor: "first" if name[0] in "01" else "last",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrap", [*AVERAGING.values(), *PARTS.values()], ids=[*AVERAGING, *PARTS])
-def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(wrap):
-    optimizer, model = wrap(adamw()), net()
-    step = step_of(model, optimizer)
-    state = ll.init_state(model, optimizer)
-    for batch in batches(9):
-        before = bits(state)
-        new, _ = step(state, batch)
-        assert bits(state) == before
-        assert bits(step(state, batch)[0]) == bits(new)
-        assert bits(state) == before
-        state = new
-
-
 @both_steps
 @pytest.mark.parametrize("skip", SKIPPING)
 @pytest.mark.parametrize("outside", ["average", "skip"])

@@ -7,7 +7,7 @@ import pytest
 import schedulefree
 import torch
 from problem import adamw, assert_refused, batches, is_vector, net, raw_loop, run, sgd, step_of
-from shared import bits, both_steps, equal
+from shared import bits, both_steps, equal, mean_output
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -188,7 +188,7 @@ def test_an_update_that_fails_in_its_step_leaves_no_gradients_on_the_model(donat
 def warnings_of(lr, steps):
     """Warnings of a run, each with its step."""
     model, sgd = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=lr)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), sgd, donate=True)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, mean_output), sgd, donate=True)
     state, said = ll.init_state(model, sgd), []
     for step in range(steps):
         with warnings.catch_warnings(record=True) as caught:

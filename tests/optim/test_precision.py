@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from problem import assert_refused
-from shared import bits, both_steps, equal
+from shared import SGD, bits, both_steps, equal
 from torch import nn
 from torch.nn import functional as F
 
@@ -109,7 +109,7 @@ def test_200_steps_with_overflows_have_the_bits_of_grad_scaler(name, donate):
 
 @both_steps
 def test_a_scale_that_cannot_be_the_cause_ends_the_run(donate):
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), init_scale=4.0, min_scale=1.0)
+    optimizer = ll.optim.dynamic_loss_scale(SGD, init_scale=4.0, min_scale=1.0)
     train_step = ll.make_train_step(
         ll.grads.scale_loss(ll.make_grad_fn(model := net(), loss_fn)), optimizer, donate=donate
     )
@@ -156,7 +156,7 @@ def test_autocast_has_the_bits_of_the_raw_loop(dtype, enabled):
 
 
 def test_clipping_by_value_hides_no_overflow():
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1), 2.0**10)
+    optimizer = ll.optim.dynamic_loss_scale(SGD, 2.0**10)
     grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model := net(), ll.autocast(loss_fn, torch.float16)))
     state, _ = ll.make_train_step(ll.grads.clip_by_value(grad_fn, 0.5), optimizer)(
         ll.init_state(model, optimizer), batches(23)[22]
@@ -167,7 +167,6 @@ def test_clipping_by_value_hides_no_overflow():
 
 # Refusals
 
-SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 SCALE = ll.optim.dynamic_loss_scale
 
 
@@ -179,6 +178,7 @@ def scaled_without(optimizer):
 REFUSED = [
     *((ValueError, f"{key}={value}", lambda key=key, value=value: SCALE(SGD, **{key: value})) for key, value in [
         ("growth_factor", 1.0), ("backoff_factor", 1.0), ("backoff_factor", 0.0), ("growth_interval", 0),
+        ("growth_interval", 1.5), ("init_scale", float("inf")),
         ("min_scale", 0.0), ("init_scale", 1e-5),
     ]),
     (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(SGD)),
