@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
-from shared import both_steps, make_train_step
+from shared import SGD, both_steps, make_train_step
 from shared import mean_square as squares
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves
@@ -161,27 +161,8 @@ def test_models(name, donate):
     make, loss, data = MODELS[name]
     model = seeded(make)
     # oneDNN's operation for an LSTM rounds elsewhere than those of a graph.
-    step, _ = compare(model, ll.make_grad_fn(model, loss), ll.optimizer(optim.SGD, lr=0.1), data(), donate)
+    step, _ = compare(model, ll.make_grad_fn(model, loss), SGD, data(), donate)
     assert step.compiler.compilations == 1
-
-
-@both_steps
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_recomputed_blocks_draw_their_dropout_once(donate, microbatches):
-    def block():
-        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.3))
-
-    model = seeded(lambda: nn.Sequential(block(), block(), block(), nn.Linear(4, 3)))
-    lean = ll.make_grad_fn(model, ll.losses.recompute(loss_fn, lambda name, module: name in ("0", "1", "2")))
-    plain = ll.make_grad_fn(model, loss_fn)
-    state, data = ll.init_state(model, adamw()), batches(10)
-    one, other = (
-        train(
-            make_train_step(ll.accumulate(grad_fn, microbatches), adamw(), donate=donate, compile=QUICK), kept, data
-        )[0]
-        for grad_fn, kept in ((lean, ll.copy_state(state)), (plain, ll.copy_state(state)))
-    )
-    assert same(one, other)
 
 
 @both_steps
@@ -309,7 +290,7 @@ def test_a_state_whose_layout_changes_with_the_first_update(donate):
 
 
 def test_many_compilations_are_warned_of():
-    step, state, _, _ = quick_step(optimizer=ll.optimizer(optim.SGD, lr=0.1), model=nn.Linear(4, 3).double())
+    step, state, _, _ = quick_step(optimizer=SGD, model=nn.Linear(4, 3).double())
     with pytest.warns(UserWarning, match="compiled 16 times.*pad batches"):
         train(step, state, [batches(1, size=size)[0] for size in range(2, 18)])
 

@@ -61,34 +61,26 @@ def trainable(state):
     return [name for name, tensor in state.params.items() if tensor.requires_grad]
 
 
-def begun(optimizer, make, number, seed, changed):
-    return changed(ll.init_state(seeded(make, number), optimizer, seed=seed), number)
-
-
-def unchanged(state, number):
-    return state
-
-
 def step_of(
     optimizer, make, number=0, wrap=lambda grad_fn: grad_fn, loss_fn=classify, grads=ll.make_grad_fn, **options
 ):
     return ll.make_train_step(wrap(grads(seeded(make, number), loss_fn)), optimizer, **options)
 
 
-def stacked(optimizer, make, own_batches=False, start=None, seeds=SEEDS, changed=unchanged, compile=False, **options):
+def stacked(optimizer, make, own_batches=False, start=None, seeds=SEEDS, compile=False, **options):
     """The step of a stack, and the stack to begin with."""
     step = ll.vmap_step(step_of(optimizer(None), make, **options), own_batches=own_batches)
     states = [
-        begun((start or optimizer)(number if start else None), make, number, seed, changed)
+        ll.init_state(seeded(make, number), (start or optimizer)(number if start else None), seed=seed)
         for number, seed in enumerate(seeds)
     ]
     return ll.compile_step(step) if compile else step, stack_states(states)
 
 
-def alone(number, optimizer, make, seeds=SEEDS, changed=unchanged, **settings):
+def alone(number, optimizer, make, seeds=SEEDS, **settings):
     """The step of one member alone, and its state to begin with."""
     own = optimizer(number)
-    return step_of(own, make, number, **settings), begun(own, make, number, seeds[number], changed)
+    return step_of(own, make, number, **settings), ll.init_state(seeded(make, number), own, seed=seeds[number])
 
 
 def check(
@@ -169,18 +161,6 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_members_have_hyperparameters_of_their_own(name):
     check(OWN[name])
-
-
-def test_hyperparameters_in_the_state_are_each_members_own():
-    def optimizer(number):
-        return ll.optimizer(optim.SGD, lr=ll.optim.injected(0.1), weight_decay=ll.optim.injected(0.0), momentum=0.9)
-
-    def changed(state, number):
-        (values,) = state.opt_state["hyperparameters"]
-        own = {"lr": values["lr"] * (number + 1), "weight_decay": values["weight_decay"] + 0.1 * number}
-        return state.replace(opt_state={**state.opt_state, "hyperparameters": [own]})
-
-    check(optimizer, changed=changed)
 
 
 # What is around the gradients and the optimizer

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from shared import both_steps
+from shared import SGD, both_steps, mean_square, trained
 from torch import nn
 
 import looplib as ll
@@ -17,15 +17,9 @@ def made(loss_fn=None, compiled=False, **options):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     # A schedule, since a trace asks the host for its value, and a plain step does not.
     optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.schedules.cosine(0.1, total=10), momentum=0.9), decay=0.9)
-    grad_fn = ll.make_grad_fn(model, loss_fn or (lambda model, x: model(x).square().mean()))
+    grad_fn = ll.make_grad_fn(model, loss_fn or mean_square)
     step = ll.make_train_step(grad_fn, optimizer, **options)
     return ll.compile_step(step, backend="eager") if compiled else step, ll.init_state(model, optimizer)
-
-
-def steps_of(step, state, batches):
-    for batch in batches:
-        state, _ = step(state, batch)
-    return state
 
 
 class Waiting:
@@ -38,7 +32,7 @@ class Waiting:
         if not self.entered.is_set():
             self.entered.set()
             assert self.proceed.wait(120)
-        return model(x).square().mean()
+        return mean_square(model, x)
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def batches():
 @pytest.fixture
 def expected(batches):
     step, state = made()
-    return steps_of(step, state, batches)
+    return trained(step, state, batches)
 
 
 def assert_same(one, other):
@@ -67,11 +61,11 @@ def pool():
 @both_steps
 def test_plain_steps_and_another_trace_while_a_thread_traces(batches, expected, donate, pool):
     waiting = Waiting()
-    running = pool.submit(steps_of, *made(waiting, compiled=True), batches)
+    running = pool.submit(trained, *made(waiting, compiled=True), batches)
     assert waiting.entered.wait(120)
     others = [
-        pool.submit(steps_of, *made(compiled=True), batches),
-        pool.submit(steps_of, *made(donate=donate), batches),
+        pool.submit(trained, *made(compiled=True), batches),
+        pool.submit(trained, *made(donate=donate), batches),
     ]
     time.sleep(0.5)  # in which they come as far as they can; the results are to be the same
     waiting.proceed.set()
@@ -81,19 +75,19 @@ def test_plain_steps_and_another_trace_while_a_thread_traces(batches, expected, 
 
 def test_a_trace_does_not_move_the_stream_that_another_threads_step_draws_from(pool, batches):
     model, other = (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)) for _ in range(2))
-    optimizer, waiting = ll.optimizer(torch.optim.SGD, lr=0.1), Waiting()
+    waiting = Waiting()
 
     def drawing(model, x):
         first = torch.rand(8)
         waiting(model, x)
         return model(x).square().mean(), {"drawn": torch.cat([first, torch.rand(8)]).mean()}
 
-    step, state = ll.make_train_step(ll.make_grad_fn(model, drawing), optimizer), ll.init_state(model, optimizer)
+    step, state = ll.make_train_step(ll.make_grad_fn(model, drawing), SGD), ll.init_state(model, SGD)
     stream = torch.get_rng_state()
     running = pool.submit(step, state, batches[0])
     assert waiting.entered.wait(120)
-    traced = ll.compile_step(ll.make_train_step(ll.make_grad_fn(other, drawing), optimizer), backend="eager")
-    meanwhile = pool.submit(traced, ll.init_state(other, optimizer), batches[0])
+    traced = ll.compile_step(ll.make_train_step(ll.make_grad_fn(other, drawing), SGD), backend="eager")
+    meanwhile = pool.submit(traced, ll.init_state(other, SGD), batches[0])
     time.sleep(0.5)
     waiting.proceed.set()
     _, metrics = running.result(120)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import equal, make_train_step
+from shared import equal, make_train_step, mean_square
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional as F
@@ -461,7 +461,7 @@ def recomputed():
     model = seeded(
         lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
     )
-    return make(model, lambda model, x: model(x).square().mean(), adamw())
+    return make(model, mean_square, adamw())
 
 
 RECOMPUTED = recomputed()
@@ -611,7 +611,6 @@ def init_within(lr):
 
 REFUSED = {  # name -> (call, type, what the message names)
     "a value": (step_that_reads, UNTRACEABLE, ["in read_in_the_loss: `return value * 2 if"]),
-    "a class": (lambda: ll.transforms.differentiable(torch.optim.SGD), TypeError, ["ll.make_train_step"]),
     "closed over, in grad": (lambda: grad(scaled_by)(LR), UNTRACEABLE, ["torch.func", "the batch"]),
     "closed over, in vmap": (lambda: vmap(scaled_by)(LR[None]), UNTRACEABLE, ["torch.func", "the batch"]),
     "skipping under vmap": (skipping_under_vmap, RuntimeError, ["vmap", "data-dependent control flow"]),

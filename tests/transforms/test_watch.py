@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from shared import SGD
 from shared import mean_square as squares
 
 import looplib as ll
@@ -109,10 +110,9 @@ class Steps:
     """A compiled step and the eager one, from the same state."""
 
     def __init__(self, model, loss_fn):
-        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-        self.plain = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+        self.plain = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
         self.compiled = ll.compile_step(self.plain, backend="eager")
-        self.state = ll.init_state(model, optimizer)
+        self.state = ll.init_state(model, SGD)
 
     def agree(self, compilations):
         x = torch.ones(3, 2)
