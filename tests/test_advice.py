@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from public import public_names
+from shared import SGD
 from torch import nn
 
 import looplib as ll
@@ -23,10 +24,9 @@ def test_a_name_of_a_room_is_found_from_the_top():
 
 
 def test_an_optimizer_and_a_state_have_only_what_they_have():
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    state = ll.init_state(nn.Linear(2, 1), optimizer)
+    state = ll.init_state(nn.Linear(2, 1), SGD)
     for name in ("step", "zero_grad", "state_dict", "__array__"):
-        assert not hasattr(optimizer, name)
+        assert not hasattr(SGD, name)
     for name in ("model", "loss", "__len__"):
         assert not hasattr(state, name)
     assert copy.copy(state).step == pickle.loads(pickle.dumps(state)).step == 0
@@ -39,12 +39,11 @@ def test_an_attribute_that_is_only_explained_is_offered_nowhere(cls):
 
 
 def test_what_a_newcomer_tries_first_is_answered(tmp_path):
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    state = ll.init_state(nn.Linear(2, 1), optimizer)
+    state = ll.init_state(nn.Linear(2, 1), SGD)
     ckpt, log = ll.checkpoint_io(tmp_path / "checkpoints"), ll.jsonl(tmp_path / "log.jsonl")
     for owner, name, answer in (
         (ckpt, "load", r"ckpt\.restore\(state\)"),
-        (optimizer, "lr", r"ll\.optim\.hyperparameters\(optimizer, state\)"),
+        (SGD, "lr", r"ll\.optim\.hyperparameters\(optimizer, state\)"),
         (state, "global_step", r"it is state\.step"),
         (ll, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW"),
         (ll, "load", r"ll\.checkpoint_io\(folder\)\.restore"),
@@ -59,7 +58,7 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
     with pytest.raises(
         AttributeError, match=r"'lr': what ll\.optimizer returns does not change; give lr= to ll\.optimizer"
     ):
-        optimizer.lr = 0.5
+        SGD.lr = 0.5
     with pytest.raises(TypeError, match="dataset is the text 'mnist', whose samples would be characters"):
         ll.make_loader("mnist", batch_size=4)
     with pytest.raises(TypeError, match="give several as a dict by label"):
@@ -67,7 +66,7 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
     # Python's own errors name what the user called.
     for donate in (True, False):
         train_step = ll.make_train_step(
-            ll.make_grad_fn(nn.Linear(2, 1), lambda model, x: model(x)), optimizer, donate=donate
+            ll.make_grad_fn(nn.Linear(2, 1), lambda model, x: model(x)), SGD, donate=donate
         )
         with pytest.raises(TypeError, match=r"^train_step\(\) missing 1 required positional argument: 'batch'"):
             train_step(torch.ones(2))

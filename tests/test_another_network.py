@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import launch
-from shared import both_steps
+from shared import SGD, both_steps
 from shared import mean_square as square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,10 +38,9 @@ class Pair:
 
     def steps(self, **options):
         for model, loss in ((self.critic, self.critic_loss), (self.generator, self.generator_loss)):
-            optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
             grad_fn = ll.make_grad_fn(model, loss)
-            step = ll.make_train_step(grad_fn, optimizer, same_batch=model is self.generator, **options)
-            yield step, ll.init_state(model, optimizer)
+            step = ll.make_train_step(grad_fn, SGD, same_batch=model is self.generator, **options)
+            yield step, ll.init_state(model, SGD)
 
     def raw(self):
         pairs = [
@@ -108,16 +107,16 @@ def test_pure_steps_that_call_each_others_modules_are_warned_of_once_for_each(tr
 @pytest.mark.parametrize("transform", [lambda step: step, EAGER], ids=["eager", "graph"])
 @pytest.mark.parametrize("trained", ["pure", "donated", "bound", "never"])
 def test_parts_of_a_module_that_pure_steps_train_are_noticed_in_the_loss_of_another(trained, transform):
-    pair, optimizer = Pair(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    pair = Pair()
     critic_grad_fn = ll.make_grad_fn(pair.critic, lambda critic, x: critic(x).mean())
-    critic_step = ll.make_train_step(critic_grad_fn, optimizer, donate=trained == "donated")
+    critic_step = ll.make_train_step(critic_grad_fn, SGD, donate=trained == "donated")
 
     def loss_fn(generator, x):
         x = x.detach().clone().requires_grad_()  # no network's
         return pair.critic[0](generator(x)).mean()
 
-    step = transform(ll.make_train_step(ll.make_grad_fn(pair.generator, loss_fn), optimizer))
-    critic, state = ll.init_state(pair.critic, optimizer), ll.init_state(pair.generator, optimizer)
+    step = transform(ll.make_train_step(ll.make_grad_fn(pair.generator, loss_fn), SGD))
+    critic, state = ll.init_state(pair.critic, SGD), ll.init_state(pair.generator, SGD)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for real, noise in pair.batches[:3]:
@@ -182,12 +181,12 @@ class Blocks(nn.Module):
 
 @both_steps
 def test_reentrant_checkpoints_are_trained_in_full(donate):
-    model, optimizer = Blocks(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = Blocks()
     grad_fn = ll.make_grad_fn(model, square, allow_unused=True)
-    step, x = ll.make_train_step(grad_fn, optimizer, donate=donate), torch.randn(5, 3)
+    step, x = ll.make_train_step(grad_fn, SGD, donate=donate), torch.randn(5, 3)
     raw = copy.deepcopy(model)
     raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
-    state = ll.init_state(model, optimizer)
+    state = ll.init_state(model, SGD)
     for _ in range(3):
         state, _ = step(state, x)
         raw_optimizer.zero_grad()
@@ -219,9 +218,8 @@ def engine_beside_another_network(engine):
         generator, critic = fully_shard(generator, mesh=mesh), fully_shard(critic, mesh=mesh)
     kept = [parameter.grad for parameter in critic.parameters()]
     ll.make_grad_fn(critic, square)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.accumulate(ll.make_grad_fn(generator, lambda model, x: critic(model(x)).mean()), 2)
-    step, state = ll.make_train_step(grad_fn, optimizer, donate=True), ll.init_state(generator, optimizer)
+    step, state = ll.make_train_step(grad_fn, SGD, donate=True), ll.init_state(generator, SGD)
     samples = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         state, _ = step(state, samples.tensor_split(2)[ll.distributed.rank()] if engine else samples)

@@ -1,25 +1,20 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
-import os
 import random
 import re
 import signal
 import sys
-import time
 import warnings
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import schedulefree
 import torch
 from public import ROOT
-from ranks import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torchao.optim import AdamW8bit
 
 import looplib as ll
 
@@ -207,51 +202,6 @@ def raw_rest(model):
     return torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=1e-2, fused=True)
 
 
-def raw_few_bits(model):
-    return AdamW8bit(model.parameters(), lr=1e-2)
-
-
-class EachClipped(torch.optim.AdamW):
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            torch.nn.utils.clip_grad_norm_(parameter, 0.1)
-        super().step()
-
-
-def raw_clipped(model):
-    return EachClipped(model.parameters(), lr=1e-2, fused=True)
-
-
-def raw_schedule_free(model):
-    raw = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
-    raw.train()
-    return raw
-
-
-class Averaging(torch.optim.AdamW):
-    """AdamW that trains with the average of diffusers' EMAModel beside it, from the first weights on."""
-
-    def step(self):
-        super().step()
-        self.count = getattr(self, "count", 0) + 1
-        for average, parameter in zip(self.averages, self.param_groups[0]["params"], strict=True):
-            average.lerp_(parameter.detach(), 1 - min(0.9999, 1 - (1 + self.count) ** -0.75))
-
-
-def averaged(names):
-    """True if the averages are those of a raw loop."""
-    made = []
-
-    def averaging(model):
-        made.append(Averaging(model.parameters(), lr=1e-2, fused=True))
-        made[0].averages = [parameter.detach().clone() for parameter in model.parameters()]
-        return made[0]
-
-    same = beside("Keep a moving average of the weights (EMA) 2", names, averaging)
-    found = ll.eval_state(names["optimizer"], names["state"]).params.values()
-    return same and close(dict(enumerate(found)), dict(enumerate(made[0].averages)))
-
-
 def at_their_old_weights(task):
     """The networks after updates by two forward passes, each for one network."""
     start = at_the_start(task, "optimizer = ")
@@ -338,13 +288,7 @@ HOLDS = {
     "Set the learning rate by hand, or by the epoch 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == {"lr": 1e-2 * 0.5**3}
     ),
-    "Keep a moving average of the weights (EMA) 2": averaged,
-    "Train without a schedule (schedule-free) 1": lambda n: beside(
-        "Train without a schedule (schedule-free) 1", n, raw_schedule_free
-    ),
-    f"{BITS} 1": lambda n: beside(f"{BITS} 1", n, raw_few_bits),
     "Keep activations on the host 1": lambda n: beside("Keep activations on the host 1", n, raw_adamw),
-    "Clip gradients 2": lambda n: beside("Clip gradients 2", n, raw_clipped),
     f"{ONE_PASS} 1": lambda n: close(n["state"].params, at_their_old_weights(f"{ONE_PASS} 1")),
     "Give each network a schedule of its own 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == pytest.approx(dict.fromkeys(RATES, 5e-4))
@@ -554,26 +498,6 @@ def test_a_run_that_is_stopped_and_rerun_ends_like_an_unbroken_one(task, number,
     state, *kept = outcome(tmp_path / "stopped", False)
     assert not ll.debug.differences(state, whole)
     assert kept == kept_by_whole
-
-
-def a_slow_rank(directory):
-    def late_loss(model, batch):
-        time.sleep(0.1)
-        return cross_entropy(model(batch[0]), batch[1])
-
-    os.chdir(directory)
-    names = {}
-    exec(SETUP, names)
-    if os.environ["RANK"] == "1":
-        names["loss_fn"] = late_loss
-    exec(TASKS["Find who is slow 1"], names)
-    assert (names["slow"]["slow_rank"], names["slow"]["slow_part"]) == (1, "forward")
-    assert names["slow"]["slow_seconds"] > 0.06
-    print("named")
-
-
-def test_who_is_slow_is_named_on_every_rank(tmp_path):
-    assert launch(2, a_slow_rank, str(tmp_path)).count("named") == 2
 
 
 def test_each_task_that_is_checked_is_on_the_page():

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from shared import SGD, mean_square
 from torch import nn
 
 import looplib as ll
@@ -23,8 +24,8 @@ class Run:
 
     def __init__(self, model=None):
         self.model = model or nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        self.optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-        self.grad_fn = ll.make_grad_fn(self.model, lambda model, x: model(x).square().mean())
+        self.optimizer = SGD
+        self.grad_fn = ll.make_grad_fn(self.model, mean_square)
         self.loader = ll.make_loader(torch.randn(24, 4), batch_size=2)
         self.state = ll.init_state(self.model, self.optimizer, epoch_length=12)
         self.batches = list(self.loader(self.state))

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from problem import step_of
+from shared import SGD, mean_square
 from torch import nn
 
 import looplib as ll
@@ -42,11 +44,11 @@ GOOD, BAD = (ROWS, torch.tensor(1.0)), (OTHER_ROWS, torch.tensor(torch.inf))
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_that_writes_the_given_state_is_refused_by_name(function):
-    model, optimizer = Renormed(function), ll.optimizer(torch.optim.SGD, lr=0.1)
-    state = ll.copy_state(ll.init_state(model, optimizer))
+    model = Renormed(function)
+    state = ll.copy_state(ll.init_state(model, SGD))
     message = r"wrote to the parameter embedding\.weight in place, as F\.embedding\(max_norm"
     with pytest.raises(RuntimeError, match=message):
-        ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)(state, GOOD)
+        step_of(model, SGD, loss_fn=loss_fn)(state, GOOD)
     for make in (ll.make_eval_step, ll.make_predict_step):
         with pytest.raises(RuntimeError, match=message):
             make(model, lambda model, rows: {"loss": model(rows).mean()})(state, OTHER_ROWS)
@@ -55,8 +57,8 @@ def test_a_function_that_writes_the_given_state_is_refused_by_name(function):
 @pytest.mark.parametrize("batches", [[GOOD, BAD], [BAD, GOOD]])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_donated_step_may_write_what_it_trains_as_a_raw_loop_does(function, batches):
-    model, optimizer = Renormed(function), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
-    step, raw = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True), Renormed(function)
+    model, optimizer = Renormed(function), skipping(SGD)
+    step, raw = step_of(model, optimizer, True, loss_fn), Renormed(function)
     sgd, state = torch.optim.SGD(raw.parameters(), lr=0.1), ll.init_state(model, optimizer)
     for batch in batches:
         before = state
@@ -68,19 +70,18 @@ def test_a_donated_step_may_write_what_it_trains_as_a_raw_loop_does(function, ba
         if batch is GOOD:
             sgd.step()
     assert state.step == 1
-    for name, parameter in raw.named_parameters():
-        torch.testing.assert_close(state.params[name], parameter.detach())
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
 
 
 def test_a_step_that_fails_spends_the_state_whose_parameters_it_has_written():
-    model, optimizer = Renormed(F.embedding), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = Renormed(F.embedding)
 
     def failing(model, batch):
         loss_fn(model, batch)
         raise KeyError("the loss function's own")
 
-    step = ll.make_train_step(ll.make_grad_fn(model, failing), optimizer, donate=True)
-    state = ll.init_state(model, optimizer)
+    step = step_of(model, SGD, True, failing)
+    state = ll.init_state(model, SGD)
     with pytest.raises(KeyError):
         step(state, BAD)
     with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
@@ -105,12 +106,12 @@ class Clamped(nn.Module):
 
 
 def test_pure_steps_find_writes_to_data_though_torch_does_not_count_them():
-    model, optimizer = Clamped(), ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    model = Clamped()
+    grad_fn = ll.make_grad_fn(model, mean_square)
     message = r"wrote to the parameter linear\.weight in place"
-    for step in (ll.make_train_step(grad_fn, optimizer), ll.make_predict_step(model, lambda model, x: model(x))):
+    for step in (ll.make_train_step(grad_fn, SGD), ll.make_predict_step(model, lambda model, x: model(x))):
         with pytest.raises(RuntimeError, match=message):
-            step(ll.copy_state(ll.init_state(model, optimizer)), torch.ones(4, 3))
+            step(ll.copy_state(ll.init_state(model, SGD)), torch.ones(4, 3))
 
 
 class Momentum(nn.Module):
@@ -129,7 +130,7 @@ class Momentum(nn.Module):
 
 
 def test_a_donated_step_may_move_a_momentum_encoder_as_a_raw_loop_does():
-    model, optimizer = Momentum(), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+    model, optimizer = Momentum(), skipping(SGD)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x))
     with pytest.raises(RuntimeError, match=r"wrote to the parameter target\.weight, target\.bias in place"):
         ll.make_train_step(grad_fn, optimizer)(ll.copy_state(ll.init_state(model, optimizer)), torch.ones(4, 3))
@@ -148,5 +149,4 @@ def test_a_donated_step_may_move_a_momentum_encoder_as_a_raw_loop_does():
         with pytest.raises(ll.DonatedStateError):  # the skipped step has moved the encoder too
             _ = before.params
     assert state.step == 4
-    for name, parameter in raw.named_parameters():
-        torch.testing.assert_close(state.params[name], parameter)
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))

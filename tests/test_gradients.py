@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from shared import both_steps
+from shared import SGD, both_steps, mean_output, mean_square
 from torch import nn
 
 import looplib as ll
@@ -15,7 +15,7 @@ def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
     one = ll.make_grad_fn(model, lambda model, x: model(x).mean(0))(ll.init_state(model), x)
     state = ll.init_state(model)
     plain = state.replace(params={name: tensor.detach().clone() for name, tensor in state.params.items()})
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    grad_fn = ll.make_grad_fn(model, mean_output)
     other = grad_fn(plain, x)
     assert all(torch.equal(grad, other.grads[name]) for name, grad in one.grads.items())
     computed = state.replace(params={**state.params, "weight": state.params["weight"] * 2})
@@ -34,7 +34,7 @@ def test_a_parameter_that_is_not_trained_keeps_its_flag_and_its_gradient():
 
 def test_the_callers_grad_mode_is_kept():
     model, x = nn.Linear(3, 1), torch.randn(4, 3)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    grad_fn = ll.make_grad_fn(model, mean_output)
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
             assert grad_fn(ll.init_state(model), x).grads.keys() == {"weight", "bias"}
@@ -61,7 +61,7 @@ def test_a_part_that_was_left_in_eval_mode_is_named():
 def test_a_whole_model_in_eval_mode_is_trained_in_training_mode_and_its_layers_are_named():
     model = Headed(nn.BatchNorm1d(2), nn.Dropout(0.1), nn.Dropout(0.0)).eval()
     with pytest.warns(UserWarning, match="eval mode") as caught:
-        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+        grad_fn = ll.make_grad_fn(model, mean_output)
     assert caught[0].filename == __file__
     assert len(caught) == 1
     message = str(caught[0].message)
@@ -74,7 +74,7 @@ def test_a_whole_model_in_eval_mode_is_trained_in_training_mode_and_its_layers_a
 
 def test_a_layer_that_goes_into_eval_mode_too_late_is_named_at_the_first_call():
     model = Headed(nn.BatchNorm1d(2))
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    grad_fn = ll.make_grad_fn(model, mean_output)
     model.backbone[1].eval()
     with pytest.warns(
         UserWarning, match=r"^backbone\.1 \(BatchNorm1d\) went into eval mode after .* eval\(\) before make_grad_fn"
@@ -82,7 +82,7 @@ def test_a_layer_that_goes_into_eval_mode_too_late_is_named_at_the_first_call():
         grad_fn(ll.init_state(model), torch.randn(4, 2))
     grad_fn(ll.init_state(model), torch.randn(4, 2))
     model.eval()  # all of it, as for an evaluation by hand
-    ll.make_grad_fn(model.train(), lambda model, x: model(x).mean())(ll.init_state(model.eval()), torch.randn(4, 2))
+    ll.make_grad_fn(model.train(), mean_output)(ll.init_state(model.eval()), torch.randn(4, 2))
 
 
 @pytest.mark.parametrize("which", ["trained", "eval", "frozen", "without dropout", "the dropout alone"])
@@ -104,11 +104,11 @@ def test_eval_mode_that_is_meant_is_no_matter(which):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_act_on_bound_states_and_are_refused_on_others(register):
-    model, optimizer, calls = nn.Linear(3, 1), ll.optimizer(torch.optim.SGD, lr=0.1), []
+    model, calls = nn.Linear(3, 1), []
     getattr(model.weight, register)(lambda grad: calls.append(1))
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    state, x = ll.init_state(model, optimizer), torch.ones(2, 3)
-    pure, donated = (ll.make_train_step(grad_fn, optimizer, donate=donate) for donate in (False, True))
+    grad_fn = ll.make_grad_fn(model, mean_square)
+    state, x = ll.init_state(model, SGD), torch.ones(2, 3)
+    pure, donated = (ll.make_train_step(grad_fn, SGD, donate=donate) for donate in (False, True))
     after, _ = pure(state, x)  # on the module's own parameters
     message = r"the parameter weight has a hook of its own .* train with donate=True on a state that is bound"
     for step in (pure, donated):
@@ -122,37 +122,9 @@ def test_hooks_on_parameters_act_on_bound_states_and_are_refused_on_others(regis
     assert len(calls) == 3
 
 
-class RunsAgain(torch.autograd.Function):
-    """As a reentrant checkpoint: its backward pass runs the layer, and a backward pass of its own through it."""
-
-    @staticmethod
-    def forward(ctx, layer, x):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.layer(x), grad)
-        return None, x.grad
-
-
-def test_a_function_with_a_backward_pass_of_its_own_gives_its_parameters_their_gradients():
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), torch.randn(5, 3)
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    grad_fn = ll.make_grad_fn(model, lambda model, x: RunsAgain.apply(model[1], model[0](x)).square().mean())
-    for _ in range(2):
-        grads = grad_fn(ll.init_state(model), x).grads
-        torch.testing.assert_close(list(grads.values()), list(expected))
-    assert all(param.grad is None for param in model.parameters())
-
-
 def test_a_batch_without_samples_is_refused_and_a_microbatch_without_any_adds_nothing():
     model, x = nn.Linear(2, 1), torch.randn(3, 2)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = ll.make_grad_fn(model, mean_square)
     state = ll.init_state(model)
     with pytest.raises(ValueError, match="the batch has no samples"):
         grad_fn(state, x[:0])
@@ -178,10 +150,10 @@ class Counts(nn.Linear):
 
 @both_steps
 def test_a_microbatch_without_samples_leaves_no_statistics(donate):
-    model, optimizer = Counts(), ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
-    step, x = ll.make_train_step(grad_fn, optimizer, donate=donate), torch.randn(3, 2)
-    state, _ = step(ll.init_state(model, optimizer), [x[:0], x[:2], x[:0], x[2:], x[:0]])
+    model = Counts()
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_square))
+    step, x = ll.make_train_step(grad_fn, SGD, donate=donate), torch.randn(3, 2)
+    state, _ = step(ll.init_state(model, SGD), [x[:0], x[:2], x[:0], x[2:], x[:0]])
     assert state.buffers == {"written": 2, "replaced": 2}
     assert not donate or model.replaced is state.buffers["replaced"]
 
@@ -194,10 +166,9 @@ def fails(model, x):
 @pytest.mark.parametrize("loss_fn", [fails, lambda model, x: (model(x) * float("nan")).mean()])
 def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_skipped(loss_fn):
     model, x = Counts(), torch.randn(3, 2)
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
+    optimizer = ll.optim.apply_if_finite(SGD)
     good, bad = (
-        ll.make_train_step(ll.make_grad_fn(model, each), optimizer, donate=True)
-        for each in (lambda model, x: model(x).mean(), loss_fn)
+        ll.make_train_step(ll.make_grad_fn(model, each), optimizer, donate=True) for each in (mean_output, loss_fn)
     )
     state, _ = good(ll.init_state(model, optimizer), x)
     with contextlib.suppress(ArithmeticError):
@@ -205,14 +176,3 @@ def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_sk
     state, _ = good(state, x)
     assert state.buffers == {"written": 2, "replaced": 2}
     assert all(buffer is state.buffers[name] for name, buffer in model.named_buffers())
-
-
-def test_what_a_loss_detaches_stays_detached_in_a_differentiable_step():
-    model, sgd = nn.Linear(2, 1, bias=False), ll.optimizer(torch.optim.SGD, lr=0.25)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: (model.weight.detach() * model.weight).sum() + 0 * x.sum())
-    step = ll.transforms.differentiable(ll.make_train_step(grad_fn, sgd))
-    start = ll.copy_state(ll.init_state(model, sgd))
-    weight = start.params["weight"].detach().requires_grad_()
-    state, _ = step(start.replace(params={"weight": weight}), torch.ones(1))
-    (found,) = torch.autograd.grad(state.params["weight"].sum(), weight)
-    assert torch.equal(found, torch.ones(1, 2))  # of w - lr * w.detach(), and not 1 - lr

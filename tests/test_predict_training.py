@@ -74,10 +74,3 @@ def test_the_seed_of_a_step_gives_a_raw_loop_the_masks_of_each_microbatch(microb
     ll.accumulate(ll.make_grad_fn(model, loss_fn), 2)(state, X.double())
     torch.manual_seed(ll.debug.step_seed(state, microbatch=microbatch))
     assert torch.equal(masks[microbatch], nn.Dropout(0.5)(torch.ones(16, dtype=torch.float64)))
-
-
-def test_an_index_that_is_no_whole_number_is_refused():
-    with pytest.raises(TypeError, match="index is a float; give an int"):
-        ll.state.fold_in(ll.TrainState(), 0.5)
-    with pytest.raises(TypeError, match=r"ll\.state\.fold_in\(state, index\)"):
-        ll.state.fold_in(3, 0)

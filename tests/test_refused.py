@@ -10,6 +10,7 @@ import pytest
 import torch
 from public import ROOT
 from ranks import launch
+from shared import mean_square
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -131,7 +132,7 @@ RAGGED = {"input": torch.zeros(3, 4, dtype=torch.int64), "labels": torch.tensor(
 def train_other(model, compiled=False):
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     batch = torch.zeros(6, dtype=torch.int64) if isinstance(model, nn.Embedding) else torch.randn(6, 4)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer)
     return (ll.compile_step(step, backend="eager") if compiled else step)(ll.init_state(model, optimizer), batch)
 
 

@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shared import bits, both_steps, classify, mix
+from problem import step_of
+from shared import SGD, bits, both_steps, classify, mean_output, mean_square, mix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,44 +20,18 @@ from looplib.types import Optimizer
 STEPS = 30
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads, recompute):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
-        self.recompute = recompute
-
-    def forward(self, x):
-        return checkpoint(self.whole, x, use_reentrant=False) if self.recompute else self.whole(x)
-
-    def whole(self, x):
-        h = self.norm1(x)
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        x = x + self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
-
-
 class TiedTransformer(nn.Module):
     def __init__(self, vocabulary=30, width=16, recompute=False):
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(*[Block(width, 2, recompute) for _ in range(2)])
+        self.embedding, self.recompute = nn.Embedding(vocabulary, width), recompute
+        self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("positions", torch.arange(32))
 
     def forward(self, tokens):
-        return self.head(self.blocks(self.embedding(tokens) + self.positions[: tokens.shape[1], None] / 32))
-
-
-class Lstm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.head(self.lstm(x.view(len(x), 2, 8))[0][:, -1])
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1], None] / 32
+        return self.head(checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x))
 
 
 class Temperature(nn.Module):
@@ -119,7 +94,6 @@ CASES = {
     "unused": (unused, classify, vectors),
     "tied_transformer": (TiedTransformer, next_token, tokens),
     "activation_checkpointing": (lambda: TiedTransformer(recompute=True), next_token, tokens),
-    "lstm": (Lstm, classify, vectors),
     "attributes": (Temperature, contrast, vectors),
 }
 
@@ -177,19 +151,6 @@ def test_steps_have_the_bits_of_the_raw_loop(case):
             assert all(state.params[name] is p for name, p in ours.named_parameters())
 
 
-def test_what_is_trained_may_be_chosen_by_a_function():
-    model, loss_fn, batches = make("frozen", 3)
-    raw_loop(model, loss_fn, batches, torch.optim.Adam(model[4].parameters(), lr=1e-2, fused=True))
-    ours, loss_fn, batches = make("batch_norm", 3)
-    adam, chosen = ll.optimizer(torch.optim.Adam, lr=1e-2), lambda name, tensor: name.startswith("4")
-    step = ll.make_train_step(ll.make_grad_fn(ours, loss_fn, trainable=chosen), adam)
-    state = ll.init_state(ours, adam, trainable=chosen)
-    assert set(state.opt_state["state"]) == {"4.weight", "4.bias"}
-    for batch in batches:
-        state, _ = step(state, batch)
-    assert bits(state.params) == bits(dict(model.named_parameters()))
-
-
 def test_mean_losses_and_aux_are_recorded():
     model, _, [(x, y)] = make("mlp", 1)
 
@@ -208,9 +169,8 @@ def test_mean_losses_and_aux_are_recorded():
 
 def test_counts_follow_batches_epochs_and_samples():
     model, loss_fn, _ = make("mlp", 1)
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), sgd)
-    state, total = ll.init_state(model, sgd, epoch_length=3), 0
+    step = step_of(model, SGD, loss_fn=loss_fn)
+    state, total = ll.init_state(model, SGD, epoch_length=3), 0
     for count, size in enumerate((5, 5, 2, 5, 5, 2, 5), 1):
         state, _ = step(state, (torch.randn(size, 16), torch.zeros(size, dtype=torch.long)))
         total += size
@@ -272,7 +232,7 @@ def donated(seed=0):
     model.register_buffer("table", torch.randn(3))
     model[0].bias.requires_grad_(False)
     adamw = ll.optimizer(torch.optim.AdamW, lr=0.1)
-    step = ll.make_train_step(ll.make_grad_fn(model, classify), adamw, donate=True)
+    step = step_of(model, adamw, True, classify)
     return model, step, ll.init_state(model, adamw)
 
 
@@ -415,24 +375,20 @@ LOSSES = [
 @both_steps
 def test_bad_losses_are_named_and_leave_the_state(donate):
     model, _, [(x, _)] = make("mlp", 1)
-    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
-    state = ll.init_state(model, sgd)
+    state = ll.init_state(model, SGD)
     before = bits(state)
     for loss_fn, error, words in LOSSES:
         with pytest.raises(error, match=words):
-            ll.make_train_step(ll.make_grad_fn(model, loss_fn), sgd, donate=donate)(state, x)
+            step_of(model, SGD, donate, loss_fn)(state, x)
     model[0].unused = nn.Linear(3, 2)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), sgd, donate=donate)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), SGD, donate=donate)
     with pytest.raises(ValueError, match=r"0\.unused\.weight, 0\.unused\.bias.*allow_unused=True"):
-        step(ll.init_state(model, sgd), x)
+        step(ll.init_state(model, SGD), x)
     assert bits(state) == before
 
 
-SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
-
-
-def step_of(model, state, batch=None):
-    return ll.make_train_step(ll.make_grad_fn(model, classify), SGD)(state, vectors() if batch is None else batch)
+def stepped(model, state, batch=None):
+    return step_of(model, SGD, loss_fn=classify)(state, vectors() if batch is None else batch)
 
 
 def eval_of(model, metrics, batch=None):
@@ -443,14 +399,12 @@ def eval_of(model, metrics, batch=None):
 NARROW, WIDE = nn.Sequential(nn.Linear(16, 4)), nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
 FAR = torch.zeros(4, 16, device="meta"), torch.zeros(4, dtype=torch.long)
 REFUSED = [
-    (lambda m: step_of(m, ll.init_state(m, SGD), FAR), RuntimeError, "device cpu .* device meta"),
+    (lambda m: stepped(m, ll.init_state(m, SGD), FAR), RuntimeError, "device cpu .* device meta"),
     (lambda m: eval_of(m, lambda logits: {}, FAR), RuntimeError, "device cpu .* device meta"),
-    (lambda m: step_of(m, ll.init_state(NARROW, SGD)), ValueError, r"Sequential.*'2\.bias', '2\.weight'"),
-    (lambda m: step_of(m, ll.init_state(WIDE, SGD)), ValueError, r"0\.weight.*\(64, 16\).*\(32, 16\)"),
+    (lambda m: stepped(m, ll.init_state(NARROW, SGD)), ValueError, r"Sequential.*'2\.bias', '2\.weight'"),
+    (lambda m: stepped(m, ll.init_state(WIDE, SGD)), ValueError, r"0\.weight.*\(64, 16\).*\(32, 16\)"),
     (lambda m: ll.bind(m, ll.init_state(WIDE)), ValueError, r"0\.weight.*\(64, 16\)"),
-    (lambda m: step_of(m, {}), TypeError, "dict.*TrainState.*in this order: state, metrics"),
-    (lambda m: ll.init_state(m, torch.optim.SGD(m.parameters())), TypeError, r"SGD.*ll\.optimizer"),
-    (lambda m: ll.make_eval_step(m, 3), TypeError, "an int; .* metric_fn"),
+    (lambda m: stepped(m, {}), TypeError, "dict.*TrainState.*in this order: state, metrics"),
     (lambda m: ll.make_grad_fn(m, classify, trainable=lambda name, tensor: False), ValueError, "none"),
     (lambda m: ll.init_state(nn.Sequential(nn.LazyLinear(3))), ValueError, "weight.*lazy"),
     (
@@ -473,7 +427,7 @@ def test_wrong_parts_are_named():
     model, _, _ = make("mlp", 1)
     for batch, words in ((None, "samples in a NoneType"), (torch.ones(()), r"tensor of shape \(\): .*ll\.Mean")):
         with pytest.raises(TypeError, match=words):
-            ll.make_train_step(ll.make_grad_fn(model, classify), SGD)(ll.init_state(model, SGD), batch)
+            step_of(model, SGD, loss_fn=classify)(ll.init_state(model, SGD), batch)
     for call, error, words in REFUSED:
         with pytest.raises(error, match=words):
             call(model)
@@ -539,7 +493,7 @@ def conditional_loss(model, batch):
 def conditional_step():
     model = Conditional()
     optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.01), max_consecutive=5)
-    step = ll.make_train_step(ll.make_grad_fn(model, conditional_loss), optimizer, donate=True)
+    step = step_of(model, optimizer, True, conditional_loss)
     state = ll.init_state(model, optimizer)
     for _ in range(3):
         state, _ = step(state, (torch.rand(5, 4), False, False))
@@ -568,6 +522,10 @@ def test_a_layer_that_first_runs_in_a_step_that_is_not_made_is_put_back(how):
         _ = kept.buffers
 
 
+class Outputs(collections.UserDict):
+    pass
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -589,11 +547,13 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
     def loss_fn(model, x):
         return model(x).square().mean(), metrics_of(model, x)
 
-    model, optimizer, x = Scaled(), ll.optimizer(torch.optim.SGD, lr=0.1), torch.ones(2)
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    model, x = Scaled(), torch.ones(2)
+    step = step_of(model, SGD, donate, loss_fn)
     eval_step = ll.make_eval_step(model, metrics_of)
-    predict_step = ll.make_predict_step(model, lambda model, x: [model.scale[:], model.scale.detach()])
-    state, kept = ll.init_state(model, optimizer), []
+    predict_step = ll.make_predict_step(
+        model, lambda model, x: Outputs(view=model.scale[:], detached=model.scale.detach(), itself=model.scale)
+    )
+    state, kept = ll.init_state(model, SGD), []
     state = ll.copy_state(state) if copied else state
     for count in range(1, 5):
         scale, of_state = state.params["scale"].item(), (eval_step(state, x), predict_step(state, x))
@@ -603,7 +563,8 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
         values = {"view": scale, "detached": scale, "calls": count, "mean": count}
         assert ll.compute(metrics) == values | {"loss": pytest.approx(scale**2)}
         assert ll.compute(scores) == values | {"calls": count - 1, "mean": count - 1}
-        assert [output.item() for output in outputs] == [scale, scale]
+        assert type(outputs) is Outputs
+        assert [(output.item(), output.requires_grad) for output in outputs.values()] == [(scale, False)] * 3
 
 
 @pytest.mark.parametrize(
@@ -611,38 +572,21 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
     [(True, "that run is at step 1 now"), (False, r"wrote to the parameter weight, bias in place")],
 )
 def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(donate, message):
-    model, optimizer = nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = nn.Linear(2, 1)
 
     def square(model, x):
         return model(x).square().mean()
 
-    inner = ll.make_train_step(ll.make_grad_fn(model, square), optimizer, donate=True)
-    state, x = ll.init_state(model, optimizer), torch.ones(3, 2)
+    inner = step_of(model, SGD, True, square)
+    state, x = ll.init_state(model, SGD), torch.ones(3, 2)
 
     def trains_itself(model, x):
         inner(state, x)
         return square(model, x)
 
-    step = ll.make_train_step(ll.make_grad_fn(model, trains_itself), optimizer, donate=donate)
+    step = step_of(model, SGD, donate, trains_itself)
     with pytest.raises(RuntimeError, match=message):
         step(state, x)
-
-
-@both_steps
-def test_a_step_of_which_one_part_is_skipped_updates_the_others(donate):
-    def halves(name, tensor):
-        return name
-
-    model = nn.Linear(2, 1)
-    parts = {name: ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1)) for name in ("weight", "bias")}
-    optimizer = ll.optim.partition(parts, halves)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: (model.weight * x).sum() + model.bias.sum())
-    state = ll.init_state(model, optimizer)
-    weight, bias = (state.params[name].detach().clone() for name in ("weight", "bias"))
-    state, _ = ll.make_train_step(grad_fn, optimizer, donate=donate)(state, torch.tensor([[math.inf, 1.0]]))
-    assert torch.equal(state.params["weight"], weight)
-    torch.testing.assert_close(state.params["bias"].detach(), bias - 0.1)
-    assert state.step == 1
 
 
 @both_steps
@@ -659,7 +603,7 @@ def test_an_update_may_ask_for_the_loss_and_the_gradients_at_other_parameters(do
     loss = torch.func.functional_call(model, leaves, x).square().mean()
     loss.backward()
     expected = {name: param.detach() - 0.1 * leaves[name].grad for name, param in model.named_parameters()}
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = ll.make_grad_fn(model, mean_square)
     state, _ = ll.make_train_step(grad_fn, optimizer, donate=donate)(state, x)
     torch.testing.assert_close({name: param.detach() for name, param in state.params.items()}, expected)
     assert state.opt_state["loss"] == loss
@@ -668,24 +612,8 @@ def test_an_update_may_ask_for_the_loss_and_the_gradients_at_other_parameters(do
 def test_an_expanded_buffer_is_no_matter_to_a_skipped_donated_step():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     model.register_buffer("ones", torch.ones(1).expand(3))
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1))
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
+    optimizer = ll.optim.apply_if_finite(SGD)
+    step = step_of(model, optimizer, True, mean_output)
     state, _ = step(ll.init_state(model, optimizer), torch.full((4, 2), math.nan))
     assert state.skipped
     assert model[0].running_mean.tolist() == [0, 0]
-
-
-class Outputs(collections.UserDict):
-    pass
-
-
-def test_outputs_in_any_container_keep_their_values_when_the_state_is_written():
-    model, optimizer = nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
-    predict_step = ll.make_predict_step(model, lambda model, x: Outputs(weight=model.weight))
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
-    state = ll.init_state(model, optimizer)
-    before, out = model.weight.detach().clone(), predict_step(state, torch.ones(4, 2))
-    step(state, torch.ones(4, 2))
-    assert type(out) is Outputs
-    assert torch.equal(out["weight"], before)
-    assert not out["weight"].requires_grad

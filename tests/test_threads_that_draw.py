@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from shared import SGD, mean_square
 from torch import nn
 
 import looplib as ll
@@ -41,9 +42,8 @@ def in_threads(*functions):
 def trained(seed, compiled=False, steps=40):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 1))
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
-    state, x = ll.init_state(model, optimizer, seed=seed), torch.ones(16, 4)
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD)
+    state, x = ll.init_state(model, SGD, seed=seed), torch.ones(16, 4)
     step(state, x)
     if compiled:
         step = ll.compile_step(step, backend="eager")
