@@ -176,3 +176,14 @@ def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_sk
     state, _ = good(state, x)
     assert state.buffers == {"written": 2, "replaced": 2}
     assert all(buffer is state.buffers[name] for name, buffer in model.named_buffers())
+
+
+def test_what_a_loss_detaches_stays_detached_in_a_differentiable_step():
+    model = nn.Linear(2, 1, bias=False)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model.weight.detach() * model.weight).sum() + 0 * x.sum())
+    step = ll.transforms.differentiable(ll.make_train_step(grad_fn, SGD))
+    start = ll.copy_state(ll.init_state(model, SGD))
+    weight = start.params["weight"].detach().requires_grad_()
+    state, _ = step(start.replace(params={"weight": weight}), torch.ones(1))
+    (found,) = torch.autograd.grad(state.params["weight"].sum(), weight)
+    assert torch.equal(found, torch.ones(1, 2))  # of w - lr * w.detach(), and not 1 - lr

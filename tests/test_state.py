@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from problem import adamw
 from shared import SGD, both_steps, equal, make_train_step, mean_output, mean_square
 from torch import nn
 
@@ -17,7 +18,7 @@ pytree = torch.utils._pytree
 def made():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    return model, ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1), seed=4, epoch_length=10)
+    return model, ll.init_state(model, adamw(0.1), seed=4, epoch_length=10)
 
 
 def test_it_is_frozen_with_slots():
@@ -151,7 +152,7 @@ def training(**options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     trained = options.pop("trainable", None)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    optimizer = adamw(0.1)
     grad_fn = ll.make_grad_fn(model, mean_square, trainable=trained)
     return make_train_step(grad_fn, optimizer, **options), ll.init_state(model, optimizer, trainable=trained)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from problem import sgd
 from shared import SGD, bits
 from shared import mean_square as squares
 from torch import nn, testing
@@ -28,7 +29,7 @@ class Run:
     def __init__(self, optimizer=None, model=None, loss_fn=squares, transform=lambda step: step, trainable=None):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) if model is None else model
-        self.optimizer = optimizer or ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.optimizer = optimizer or sgd()
         self.grad_fn = ll.make_grad_fn(self.model, loss_fn, trainable=trainable, allow_unused=True)
         self.step = transform(ll.make_train_step(self.grad_fn, self.optimizer, donate=True))
         self.state = ll.init_state(self.model, self.optimizer, trainable=trainable)
@@ -88,7 +89,7 @@ def test_two_runs_over_one_module_hand_the_parameters_to_each_other():
     first, second = (Run(model=model, trainable=lambda name, _, part=part: name[0] == part) for part in "01")
     sgds = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9, fused=True) for part in raw]
     for _ in range(3):
-        for run, other, sgd in ((first, second, sgds[0]), (second, first, sgds[1])):
+        for run, other, raw_sgd in ((first, second, sgds[0]), (second, first, sgds[1])):
             before = run.state
             run.train()
             assert spent(before)
@@ -96,7 +97,7 @@ def test_two_runs_over_one_module_hand_the_parameters_to_each_other():
             other.state = other.state.replace(params=run.state.params)  # whose moments are its own
             raw.zero_grad()
             squares(raw, ROWS).backward()
-            sgd.step()
+            raw_sgd.step()
     assert bits(second.state.params) == bits(dict(raw.named_parameters()))
 
 

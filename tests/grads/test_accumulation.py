@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem import sgd
+from problem import adamw, sgd
 from shared import Opaque, both_steps, equal, mean_square, mix, saved_at_most
 from shared import classify as mean_loss
 from torch import nn
@@ -111,7 +111,7 @@ def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, 
 def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
     torch.manual_seed(0)
     model = net()
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    optimizer = adamw(0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, batch: (mean_loss(model, batch), {"rows": Count(len(batch[0]))}))
 
     def plain(state, batch, request):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from problem import QUICK, WAYS, adamw, raw_adamw
+from problem import QUICK, WAYS, adamw, raw_adamw, sgd
 from shared import SGD, bits, both_states, both_steps, equal, make_train_step
 from shared import mean_square as mean
 from torch import nn
@@ -368,7 +368,7 @@ AROUND = {
 def test_the_state_of_another_optimizer_is_refused(name, donate):
     """By wrappers and without, before anything is known of these parameters and after."""
     around = {**AROUND, "": lambda inner: inner}
-    momentum = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    momentum = sgd()
     own, who, options = around[name](adamw()), f"{name} AdamW", {"donate": donate}
     refused(own, ValueError, f"without {who}", other=ll.types.Optimizer(lambda params: None, None), **options)
     refused(own, ValueError, "momentum_buffer AdamW", other=around[name](momentum), **options)

@@ -10,7 +10,7 @@ import schedulefree
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from problem import raw_loop, run
+from problem import raw_loop, run, sgd
 from shared import bits, both_steps, equal, update
 from stand_ins import STAND_INS, Late, PerParameter
 from torch import nn, optim
@@ -329,7 +329,7 @@ def test_sparse_gradients(cls, options, donate):
 
 
 def test_a_first_momentum_is_the_gradient_with_the_signs_of_its_zeros():
-    optimizer, params = ll.optimizer(optim.SGD, lr=0.1, momentum=0.9), {"w": torch.ones(2)}
+    optimizer, params = sgd(), {"w": torch.ones(2)}
     grad = torch.tensor([-0.0, 0.0])
     _, opt_state, _ = optimizer.update({"w": grad}, optimizer.init(params), params, 0)
     assert opt_state["state"]["w"]["momentum_buffer"].signbit().tolist() == [True, False]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problem import begin, run, step_of
+from problem import adamw, begin, run, step_of
 from ranks import launch
 from shared import bits, both_steps, equal
 from torch import nn
@@ -190,7 +190,7 @@ def test_refusals():
     with pytest.raises(TypeError, match=r"Mine\.step\(\) needs a closure"):
         ll.optimizer(type("Mine", (torch.optim.LBFGS,), {}), lr=0.1)
     with pytest.raises(ValueError, match=r"and LBFGS is to update it"):
-        lbfgs.update(params, ll.optimizer(torch.optim.AdamW, lr=0.1).init(params), params, 0)
+        lbfgs.update(params, adamw().init(params), params, 0)
 
 
 def on_two_ranks():

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from problem import adamw
 from shared import SGD, mean_output
 from torch import nn
 from torch.nn import functional as F
@@ -18,10 +19,6 @@ QUICK = {"backend": "eager"}  # the graph as it was written down, run operation 
 
 def train_step(model, optimizer=None, **options):
     return ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer or adamw(), **options)
-
-
-def adamw():
-    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
 def close(one, other):

@@ -328,13 +328,6 @@ def read(model, batch):
     return loss_fn(model, batch) * float(batch[0].sum().item() > 0)
 
 
-def branch(model, batch):
-    loss = loss_fn(model, batch)
-    if loss > 1:
-        loss = loss * 2
-    return loss
-
-
 def through_numpy(model, batch):
     return loss_fn(model, (torch.as_tensor(np.tanh(batch[0].numpy())), batch[1]))
 
@@ -383,7 +376,6 @@ def counting_first():
 LINE = "cannot be part of a compiled step"
 REFUSED = {  # name -> (arguments of `refused`, what the message names)
     "read": ({"loss": read}, [__file__, "in read:", "float", LINE]),
-    "branch": ({"loss": branch}, ["in branch: `if loss > 1:`", LINE]),
     "NumPy": ({"loss": through_numpy}, ["in through_numpy:", "np.tanh", LINE]),
     "shape": ({"loss": of_another_shape}, ["in of_another_shape:", "x[x[:, 0] > 0]", LINE]),
     "attribute": ({"loss": counting}, ["Sequential.calls", "register_buffer"]),

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from problem import sgd
 from shared import classify
 from torch import nn, optim
 
@@ -93,7 +94,7 @@ WRAPPERS = {
     "partition": (
         the_same,
         lambda o: ll.optim.partition(
-            {"vectors": o, "rest": ll.ema(ll.optimizer(optim.SGD, lr=0.1, momentum=0.9))},
+            {"vectors": o, "rest": ll.ema(sgd())},
             lambda name, tensor: "vectors" if tensor.ndim < 2 else "rest",
         ),
         1,

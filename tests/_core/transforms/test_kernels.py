@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from problem import adamw
 from shared import mean_square
 from torch import nn
 from torch._inductor import config, cpu_vec_isa
@@ -74,7 +75,7 @@ def trained():
     torch.manual_seed(0)
     options = {"fx_graph_cache": False}  # which would hide the second compilation
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3), nn.Softmax(-1))
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+    optimizer = adamw()
     grad_fn = ll.make_grad_fn(model, mean_square)
     train_step = ll.compile_step(ll.make_train_step(grad_fn, optimizer, donate=True), options=options)
     state, losses = ll.init_state(model, optimizer), []
