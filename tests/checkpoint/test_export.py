@@ -3,6 +3,7 @@
 import copy
 import os
 
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -273,3 +274,22 @@ def test_a_saved_folder_tells_the_dtype_of_the_state(tmp_path):
     with pytest.raises(NotADirectoryError, match="file is a file"):
         save_pretrained(model, state, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # read by peft
+def test_a_saved_folder_of_an_adapter_is_the_model_of_the_state(tmp_path):
+    gpt2().save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora)
+    state = ll.copy_state(ll.init_state(model))
+    with torch.no_grad():
+        for name in [name for name in state.params if "lora" in name]:
+            state.params[name].normal_()
+    save_pretrained(model, state, tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    found, before = loaded(TOKENS).logits, model.eval()(TOKENS).logits
+    ll.bind(model, state)
+    assert torch.equal(found, model(TOKENS).logits)
+    assert not torch.allclose(found, before)
+    assert (tmp_path / "adapter/adapter_model.safetensors").stat().st_size < 2_000

@@ -19,16 +19,8 @@ def binary(rows, flat):
     return torch.rand(rows), torch.zeros(rows).long() if flat else torch.randint(0, 2, (rows,))
 
 
-def multiclass(rows, flat):
-    return torch.rand(rows, 4).softmax(1), torch.zeros(rows).long() if flat else torch.randint(0, 4, (rows,))
-
-
 def multilabel(rows, flat):
     return torch.rand(rows, 3), torch.ones(rows, 3).long() if flat else torch.randint(0, 2, (rows, 3))
-
-
-def numbers(rows, flat):
-    return torch.randn(rows), torch.ones(rows) if flat else torch.randn(rows)
 
 
 def columns(rows, flat):
