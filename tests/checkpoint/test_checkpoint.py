@@ -88,7 +88,6 @@ WRONG = {  # what is called with a path, the type of the error and what it names
     "keep_last": (lambda path: ll.checkpoint_io(path, keep_last=0), ValueError, "keep_last is 0"),
     "keep_best": (lambda path: ll.checkpoint_io(path, keep_best=-1, monitor="loss"), ValueError, "keep_best is -1"),
     "unmonitored": (lambda path: ll.checkpoint_io(path, keep_best=2), ValueError, "monitor="),
-    "monitor": (lambda path: ll.checkpoint_io(path, monitor=3), TypeError, "monitor"),
     "no best": (lambda path: ll.checkpoint_io(path).best(), ValueError, "monitor="),
     "list as settings": (lambda path: ll.checkpoint_io(path, describe=[1]), TypeError, "describe is a list"),
     "text as function": (lambda path: ll.checkpoint_io(path, select="lora"), TypeError, "select is 'lora'"),

@@ -119,7 +119,7 @@ def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, c
 def test_bound_stays_bound_and_unbound_stays_free(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
     extra = {"ema": torch.ones(2), "count": 3, "best": None}
-    saved = advanced(unbound(1, seed=5, epoch_length=7), 3).replace(extra=extra)
+    saved = advanced(unbound(1, seed=2**100, epoch_length=7), 3).replace(extra=extra)
     ckpt.save(saved)
     model = net(2)
     start = ll.init_state(model, adamw, epoch_length=7, extra={"ema": torch.zeros(2), "count": 0.0, "best": 1.5})
@@ -161,24 +161,6 @@ def test_a_pure_state_with_frozen_parameters_of_the_module_is_not_written_over(t
     # Nor is it spent by a restore into the module, whose frozen parameters have these values already.
     ckpt.restore(start)
     assert same(state, kept)
-
-
-def test_ties_stay_ties_and_each_tensor_takes_the_layout_of_the_state(tmp_path):
-    image, column = torch.randn(2, 3, 4, 5), torch.arange(12.0)
-    params = {"a": column, "tied": column, "t": torch.randn(3, 4).T, "e": torch.ones(1).expand(5), "image": image}
-    state = ll.TrainState(params=params, extra=(torch.tensor(3, dtype=torch.uint16), [2**80, b"x", 1j]), seed=2**100)
-    like = {**params, "tied": column.clone(), "image": image.to(memory_format=torch.channels_last)}
-    for asynchronous in (False, True):
-        ckpt = ll.checkpoint_io(tmp_path, asynchronous=asynchronous)
-        ckpt.save(state)
-        found = ckpt.restore(state.replace(params=like))
-        assert same(found, state)
-        assert found.params["tied"].data_ptr() == found.params["a"].data_ptr() != column.data_ptr()
-        assert [found.params[name].stride() for name in ("t", "image")] == [(1, 4), like["image"].stride()]
-    model = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
-    ckpt.save(ll.init_state(nn.Conv2d(3, 2, 3), adamw).replace(step=1))
-    moments = ckpt.restore(ll.copy_state(ll.init_state(model, adamw))).opt_state["state"]["weight"]
-    assert moments["exp_avg"].stride() == model.weight.stride()  # which fused kernels pair by
 
 
 def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):

@@ -455,36 +455,30 @@ def test_an_epoch_length_ends_the_epoch_of_an_endless_stream():
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_dataloader_is_taken_over(kind):
-    data = Augmented(10)
+    data = Augmented(12)
+    samplers = (
+        WeightedRandomSampler([1.0] * 12, 7),
+        RandomSampler(data, replacement=True),
+        RandomSampler(data, num_samples=4),
+        SequentialSampler(range(3)),
+        NumpySampler(),
+    )
     for theirs, ours in (
-        ({"batch_size": 4, "shuffle": True}, {"batch_size": 4}),
-        ({"batch_size": 3}, {"batch_size": 3, "order": ll.data.sequential()}),
+        ({"batch_size": 5, "shuffle": True}, {"batch_size": 5}),
+        ({"batch_size": 5}, {"batch_size": 5, "order": ll.data.sequential()}),
         ({"batch_size": None}, {"batch_size": None, "order": ll.data.sequential()}),
         (
-            {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 10, 7)},
-            {"batch_size": 4, "order": ll.data.sampler(WeightedRandomSampler([1.0] * 10, 7))},
-        ),
-        (
-            {"batch_sampler": BatchSampler(SequentialSampler(data), 3, True)},
-            {"batch_size": 3, "order": ll.data.sequential(), "drop_last": True},
+            {"batch_sampler": BatchSampler(SequentialSampler(data), 5, True)},
+            {"batch_size": 5, "order": ll.data.sequential(), "drop_last": True},
         ),
         ({"batch_sampler": [[3, 1], [4]]}, {"order": ll.data.batch_sampler([[3, 1], [4]])}),
         *(
-            ({"batch_size": 2, "sampler": other}, {"batch_size": 2, "order": ll.data.sampler(other)})
-            for other in (
-                RandomSampler(data, replacement=True),
-                RandomSampler(data, num_samples=4),
-                SequentialSampler(range(3)),
-            )
-        ),
-        (
-            {"batch_size": 2, "sampler": NumpySampler(), "shuffle": None},
-            {"batch_size": 2, "order": ll.data.sampler(NumpySampler())},
+            ({"batch_size": 2, "sampler": sampler}, {"batch_size": 2, "order": ll.data.sampler(sampler)})
+            for sampler in samplers
         ),
     ):
-        samples = Augmented(12) if isinstance(theirs.get("sampler"), NumpySampler) else data
-        taken = make_loader(kind(samples, **theirs), seed=5)
-        plain = make_loader(samples, seed=5, **ours)
+        taken = make_loader(kind(data, **theirs), seed=5)
+        plain = make_loader(data, seed=5, **ours)
         assert len(taken) == len(plain)
         assert all(map(torch.equal, taken(at(1)), plain(at(1))))
 

@@ -92,6 +92,7 @@ ARGUMENTS = [
 ]
 ORDERS = [
     (lambda: ll.data.weighted([1, 2, 3], num_samples=0), ValueError, "num_samples is 0"),
+    (lambda: ll.data.with_replacement(0), ValueError, "num_samples is 0"),
     (lambda: ll.data.weighted([1, 2, -1]), ValueError, "weights.*-1.0"),
     (lambda: ll.data.weighted([0, 0, 0]), ValueError, "not all 0"),
     (lambda: ll.data.weighted([0, 1, float("nan")]), ValueError, "finite"),

@@ -79,8 +79,3 @@ def test_wrong_windows_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=names):
             windows(tokens, **arguments)
-
-
-def test_wrong_draws_with_replacement_are_refused_by_name():
-    with pytest.raises(ValueError, match="num_samples is 0"):
-        with_replacement(0)

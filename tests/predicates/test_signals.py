@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from shared import mean_square
 
 import looplib as ll
 from looplib.predicates import after_signal
@@ -190,43 +191,27 @@ class Signalled(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.fixture
-def parts():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(2, 1)
-    optimizer = ll.optimizer(Signalled, lr=0.1)
-    train_step = ll.make_train_step(
-        ll.make_grad_fn(model, lambda model, batch: model(batch[0]).square().mean()), optimizer, donate=True
-    )
-    loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(12, 2)), batch_size=2)
-    return SimpleNamespace(
-        train_step=train_step,
-        loader=loader,
-        state=ll.init_state(model, optimizer, epoch_length=len(loader)),
-        eval_step=ll.make_eval_step(model, lambda model, x: {"mean": model(x).mean()}),
-        predict_step=ll.make_predict_step(model, lambda model, x: model(x)),
-    )
-
-
 @pytest.mark.parametrize("made", ["before the loop", "in its body"])
 @pytest.mark.parametrize("closed", ["in its body", "after the loop"])
-def test_loops_and_donated_steps_pass_signals_on(parts, monkeypatch, made, closed):
+def test_loops_and_donated_steps_pass_signals_on(monkeypatch, made, closed):
+    model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(Signalled, lr=0.1)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=True)
+    loader = ll.make_loader(torch.randn(12, 2), batch_size=2)
     passed = []
     before = signal.signal(signal.SIGUSR2, lambda *_: passed.append(True))
-    state, steps, stop_now = parts.state, 0, None
+    state, stop_now = ll.init_state(model, optimizer, epoch_length=len(loader)), None
     if made == "before the loop":
         stop_now = after_signal(signal.SIGUSR2)
-    for batch in parts.loader(state):
+    for batch in loader(state):
         if made == "in its body" and state.step == 2:
             stop_now = after_signal(signal.SIGUSR2)
         monkeypatch.setattr(Signalled, "numbers", [signal.SIGUSR2] if state.step == 3 else [])
-        state, _ = parts.train_step(state, batch)
-        steps += 1
+        state, _ = train_step(state, batch)
         if stop_now is not None and stop_now(state):
             if closed == "in its body":
                 stop_now.close()
             break
-    assert steps == state.step == 4
+    assert state.step == 4
     stop_now.close()
     assert not passed
     signal.raise_signal(signal.SIGUSR2)

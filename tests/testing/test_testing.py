@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 from looplib import testing
@@ -537,27 +536,17 @@ def test_what_cannot_be_checked_is_refused():
 # processes
 
 
-def begin(engine="ddp", loss_fn=token_loss):
+def begin():
     torch.manual_seed(0)
     model = Tagger().double()
-    if ll.distributed.launched() and engine == "ddp":
-        model = DistributedDataParallel(model)
-    if ll.distributed.launched() and engine == "fsdp":
+    if ll.distributed.launched():
         fully_shard(model, mesh=init_device_mesh("cpu", (ll.distributed.world_size(),)))
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, token_loss), 1.0)
     optimizer = adamw()
     batch = tokens(24)
     loader = ll.make_loader([{name: column[i] for name, column in batch.items()} for i in range(24)], batch_size=7)
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
     return ll.make_train_step(grad_fn, optimizer, donate=True), state, loader
-
-
-def begin_alone():
-    return begin("nothing")
-
-
-def begin_with_means():
-    return begin("fsdp", token_mean)
 
 
 def test_ranks_meet_at_a_free_port(monkeypatch):
@@ -569,41 +558,32 @@ def test_ranks_meet_at_a_free_port(monkeypatch):
     assert ports[0] >= 1024
 
 
-def test_weights_that_the_ranks_have_and_one_process_has_not_are_found(monkeypatch):
-    def ranks_that_add(number):
+def test_weights_that_differ_between_ranks_or_from_those_of_one_process_are_found(monkeypatch):
+    def ranks_that_add(*numbers):
         def spawn(run, arguments, nprocs):
             begin, _, steps, _, folder, _ = arguments
             step, state, loader = begin()
             for batch, _ in zip(loader(state), range(steps), strict=False):
                 state, _ = step(state, batch)
-            for rank in range(nprocs):
+            for rank, number in enumerate(numbers):
                 weights = {name: param.detach() + number for name, param in state.params.items()}
                 torch.save(weights, f"{folder}/{rank}.pt")
 
         monkeypatch.setitem(testing.assert_ranks_train_alike.__globals__, "spawn", spawn)
 
-    ranks_that_add(0.0)
-    testing.assert_ranks_train_alike(begin_alone)
-    ranks_that_add(0.1)
-    with fails("2 ranks have other weights than one process", "/embed.weight: "):
-        testing.assert_ranks_train_alike(begin_alone)
+    ranks_that_add(0.0, 0.0)
+    testing.assert_ranks_train_alike(begin)
+    ranks_that_add(0.0, 0.1)
+    with fails("differ from those of rank 0", "/rank 1/"):
+        testing.assert_ranks_train_alike(begin)
+    ranks_that_add(0.1, 0.1)
+    with fails("after 3 steps 2 ranks have other weights than one process", "/embed.weight: "):
+        testing.assert_ranks_train_alike(begin)
 
 
 @pytest.mark.slow
 def test_ranks_that_reduce_train_as_one_process():
     testing.assert_ranks_train_alike(begin, ranks=2, steps=5)
-
-
-@pytest.mark.slow
-def test_ranks_that_each_train_a_model_of_their_own_are_found():
-    with fails("differ from those of rank 0", "/rank 1/"):
-        testing.assert_ranks_train_alike(begin_alone)
-
-
-@pytest.mark.slow
-def test_ranks_that_are_alike_and_not_as_one_process_are_found():
-    with fails("after 3 steps 2 ranks have other weights than one process", "/embed.weight: "):
-        testing.assert_ranks_train_alike(begin_with_means)
 
 
 def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step():
