@@ -214,32 +214,6 @@ def test_the_metrics_of_weights_that_are_saved_again_are_kept(tmp_path, asynchro
     assert ckpt.best() is None
 
 
-READER = f"""
-import sys; sys.path[:0] = [{str(ROOT / "tests/checkpoint")!r}, {str(ROOT / "tests")!r}]
-import test_checkpoint as t
-ckpt = t.ll.checkpoint_io(sys.argv[1], keep_last=1)
-for value in range(10**9):
-    ckpt.save(t.state_of(value, step=value // 2))
-"""
-
-
-def test_a_reader_never_takes_a_replaced_or_deleted_checkpoint_for_a_damaged_one(tmp_path):
-    """While another process saves each step twice, and keeps only the last."""
-    writer = subprocess.Popen([sys.executable, "-c", READER, str(tmp_path)], cwd=ROOT)
-    try:
-        reader, seen = ll.checkpoint_io(tmp_path), []
-        while len(set(seen)) < 10:
-            assert writer.poll() is None
-            restored = reader.restore(state_of(-1))
-            assert set(restored.params["w"].tolist()) == {float(restored.samples)}
-            if restored.samples >= 0 or seen:  # once there is one, there always is
-                seen.append(restored.samples)
-        assert seen == sorted(seen)
-    finally:
-        writer.kill()
-        writer.wait()
-
-
 def test_a_save_that_meets_another_processes_fails_and_is_never_mixed_with_it(tmp_path, monkeypatch):
     """Both have written their files of one step: this process first, which then continues before the other does."""
     ckpt, other = ll.checkpoint_io(tmp_path, keep_last=1), ll.checkpoint_io(tmp_path, keep_last=1, asynchronous=True)
@@ -315,17 +289,22 @@ def test_an_entry_that_is_no_directory_is_left_out_with_a_warning(tmp_path):
     assert names_in(tmp_path) == ["step-00000002", "step-00000002.1"]
 
 
-def test_an_entry_that_is_replaced_while_it_is_listed(tmp_path, monkeypatch):
-    ckpt, lstat = ll.checkpoint_io(tmp_path), Path.lstat
-    ckpt.save(state_of(1))
+@pytest.mark.every_case
+@pytest.mark.parametrize(("owner", "function"), [(Path, "lstat"), (Path, "read_bytes"), (builtins, "open")])
+def test_a_reader_never_takes_a_replaced_checkpoint_for_a_damaged_one(tmp_path, monkeypatch, owner, function):
+    """While it lists the entries, and before it reads either file, another process saves the step once more."""
+    writer, reader = ll.checkpoint_io(tmp_path, keep_last=1), ll.checkpoint_io(tmp_path)
+    writer.save(state_of(1))
+    assert reader.latest().samples == 1
+    original = getattr(owner, function)
 
-    def replaced(path):
+    def replaced(path, *arguments):
         monkeypatch.undo()
-        ckpt.save(state_of(2))
-        return lstat(path)
+        writer.save(state_of(2))
+        return original(path, *arguments)
 
-    monkeypatch.setattr(Path, "lstat", replaced)
-    assert ll.checkpoint_io(tmp_path).latest().samples == 2
+    monkeypatch.setattr(owner, function, replaced)
+    assert reader.restore(state_of(0)).params["w"][0] == 2
 
 
 def test_a_reader_sees_that_a_name_has_been_used_again(tmp_path):

@@ -87,19 +87,6 @@ def test_shares_that_are_whole_numbers_are_not_rounded():
         assert Counter(k for k, _ in epoch_of(loader, epoch)) == {0: 1, 1: 6, 2: 93}
 
 
-def test_proportions_change_at_a_sample_of_the_run():
-    def weights(epoch):
-        return [1, 0] if epoch * 10 < 40 else [1, 1]
-
-    loader = make_loader(parts(100, 100), batch_size=5, order=mixture(weights, num_samples=10))
-    state, seen = ll.TrainState(epoch_length=len(loader)), []
-    for state in (state.replace(epoch=k) for k in range(6)):
-        seen += epoch_of(loader, state.epoch)
-    assert not any(k for k, _ in seen[:40])
-    assert Counter(k for k, _ in seen[40:]) == {0: 10, 1: 10}
-    assert loader.order.text.endswith("weights, num_samples=10)")
-
-
 def test_wrong_mixtures_are_refused_by_name():
     for dataset, weights, count, error, names in (
         (range(9), [1, 1], 4, TypeError, "range.*ConcatDataset"),
