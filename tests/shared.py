@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 import looplib as ll
 from looplib.types import TrainState
 
+SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
@@ -71,6 +72,13 @@ def mean_output(model, x):
 def classify(model, batch):
     x, y = batch
     return cross_entropy(model(x), y)
+
+
+def assert_each_refused(*cases):
+    """Each call raises its error, whose message has these words, a regular expression."""
+    for call, error, words in cases:
+        with pytest.raises(error, match=words):
+            call()
 
 
 class Opaque:

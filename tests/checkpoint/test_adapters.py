@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from problem import adamw
 from ranks import launch
 from shared import equal
 from torch import nn
@@ -32,7 +33,7 @@ def make(base_seed=0, wrap=None):
     if wrap is not None:
         model.base.requires_grad_(False)
         model = wrap(model)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+    optimizer = adamw()
     grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - x).square().mean(), trainable=trainable)
     step = ll.make_train_step(grad_fn, optimizer, donate=True)
     return model, step, ll.init_state(model, optimizer, trainable=trainable)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from shared import bits
+from shared import bits, mean_square
 from torch import nn
 
 import looplib as ll
@@ -42,7 +42,7 @@ def train(state, step, environment, count):
 def run():
     torch.manual_seed(0)
     model, optimizer = nn.Linear(4, 1), ll.optimizer(torch.optim.SGD, lr=0.01)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer)
     environment = Environment()
     return ll.init_state(model, optimizer, extra=ll.checkpoint.capture(environment=environment)), step, environment
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from problem import adamw
 from ranks import launch
-from shared import bits, file_size_limit
+from shared import bits, file_size_limit, mean_square
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,9 +82,7 @@ def same_trees(one, other):
 
 def trained(model, optimizer, steps=3):
     """After some donated steps, each rank on its own rows."""
-    step = ll.make_train_step(
-        ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=True
-    )
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=True)
     state = ll.init_state(model, optimizer)
     for number in range(steps):
         generator = torch.Generator().manual_seed(10 * number + distributed.get_rank())
@@ -125,7 +124,7 @@ def weights_go_out(folder):
     assert equal(offloaded, expected) if first else offloaded == {}
 
     # Files after training, and of whole tensors
-    state = trained(model, ll.optimizer(torch.optim.AdamW, lr=0.1))
+    state = trained(model, adamw(0.1))
     for name, given_model, given_state in (
         ("trained", model, state), ("whole", DistributedDataParallel(net()), ll.init_state(net())),
     ):  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from files import manifest_of
+from shared import mean_square
 from torch import nn
 
 import looplib as ll
@@ -102,13 +103,18 @@ def test_what_the_user_describes_is_compared(tmp_path):
     assert resumed(tmp_path, started()) == []
 
 
-def stepped(state, donate=False):
-    grad_fn = ll.make_grad_fn(nn.Linear(3, 2), lambda model, x: model(x).square().mean())
-    return ll.make_train_step(grad_fn, adamw(), donate=donate)(state, torch.ones(4, 3))[0]
+def step_of(lr=0.1, donate=False):
+    return ll.make_train_step(ll.make_grad_fn(nn.Linear(3, 2), mean_square), adamw(lr=lr), donate=donate)
+
+
+def donated_steps(state):
+    for _ in range(2):
+        state, _ = step_of(donate=True)(state, torch.ones(4, 3))
+    return state
 
 
 PATHS = {
-    "donated steps": lambda state: stepped(stepped(state, donate=True), donate=True),
+    "donated steps": donated_steps,
     "replace": lambda state: state.replace(step=1, extra={"note": 1}, opt_state=state.opt_state),
     "bind": lambda state: ll.bind(nn.Linear(3, 2), state),
     "stack": lambda state: ll.transforms.stack_states([state, state]),
@@ -152,10 +158,7 @@ def trained(folder, epochs, loader, *, lr=0.1, loaders=None, describe=None):
         while state.epoch < epochs:
             used = [loader] if loaders is None else loaders(state)
             for batch in zip(*(each(state) for each in used), strict=True):
-                step = ll.make_train_step(
-                    ll.make_grad_fn(nn.Linear(3, 2), lambda model, x: model(x).square().mean()), adamw(lr=lr)
-                )
-                state, _ = step(state, torch.cat(batch))
+                state, _ = step_of(lr)(state, torch.cat(batch))
             ckpt.save(state)
         states.append(state)
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from plain_loader import Augmented, AugmentedStream, Counting, as_rank, at, batches_of, quiet, samples_of
+from shared import SGD, assert_each_refused
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -106,9 +107,7 @@ ORDERS = [
 
 
 def test_what_no_loader_and_no_order_can_be_made_of_is_refused_by_name():
-    for make, kind, names in ORDERS:
-        with pytest.raises(kind, match=names):
-            make()
+    assert_each_refused(*ORDERS)
     for dataset, options, kind, names in ARGUMENTS:
         with pytest.raises(kind, match=names):
             make_loader(dataset, **options)
@@ -165,7 +164,7 @@ def test_states_that_are_not_this_loaders():
     longer = make_loader(range(9), batch_size=1, order=ll.data.sampler(lambda epoch, generator: range(3 + epoch)))
     assert len(batches_of(longer, 2)) == 5
     assert len(list(stream(end_epoch(at(batch=3))))) == 3
-    for use, kind, names in (
+    assert_each_refused(
         (
             lambda: loader(at(epoch_length=5)),
             ValueError,
@@ -184,9 +183,7 @@ def test_states_that_are_not_this_loaders():
         (lambda: list(stream(at(epoch_length=4))), ValueError, "after 3 batches, but state.epoch_length is 4"),
         (lambda: len(stream), TypeError, r"stream \(AugmentedStream\) has no length; .*end_epoch"),
         (lambda: batches_of(make_loader(AugmentedStream(0), batch_size=2)), ValueError, "no batch in epoch 0"),
-    ):
-        with pytest.raises(kind, match=names):
-            use()
+    )
 
 
 def test_a_batch_that_cannot_be_divided_is_refused():
@@ -240,8 +237,8 @@ def every_other(epoch, generator):
 
 
 def test_a_forgotten_epoch_length_is_said_at_the_first_call_and_no_other_is_asked_for():
-    model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
-    forgotten, known = ll.init_state(model, optimizer), ll.init_state(model, optimizer, epoch_length=5)
+    model = torch.nn.Linear(1, 1)
+    forgotten, known = ll.init_state(model, SGD), ll.init_state(model, SGD, epoch_length=5)
     theirs = DataLoader(range(10), batch_size=2, sampler=torch.utils.data.SubsetRandomSampler(range(10)))
     for dataset, options in (
         (range(10), TWO),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import both_states, both_steps
+from shared import assert_each_refused, both_states, both_steps, mean_square
 from shared import classify as loss_fn
 from sklearn.datasets import load_digits
 from torch import nn
@@ -145,7 +145,7 @@ def test_a_wrapped_module_is_replayed_on_its_own_tensors(one_process):
 def test_a_skipped_batch_is_had_again_and_the_one_after_it_at_the_same_step(donate):
     model = nn.Linear(1, 1)
     optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.1), max_consecutive=3)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = ll.make_grad_fn(model, mean_square)
     step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     data = torch.arange(8.0).reshape(8, 1)
     data[4] = math.nan
@@ -172,7 +172,7 @@ def test_a_step_that_makes_two_updates_of_a_batch_is_replayed_where_the_batch_be
 def test_what_cannot_be_is_refused():
     c = Case()
     later = c.state.replace(step=6)
-    for call, error, named in (
+    assert_each_refused(
         (lambda: replay(c.step, {8: later, 6: later}, c.loader, 5), ValueError, "step 5.*6, 8"),
         (lambda: replay(c.step, {}, c.loader, 5), ValueError, "steps given: none"),
         (
@@ -189,9 +189,7 @@ def test_what_cannot_be_is_refused():
         (lambda: first_difference({0: c.state}, {3: c.state, 5: c.state}), ValueError, "0 to 0.* 3 to 5"),
         (lambda: first_difference({0: c.state}, {}), ValueError, "none"),
         (lambda: worst_samples(c.grad_fn, c.state, torch.ones(4, 64), [1, 2]), ValueError, "2.*4"),
-    ):
-        with pytest.raises(error, match=named):
-            call()
+    )
 
 
 @both_states
@@ -436,7 +434,7 @@ def test_rows_are_ranked_by_their_own_gradients(count, seed):
 
 def test_rows_have_no_gradients_of_their_own_with_batch_norm_in_training_mode():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    loss, x = lambda model, x: model(x).square().mean(), torch.randn(4, 3)
+    loss, x = mean_square, torch.randn(4, 3)
     with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\) would normalise each sample by the others"):
         worst_samples(ll.clip_by_global_norm(ll.make_grad_fn(model, loss), math.inf), ll.init_state(model), x)
     model[1].eval()
@@ -445,7 +443,7 @@ def test_rows_have_no_gradients_of_their_own_with_batch_norm_in_training_mode():
 
 def test_rows_that_are_not_finite_come_first_and_indices_must_fit():
     model = nn.Linear(1, 1, bias=False)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = ll.make_grad_fn(model, mean_square)
     batch = torch.tensor([[1.0], [math.nan], [3.0], [math.inf]])
     found = worst_samples(grad_fn, ll.init_state(model), batch, [10, 11, 12, 13])
     assert [row.index for row in found] == [11, 13, 12, 10]

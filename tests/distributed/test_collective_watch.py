@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import launch
+from shared import SGD, mean_square
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
@@ -21,13 +22,10 @@ def parts(norm=False):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), *[torch.nn.BatchNorm1d(2)] * norm)
     model = DistributedDataParallel(model)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.make_train_step(
-        ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=True
-    )
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD, donate=True)
     eval_step = ll.make_eval_step(model, lambda model, x: {"loss": model(x).square().mean()})
     predict_step = ll.make_predict_step(model, lambda model, x: model(x))
-    return step, eval_step, predict_step, ll.init_state(model, optimizer)
+    return step, eval_step, predict_step, ll.init_state(model, SGD)
 
 
 def calls(folder, steps=0):

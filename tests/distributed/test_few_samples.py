@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from problem import adamw
 from ranks import launch
+from shared import SGD, mean_square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,7 +47,7 @@ def train(engine, norm=False):
     grad_fn = grad_fn if norm else ll.accumulate(grad_fn, 2)
     if engine == "reduce":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+    optimizer = adamw()
     step = ll.make_train_step(grad_fn, optimizer, donate=engine != "reduce")
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
     log = []
@@ -105,9 +107,8 @@ def microbatches_of_unequal_number():
     with ll.distributed.setup():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-        grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
-        step, state = ll.make_train_step(grad_fn, optimizer, donate=True), ll.init_state(model, optimizer)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_square))
+        step, state = ll.make_train_step(grad_fn, SGD, donate=True), ll.init_state(model, SGD)
         own = torch.randn(8, 3).split(4)[: ll.distributed.rank() + 1]
         state, _ = step(state, own)
         assert state.buffers["1.num_batches_tracked"] == len(own)

@@ -5,7 +5,9 @@ from unittest import mock
 import pytest
 import schedulefree
 import torch
+from problem import adamw
 from ranks import launch
+from shared import SGD
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +36,7 @@ def batches(part=slice(None), dtype=torch.float32):
 
 
 def muon():
-    parts = {"muon": ll.optimizer(torch.optim.Muon, lr=0.02), "rest": ll.optimizer(torch.optim.AdamW, lr=0.01)}
+    parts = {"muon": ll.optimizer(torch.optim.Muon, lr=0.02), "rest": adamw(0.01)}
     return ll.optim.partition(parts, lambda name, tensor: "muon" if tensor.ndim == 2 else "rest")
 
 
@@ -138,11 +140,10 @@ def few_bits_on_two_ranks(folder):
 def offloaded_on_two_ranks():
     with ll.distributed.setup():
         data = batches(slice(4 * ll.distributed.rank(), 4 * ll.distributed.rank() + 4))
-        sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
         for wrap in (DistributedDataParallel, sharded):
-            expected = local(run(wrap(make()), data, sgd).params)
+            expected = local(run(wrap(make()), data, SGD).params)
             for choice in (nn.Linear, nn.Sequential):
-                assert state_is(run(wrap(make()), data, sgd, ll.losses.offload(loss_fn, choice)), expected)
+                assert state_is(run(wrap(make()), data, SGD, ll.losses.offload(loss_fn, choice)), expected)
 
 
 def test_optimizers_on_shards_are_those_of_one_process_or_refused(tmp_path):

@@ -5,7 +5,9 @@ import warnings
 
 import pytest
 import torch
+from problem import adamw
 from ranks import launch
+from shared import SGD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -110,7 +112,7 @@ def train(kind, donate):
     expected, average, log = by_hand()
     model = parallel(made(), kind)
     grad_fn = ll.make_grad_fn(model, with_total)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+    optimizer = adamw()
     grad_fn = ll.accumulate(grad_fn, microbatches=2)
     if kind == "replicas":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
@@ -153,7 +155,7 @@ def test_pure_steps_of_a_sequence_parallel_model():
 def gradients_by_hand():
     with ll.distributed.setup():
         model = parallel(made(), "sequence")
-        optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+        optimizer = adamw()
         state = ll.init_state(model, optimizer)
         name, mesh = "norm.weight", state.params["norm.weight"].device_mesh
         grads = {name: DTensor.from_local(torch.ones(WIDTH).double(), mesh, [Partial()])}
@@ -167,12 +169,12 @@ def test_partial_sums_as_gradients_are_refused_by_name():
 
 def forgotten():
     with ll.distributed.setup():
-        model, optimizer = parallel(made(), "sharded"), ll.optimizer(torch.optim.SGD, lr=0.1)
-        state, warned = ll.init_state(model, optimizer), []
+        model = parallel(made(), "sharded")
+        state, warned = ll.init_state(model, SGD), []
         for forget in False, True:
             if forget:
                 ll.distributed.set_data_parallel_group(None)
-            train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+            train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=True)
             with warnings.catch_warnings(record=True) as caught:
                 state, _ = train_step(state, batches()[0])
             warned.append([w for w in caught if "embed.weight is sharded along 2 dimensions" in str(w.message)])
@@ -187,9 +189,8 @@ def test_ranks_of_one_model_that_read_different_samples_are_warned_of():
 def traced():
     with ll.distributed.setup():
         model = parallel(made(), "sequence")
-        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-        state, tokens = ll.init_state(model, optimizer), batches()[0]
-        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+        state, tokens = ll.init_state(model, SGD), batches()[0]
+        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
         eval_step = ll.make_eval_step(model, lambda model, tokens: {"loss": loss_fn(model, tokens)})
         graphs = [ll.compile_step(step, backend="eager") for step in (train_step, eval_step)]
         for step in ll.transforms.differentiable(train_step), ll.compile_step(train_step), *graphs:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import both_steps
+from problem import adamw
+from shared import both_steps, mean_square
 from torch import nn
 
 import looplib as ll
@@ -14,7 +15,7 @@ from looplib.evaluation import measure
 def parts():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    optimizer = adamw(0.1)
     return model, optimizer, ll.init_state(model, optimizer)
 
 
@@ -63,9 +64,7 @@ def test_the_first_batches_rates_and_a_bar_that_goes_away(capfd):
 def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with_none(donate):
     def run(evaluated):
         model, optimizer, state = parts()
-        step = ll.make_train_step(
-            ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=donate
-        )
+        step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=donate)
 
         def noisy(model, x):  # a metric that draws, writes into a buffer, and changes the mode
             torch.rand(3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from problem import adamw
 from ranks import launch
-from shared import bits, both_steps
+from shared import assert_each_refused, bits, both_steps
 from shared import mean_square as loss_fn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -262,13 +262,11 @@ def test_the_slow_rank_and_its_part_are_named():
 
 def test_what_cannot_be_metered_is_refused():
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(net(2, 1), loss_fn), 1.0)
-    for use, error, named in (
+    assert_each_refused(
         (lambda: step_timer().data(lambda state: []), TypeError, r"function.*step_timer.data\(loader\(state\)\)"),
         (lambda: step_timer().grad_fn(nn.Linear(1, 1)), TypeError, "step_timer.grad_fn.*Linear"),
         (lambda: step_timer().loss_fn(adamw()), TypeError, "step_timer.loss_fn got an Optimizer"),
         (lambda: ll.log.slowest_rank({"train/data_seconds": 1.0}), ValueError, r"without a prefix.*\[\]"),
         (lambda: step_timer().optimizer(nn.Linear(1, 1)), TypeError, "step_timer.optimizer.*Linear.*ll.optimizer"),
         (lambda: ll.accumulate(step_timer().grad_fn(clipped), 2), ValueError, "clip_by_global_norm.*accumulate"),
-    ):
-        with pytest.raises(error, match=named):
-            use()
+    )

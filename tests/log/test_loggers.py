@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import COUNTS, STATE, at
+from shared import COUNTS, STATE, assert_each_refused, at
 
 import looplib as ll
 from looplib.log import console, every_rank, jsonl, only, read_columns, read_jsonl, record, rename, tee
@@ -222,16 +222,14 @@ def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_l
 
 def test_other_mistakes_are_named(tmp_path):
     path = tmp_path / "log.jsonl"
-    for call, error, named in (
+    assert_each_refused(
         (lambda: read_jsonl(path), FileNotFoundError, "log.jsonl"),
         (lambda: read_columns(path), FileNotFoundError, "log.jsonl"),
         (lambda: tee(console(), [console()]), TypeError, r"tee got a list.*ll.tee\(\*loggers\)"),
         (lambda: only(console(), "loss"), TypeError, r"'loss'.*\['loss'\]"),
         (lambda: every_rank(tee(console())), TypeError, r"tee\(.*\) writes in each process"),
         (lambda: rename(console(), lambda name: name[-1])(STATE, {"a/x": 1, "b/x": 2}), ValueError, "a/x.*b/x.*'x'"),
-    ):
-        with pytest.raises(error, match=named):
-            call()
+    )
 
 
 def test_reprs_read_as_the_code_that_made_them(tmp_path):

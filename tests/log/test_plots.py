@@ -12,6 +12,7 @@ import matplotlib.image
 import pytest
 import torch
 from matplotlib.figure import Figure
+from shared import assert_each_refused
 
 import looplib as ll
 from looplib.log import live_plot, plot
@@ -132,7 +133,7 @@ def test_a_plot_is_saved_and_shown_without_pyplot(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_drawn_is_refused():
-    for draw, error, named in (
+    assert_each_refused(
         (lambda: plot(rows_of(), "acc"), ValueError, "'acc'.*train/loss, lr, eval/loss, eval/auc"),
         (
             lambda: plot({"a": [], "b": [{"step": 1, "note": "text"}]}),
@@ -143,9 +144,7 @@ def test_what_cannot_be_drawn_is_refused():
         (lambda: plot(["a.jsonl", "b.jsonl"]), TypeError, "dict by label"),
         (lambda: plot("none.jsonl"), FileNotFoundError, "none.jsonl"),
         (live_plot, RuntimeError, "no notebook.*path="),
-    ):
-        with pytest.raises(error, match=named):
-            draw()
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from shared import assert_each_refused
 from tqdm import tqdm
 
 from looplib.log import console, progress
@@ -168,14 +169,12 @@ def test_a_run_that_is_resumed_stopped_or_goes_back_keeps_its_place(stream):
 
 
 def test_what_is_refused():
-    for use, error, named in (
+    assert_each_refused(
         (lambda: progress([1]), TypeError, r"list.*ll.progress\(loader, epochs=10\)"),
         (lambda: progress(iter, epochs=0.5), ValueError, "epochs.* 0.5"),
         (lambda: progress(iter).show(0.5), TypeError, "float.*metrics"),
         (lambda: list(progress(lambda state: [1], colr="red")(at())), KeyError, "colr"),
-    ):
-        with pytest.raises(error, match=named):
-            use()
+    )
 
 
 @pytest.mark.parametrize("where", ["loop", "batches"])

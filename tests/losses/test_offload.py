@@ -4,7 +4,7 @@ import pytest
 import torch
 from far.device import far
 from far.test_cases import bits
-from shared import both_steps
+from shared import SGD, both_steps
 from test_recompute import CHOICES, batch, loss_fn, run
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -88,13 +88,13 @@ def test_a_saved_tensor_that_changes_is_refused_or_was_copied_before(device):
 
 def test_in_a_graph_it_has_no_effect(monkeypatch):
     def step(loss):
-        step = ll.make_train_step(ll.make_grad_fn(model, loss), sgd)
-        return ll.compile_step(step, backend="eager")(ll.init_state(model, sgd), batch("cpu"))[0].params
+        step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD)
+        return ll.compile_step(step, backend="eager")(ll.init_state(model, SGD), batch("cpu"))[0].params
 
     def hooked(*hooks):
         raise AssertionError("no hook in a graph")
 
-    model, sgd = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     expected = bits(step(loss_fn))
     monkeypatch.setattr("torch.autograd.graph.saved_tensors_hooks.__init__", hooked)
     assert bits(step(offload(loss_fn, nn.Linear))) == expected

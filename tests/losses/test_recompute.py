@@ -3,7 +3,7 @@
 import pytest
 import torch
 from far.test_cases import bits
-from shared import both_steps
+from shared import SGD, both_steps
 from shared import mean_square as loss_fn
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -66,9 +66,8 @@ def batch(device="cpu"):
 
 def run(loss, microbatches, donate, bound=True, device="cpu"):
     model, losses = Stack().to(device), []
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.accumulate(ll.make_grad_fn(model, loss), microbatches)
-    step, state = ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
+    step, state = ll.make_train_step(grad_fn, SGD, donate=donate), ll.init_state(model, SGD)
     state = state if bound else ll.copy_state(state)
     for _ in range(3):
         state, metrics = step(state, batch(device))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shared import SGD
 from torch import nn
 from torch.nn.functional import softplus
 
@@ -77,7 +78,7 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
     def restricted(model, batch):
         return ll.losses.restrict_grad(tiny(model, batch), model.parameters())
 
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    optimizer = ll.optim.dynamic_loss_scale(SGD)
     state, batch = ll.init_state(model, optimizer), [part.float() for part in batches(1)[0]]
 
     def grads(loss_fn):
@@ -90,9 +91,9 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
 
 
 def test_meta_gradients_pass_through_the_restricted_losses():
-    model, sgd = net(), ll.optimizer(torch.optim.SGD, lr=0.1)
-    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, both), sgd))
-    state, batch = ll.init_state(model, sgd), batches(1)[0]
+    model = net()
+    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, both), SGD))
+    state, batch = ll.init_state(model, SGD), batches(1)[0]
 
     def after_two_steps(bias):
         now = state.replace(params={**state.params, "critic.bias": bias})

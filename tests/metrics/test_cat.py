@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from shared import SGD
 from torch import nn
 
 import looplib as ll
@@ -47,12 +48,12 @@ def raw_run(count):
 @pytest.mark.every_case
 @pytest.mark.parametrize("how", ["pure", "donated", "accumulated", "graph"])
 def test_a_hidden_state_is_carried_as_in_a_raw_loop(how):
-    model, optimizer = Reader().double(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = Reader().double()
     grad_fn = ll.make_grad_fn(model, loss_fn)
     grad_fn = ll.accumulate(grad_fn, 4) if how == "accumulated" else grad_fn
-    step = ll.make_train_step(grad_fn, optimizer, donate=how == "donated")
+    step = ll.make_train_step(grad_fn, SGD, donate=how == "donated")
     step = ll.compile_step(step, backend="eager") if how == "graph" else step
-    state, hidden = ll.init_state(model, optimizer), torch.zeros(6, 1, 4, dtype=torch.float64)
+    state, hidden = ll.init_state(model, SGD), torch.zeros(6, 1, 4, dtype=torch.float64)
     for x in chunks(5):
         state, metrics = step(state, (x, hidden))
         hidden = metrics["hidden"].compute().transpose(0, 1)
@@ -86,7 +87,7 @@ class Largest:
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_users_own_record_holds_no_graph_and_no_memory_that_a_later_step_writes(donate):
-    model, optimizer = nn.Linear(3, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    model = nn.Linear(3, 1)
     activations = []
 
     def loss_fn(model, x):
@@ -94,8 +95,8 @@ def test_a_users_own_record_holds_no_graph_and_no_memory_that_a_later_step_write
         activations.append(weakref.ref(inner))
         return model(x).mean(), {"largest": Largest(inner.max()), "weight": Largest(model.weight)}
 
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-    state, before = ll.init_state(model, optimizer), model.weight.detach().clone()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=donate)
+    state, before = ll.init_state(model, SGD), model.weight.detach().clone()
     state, metrics = step(state, torch.ones(4, 3))
     gc.collect()
     assert metrics["largest"].value.grad_fn is None

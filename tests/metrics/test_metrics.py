@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import assert_each_refused
 
 import looplib as ll
 
@@ -95,7 +96,7 @@ def scores(texts):
 
 def test_what_is_no_metric_and_other_names_are_refused():
     one, stack = {"a": ll.Mean(1.0)}, ll.Mean(torch.ones(3), 2)
-    for call, error, named in (
+    assert_each_refused(
         (lambda: ll.compute({"logits": torch.zeros(3)}), TypeError, "'logits' is a Tensor"),
         (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
         (lambda: ll.Window().metrics(), ValueError, "window is empty"),
@@ -108,9 +109,7 @@ def test_what_is_no_metric_and_other_names_are_refused():
         (lambda: ll.compute({"loss": stack}), ValueError, r"'loss' .*\(3,\).*compute_members.* weight"),
         (lambda: float(stack), ValueError, r"\(3,\).*compute_members.* weight"),
         (lambda: f"{stack:.3f}", ValueError, r"\(3,\).*compute_members"),
-    ):
-        with pytest.raises(error, match=named):
-            call()
+    )
     for use in (
         lambda m: m < 1.0,
         lambda m: 0 + m,

@@ -8,6 +8,7 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import assert_each_refused
 from torch import nn
 from torchmetrics import aggregation, classification, regression, retrieval, text, wrappers
 from torchmetrics.image.fid import FrechetInceptionDistance
@@ -175,14 +176,12 @@ def test_errors_say_what_to_give_and_leave_the_metric_whole():
         aggregation.MaxMetric,
         slices,
     )
-    for call, error, named in (
+    assert_each_refused(
         (lambda: metric.of(torch.tensor([0, 1]), torch.tensor([0])), ValueError, "same shape"),
         (lambda: ll.compute({"score": record}), ValueError, r"'score'.*\(3,\).*Reading"),
         (lambda: ll.compute({"score": metric.merge(metric)}), ValueError, "MulticlassAccuracy"),
         *((lambda other=other: ll.metrics.torchmetric(other), TypeError, "Corpus") for other in unmerged),
-    ):
-        with pytest.raises(error, match=named):
-            call()
+    )
     of_one = ll.metrics.Reading(record, lambda record: record.value()[1])
     assert ll.compute({"of_one": of_one}) == {"of_one": 0.5}
 

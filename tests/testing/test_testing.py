@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from shared import bits, both_states, both_steps
+from shared import SGD, bits, both_states, both_steps, mean_square
 from shared import classify as mean_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -587,11 +587,11 @@ def test_ranks_that_reduce_train_as_one_process():
 
 
 def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step():
-    model, sgd = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), ll.optimizer(torch.optim.SGD, lr=0.1)
-    state, batches = ll.init_state(model, sgd), torch.randn(3, 5, 3)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    state, batches = ll.init_state(model, SGD), torch.randn(3, 5, 3)
+    grad_fn = ll.make_grad_fn(model, mean_square)
     before = bits(state)
-    testing.assert_donated_equals_pure(grad_fn, sgd, state, batches)
+    testing.assert_donated_equals_pure(grad_fn, SGD, state, batches)
     assert bits(state) == before
 
     last = []
@@ -606,11 +606,11 @@ def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step
     with pytest.raises(
         AssertionError, match=r"after step \d, a donated step differs from a pure one(.|\n)*tensor.clone"
     ):
-        testing.assert_donated_equals_pure(pulled, sgd, state, batches)
+        testing.assert_donated_equals_pure(pulled, SGD, state, batches)
 
     def watched(state, batch, request=WHOLE):
         out = grad_fn(state, batch, request)
         return out._replace(metrics={**out.metrics, "mean": ll.Mean(out.buffers["1.num_batches_tracked"])})
 
     with pytest.raises(AssertionError, match="have changed since"):
-        testing.assert_donated_equals_pure(watched, sgd, state, batches)
+        testing.assert_donated_equals_pure(watched, SGD, state, batches)
