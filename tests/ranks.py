@@ -10,8 +10,11 @@ import time
 import traceback
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, get_world_size
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.nn.parallel import DistributedDataParallel
 
 # Ranks are forked from one process that has imported all this. With torchrun each would take seconds to import it.
 multiprocessing.set_forkserver_preload(
@@ -84,3 +87,15 @@ def run_script(path, *arguments):
     """For `launch`: a script as Python runs it."""
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
+
+
+def in_engine(model, engine, **options_of_ddp):
+    """The model in DDP or in FSDP2, over all ranks, or as it is."""
+    if engine == "ddp":
+        return DistributedDataParallel(model, **options_of_ddp)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (get_world_size(),))) if engine == "fsdp" else model
+
+
+def whole(tensors):
+    """The tensors of a dict, those of FSDP2 and of tensor parallelism gathered from all ranks."""
+    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in tensors.items()}

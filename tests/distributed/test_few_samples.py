@@ -3,12 +3,9 @@
 import pytest
 import torch
 from problem import adamw
-from ranks import launch
+from ranks import in_engine, launch, whole
 from shared import SGD, mean_square
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 
@@ -32,9 +29,7 @@ def parallel(engine, norm=False):
     # Of a single sample, batch norm takes statistics over a second dimension.
     normed = nn.Sequential(nn.Unflatten(1, (4, 3)), nn.BatchNorm1d(4), nn.Flatten())
     model = nn.Sequential(nn.Linear(3, 12), normed if norm else nn.Tanh(), nn.Linear(12, 3)).double()
-    if engine == "ddp":
-        return DistributedDataParallel(model, broadcast_buffers=False)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if engine == "fsdp" else model
+    return in_engine(model, engine, broadcast_buffers=False)
 
 
 def train(engine, norm=False):
@@ -56,8 +51,7 @@ def train(engine, norm=False):
             state, metrics = step(state, batch)
             log.append({**ll.compute(ll.distributed.reduce(metrics)), "samples": state.samples, "step": state.step})
     assert (state.samples, state.step) == (27, 9)
-    weights = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in state.params.items()}
-    return log, weights, state.buffers
+    return log, whole(state.params), state.buffers
 
 
 def as_one_process():
@@ -105,8 +99,7 @@ def test_a_rank_may_begin_with_an_empty_microbatch():
 
 def microbatches_of_unequal_number():
     with ll.distributed.setup():
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model = in_engine(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), "fsdp")
         grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_square))
         step, state = ll.make_train_step(grad_fn, SGD, donate=True), ll.init_state(model, SGD)
         own = torch.randn(8, 3).split(4)[: ll.distributed.rank() + 1]

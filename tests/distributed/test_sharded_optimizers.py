@@ -6,7 +6,7 @@ import pytest
 import schedulefree
 import torch
 from problem import adamw
-from ranks import launch
+from ranks import launch, whole
 from shared import SGD
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -108,8 +108,7 @@ def optimizers_on_two_ranks(folder):
                 one = make(torch.double)
                 alone = raw_loop(one, batches(dtype=torch.double), raw([*one.parameters()]))
                 found = run(sharded(make(torch.double)), batches(part, torch.double), ours()).params
-            whole = {name: tensor.full_tensor() for name, tensor in found.items()}
-            torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(whole(found), alone, rtol=1e-9, atol=1e-12)
 
 
 def few_bits_on_two_ranks(folder):
@@ -129,8 +128,7 @@ def few_bits_on_two_ranks(folder):
             assert type(raw.state[model[0].weight]["exp_avg"].to_local()).__name__.startswith("OptimState")
             state = continued_and_resumed(data, ours, f"{folder}/{cls.__name__}")
             assert state_is(state, expected)
-            whole = {name: tensor.full_tensor() for name, tensor in state.params.items()}
-            torch.testing.assert_close(whole, alone, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(whole(state.params), alone, rtol=1e-3, atol=1e-4)
 
             odd = nn.Sequential(nn.Linear(2048, 5), nn.Tanh(), nn.Linear(5, 1))
             with pytest.raises(TypeError, match=rf"{cls.__name__} keeps for 0.weight.*\(5, 2048\).*DistributedData"):

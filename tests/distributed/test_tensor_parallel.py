@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from problem import adamw
-from ranks import launch
+from ranks import launch, whole
 from shared import SGD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,10 +102,6 @@ def parallel(model, kind):
     if kind == "sharded":
         fully_shard(model, mesh=mesh["data"])
     return model
-
-
-def whole(tree):
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tree.items()}
 
 
 def train(kind, donate):

@@ -4,12 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import launch
+from ranks import in_engine, launch, whole
 from shared import mean_square as loss_fn
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 
@@ -48,10 +45,7 @@ def deaf(grad_fn):
 
 def model_in(engine):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    if engine == "ddp":
-        return DistributedDataParallel(model)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if engine == "fsdp" else model
+    return in_engine(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), engine)
 
 
 def samples():
@@ -64,7 +58,7 @@ def gradients(engine, wrap):
     grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
     request = ll.types.GradRequest(donate=engine is not None)
     out = grad_fn(ll.init_state(model), samples().tensor_split(2)[ll.distributed.rank()], request)
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in out.grads.items()}
+    return whole(out.grads)
 
 
 refused = partial(pytest.raises, (RuntimeError, TypeError))
@@ -74,20 +68,20 @@ def on_two_ranks():
     with ll.distributed.setup():
         raw = model_in(None)
         loss_fn(raw, samples()).backward()
-        whole = {name: parameter.grad for name, parameter in raw.named_parameters()}
+        expected = {name: parameter.grad for name, parameter in raw.named_parameters()}
         for engine in ("ddp", "fsdp"):
             for name, wrap in {"halved": halved, "halved_in_place": halved_in_place}.items():
                 with refused(match=f"accumulate calls {name} for each microbatch"):
                     gradients(engine, lambda g, wrap=wrap: ll.accumulate(wrap(g), 2))
                 found = gradients(engine, lambda g, wrap=wrap: wrap(ll.accumulate(g, 2)))
-                torch.testing.assert_close(found, {key: grad / 2 for key, grad in whole.items()})
+                torch.testing.assert_close(found, {key: grad / 2 for key, grad in expected.items()})
             around = gradients(engine, lambda g: counted(ll.grads.map_batch(ll.accumulate(g, 2), lambda state, x: x)))
-            torch.testing.assert_close(around, whole)
+            torch.testing.assert_close(around, expected)
             # Otherwise a rank with fewer microbatches would leave the others waiting in FSDP2's passes.
             with refused(match="accumulate calls accumulate for each microbatch"):
                 gradients(engine, lambda g: ll.accumulate(ll.accumulate(g, 1), 1 + ll.distributed.rank()))
         found = gradients(None, lambda g: ll.grads.reduce_gradients(ll.accumulate(halved(g), 2)))
-        torch.testing.assert_close(found, {key: grad / 2 for key, grad in whole.items()})
+        torch.testing.assert_close(found, {key: grad / 2 for key, grad in expected.items()})
         with refused(match="reduce_gradients got gradients without the weight"):
             gradients(None, lambda g: ll.grads.reduce_gradients(deaf(g)))
 

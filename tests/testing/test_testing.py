@@ -8,11 +8,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from ranks import in_engine
 from shared import SGD, bits, both_states, both_steps, mean_square
 from shared import classify as mean_loss
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import looplib as ll
@@ -538,9 +537,7 @@ def test_what_cannot_be_checked_is_refused():
 
 def begin():
     torch.manual_seed(0)
-    model = Tagger().double()
-    if ll.distributed.launched():
-        fully_shard(model, mesh=init_device_mesh("cpu", (ll.distributed.world_size(),)))
+    model = in_engine(Tagger().double(), "fsdp" if ll.distributed.launched() else None)
     grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, token_loss), 1.0)
     optimizer = adamw()
     batch = tokens(24)
