@@ -106,11 +106,6 @@ def both(device, **options):
     return [train(device, donate=donate, **options) for donate in (False, True)]
 
 
-def per_sample(device, wrap):
-    model, state = started(device, make=plain)
-    return wrap(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(state, data(device))
-
-
 def scores(device):
     generator = torch.Generator().manual_seed(3)
     score = torch.rand(32, generator=generator)
@@ -288,18 +283,12 @@ def _(device):
 # Methods.
 
 
-@case("contrib.make_per_sample_grad_fn")
+@case("contrib.make_per_sample_grad_fn", "contrib.clip_per_sample", "contrib.add_noise")
 def _(device):
-    return per_sample(device, lambda grad_fn: grad_fn)
-
-
-@case("contrib.clip_per_sample", "contrib.add_noise")
-def _(device):
-    def private(grad_fn):
-        clipped = ll.accumulate(ll.contrib.clip_per_sample(grad_fn, max_norm=0.5), size=16)
-        return ll.contrib.add_noise(clipped, max_norm=0.5, noise_multiplier=1.1)
-
-    return per_sample(device, private)
+    model, state = started(device, make=plain)
+    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), max_norm=0.5)
+    grad_fn = ll.contrib.add_noise(ll.accumulate(grad_fn, size=16), max_norm=0.5, noise_multiplier=1.1)
+    return grad_fn(state, data(device))
 
 
 @case("contrib.make_contrastive_grad_fn")

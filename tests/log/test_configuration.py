@@ -64,17 +64,6 @@ def test_settings_given_by_name_leave_them_out_too():
     assert (found["password"], found["log"]) == ("***", "console()")
 
 
-def test_a_checkpoint_leaves_them_out_too(tmp_path):
-    state = ll.copy_state(ll.init_state(torch.nn.Linear(1, 1)))
-    ckpt = ll.checkpoint_io(tmp_path, describe=settings_of())
-    path = ckpt.save(state)
-    assert SECRET not in (path / "manifest.json").read_text()
-    assert HEX in (path / "manifest.json").read_text()
-    ckpt.restore(state)  # the same settings: no warning
-    with pytest.warns(UserWarning, match="lr was 0.1, is 0.2"):
-        ll.checkpoint_io(tmp_path, describe=settings_of() | {"lr": 0.2, "hf_token": "new"}).restore(state)
-
-
 def test_nothing_has_to_be_listed(tmp_path):
     model = torch.nn.Linear(2, 1)
     model.config = types.SimpleNamespace(hidden=2, labels={n: str(n) for n in range(1000)})
