@@ -53,23 +53,6 @@ def test_a_read_by_the_host_is_counted_with_its_line(read):
     assert "lambda x: " in reads[0].line
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda x: x * 2 + 1,
-        lambda x: torch._foreach_norm([x, x]),
-        lambda x: x.to("far:1").to("far:0"),
-        lambda x: torch.tensor([1.0, 2.0], device=x.device),
-        lambda x: torch.zeros(3).to("far", non_blocking=True),
-    ],
-)
-def test_computing_reads_nothing(compute):
-    x = ones()
-    with host_reads() as reads:
-        compute(x)
-    assert reads == []
-
-
 def test_a_non_blocking_copy_waits_for_its_stream():
     x, pinned = ones(), torch.zeros(3).pin_memory()
     side, done = torch.Stream("far"), torch.Event("far")
