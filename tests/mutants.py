@@ -166,6 +166,16 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "only the names of what differs are used, which are those of either order",
     ),
     (
+        "looplib/testing/_resume.py",
+        "steps = int(min(6, most) if isinstance(batches, Loader) else most) if steps is None else steps",
+        "the smaller of two numbers is the same in either order",
+    ),
+    (
+        "looplib/transforms/_backends.py",
+        "submit = AsyncCompile.submit if files > 1 else None",
+        "which process compiles a file changes the time alone",
+    ),
+    (
         "looplib/testing/_samples.py",
         "for other in (inputs[:, :1].expand_as(future), future.flip(1), future.roll(1, 0)):",
         "a future like the first one is constant, and so its flip and its roll are like it too",

@@ -110,6 +110,11 @@ def test_a_good_run_passes_every_check_and_is_left_as_it_was(donate, bound):
     step(state, batch)  # which is good still
 
 
+def test_a_donated_step_spends_its_state_and_is_pure():
+    step, state = put_together(mlp(), donate=True)
+    testing.assert_pure(step, state, rows())
+
+
 # a step that is not pure
 
 
@@ -455,6 +460,12 @@ def test_what_does_not_compile_or_compiles_to_something_else_is_named(make, name
     step, state = make(donate)
     with fails(*named):
         testing.assert_compiles(step, state, rows())
+
+
+def test_a_step_that_is_compiled_already_is_refused():
+    step, state = put_together(mlp())
+    with pytest.raises(TypeError, match="assert_compiles got a step of graphs"):
+        testing.assert_compiles(ll.compile_step(step, backend="eager"), state, rows())
 
 
 def test_a_switch_on_the_way_is_allowed_for():

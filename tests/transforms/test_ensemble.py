@@ -323,6 +323,10 @@ def test_members_that_are_chosen_continue_together():
     close(trees(smaller), trees(stack_states([members[2], members[0]])))
 
 
+def test_a_first_state_has_the_first_value_that_is_not_0_at_step_0():
+    assert per_member([0.0, lambda step: 0.1 + step, 0.3])(0) == 0.1
+
+
 # A stack is a state
 
 

@@ -164,3 +164,6 @@ def test_what_is_closed_over_is_watched_and_tensors_are_read(monkeypatch):
     own = 5.0
     with pytest.warns(UserWarning, match="^own changed"):
         steps.agree(2)
+    own = torch.full((), 5.0)
+    with pytest.warns(UserWarning, match="^own changed"):
+        steps.agree(3)

@@ -21,15 +21,16 @@ HELPED = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <{header}>
 static float helper() {{ return {value}f; }}
-extern "C"  void  kernel(float* out_ptr0)
+extern "C"  void  kernel({arguments})
 {{
     out_ptr0[0] = helper();
 }}
 """
 
 
-def kernel(value, header="vector"):
-    return Kernel(["float*"], HELPED.format(value=value, header=header))
+def kernel(value, header="vector", more=()):
+    arguments = ", ".join(["float* out_ptr0", *(f"{argtype} more{number}" for number, argtype in enumerate(more))])
+    return Kernel(["float*", *more], HELPED.format(value=value, header=header, arguments=arguments))
 
 
 def files(monkeypatch):
@@ -49,9 +50,10 @@ def test_kernels_in_one_file_keep_their_own_code(monkeypatch, threads):
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
     compiled = files(monkeypatch)
     values = [1.5, 2.5, 3.5, 4.5, 5.5]
+    kernels = [kernel(value, "array" if value > 3 else "vector", ["const int64_t"] * (value > 5)) for value in values]
     out, results = torch.zeros(1), []
-    for function in load([kernel(value, "array" if value > 3 else "vector") for value in values]):
-        function(out)
+    for value, function in zip(values, load(kernels), strict=True):
+        function(*[out, 3] if value > 5 else [out])
         results.append(out.item())
     assert results == values
     assert len(compiled) == threads
