@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -129,7 +129,7 @@ class _Stacked(Compiler):
     """Programs of one member, mapped over all members of a stack."""
 
     own_batches: bool
-    count: int = 0  # of members of the stack of this step
+    count: int = field(init=False)  # of members of the stack of this step
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         self.count = members_of(state)
