@@ -177,6 +177,15 @@ def test_a_normal_number_that_numpy_keeps_for_the_next_call_is_still_kept(before
         assert got == want[: before + 4]
 
 
+def test_numpys_stream_is_kept_also_if_only_its_kept_normal_number_differs():
+    loader = made(from_torch)
+    for count in (2, 1, 2, 0, 1):
+        np.random.seed(3), np.random.standard_normal(count)
+        state = states_of_streams()
+        read(loader)
+        assert states_of_streams() == state
+
+
 def test_loaders_need_no_numpy(monkeypatch):
     def no_numpy(tensor):
         raise RuntimeError("Numpy is not available")
