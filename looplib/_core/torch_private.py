@@ -83,8 +83,9 @@ def timeout_of(group: Any) -> float:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the time after which a process group gives up a call."""
-    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+    """Set the time after which a process group gives up a call. torch has a public function for it since 2.15."""
+    public = getattr(torch.distributed, "set_timeout", None)
+    (public or torch.distributed.distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def thread_value(key: str) -> Any:
