@@ -17,7 +17,6 @@ SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
-SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import schedulefree
 import torch
 from public import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torchao.optim import AdamW8bit
 
 import looplib as ll
 
@@ -202,6 +204,51 @@ def raw_rest(model):
     return torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=1e-2, fused=True)
 
 
+def raw_few_bits(model):
+    return AdamW8bit(model.parameters(), lr=1e-2)
+
+
+class EachClipped(torch.optim.AdamW):
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            torch.nn.utils.clip_grad_norm_(parameter, 0.1)
+        super().step()
+
+
+def raw_clipped(model):
+    return EachClipped(model.parameters(), lr=1e-2, fused=True)
+
+
+def raw_schedule_free(model):
+    raw = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
+    raw.train()
+    return raw
+
+
+class Averaging(torch.optim.AdamW):
+    """AdamW that trains with the average of diffusers' EMAModel beside it, from the first weights on."""
+
+    def step(self):
+        super().step()
+        self.count = getattr(self, "count", 0) + 1
+        for average, parameter in zip(self.averages, self.param_groups[0]["params"], strict=True):
+            average.lerp_(parameter.detach(), 1 - min(0.9999, 1 - (1 + self.count) ** -0.75))
+
+
+def averaged(names):
+    """True if the averages are those of a raw loop."""
+    made = []
+
+    def averaging(model):
+        made.append(Averaging(model.parameters(), lr=1e-2, fused=True))
+        made[0].averages = [parameter.detach().clone() for parameter in model.parameters()]
+        return made[0]
+
+    same = beside("Keep a moving average of the weights (EMA) 2", names, averaging)
+    found = ll.eval_state(names["optimizer"], names["state"]).params.values()
+    return same and close(dict(enumerate(found)), dict(enumerate(made[0].averages)))
+
+
 def at_their_old_weights(task):
     """The networks after updates by two forward passes, each for one network."""
     start = at_the_start(task, "optimizer = ")
@@ -288,7 +335,13 @@ HOLDS = {
     "Set the learning rate by hand, or by the epoch 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == {"lr": 1e-2 * 0.5**3}
     ),
+    "Keep a moving average of the weights (EMA) 2": averaged,
+    "Train without a schedule (schedule-free) 1": lambda n: beside(
+        "Train without a schedule (schedule-free) 1", n, raw_schedule_free
+    ),
+    f"{BITS} 1": lambda n: beside(f"{BITS} 1", n, raw_few_bits),
     "Keep activations on the host 1": lambda n: beside("Keep activations on the host 1", n, raw_adamw),
+    "Clip gradients 2": lambda n: beside("Clip gradients 2", n, raw_clipped),
     f"{ONE_PASS} 1": lambda n: close(n["state"].params, at_their_old_weights(f"{ONE_PASS} 1")),
     "Give each network a schedule of its own 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == pytest.approx(dict.fromkeys(RATES, 5e-4))

@@ -34,6 +34,15 @@ class TiedTransformer(nn.Module):
         return self.head(checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x))
 
 
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.view(len(x), 2, 8))[0][:, -1])
+
+
 class Temperature(nn.Module):
     """A loss that uses the model for its attributes, and calls it several times."""
 
@@ -94,6 +103,7 @@ CASES = {
     "unused": (unused, classify, vectors),
     "tied_transformer": (TiedTransformer, next_token, tokens),
     "activation_checkpointing": (lambda: TiedTransformer(recompute=True), next_token, tokens),
+    "lstm": (Lstm, classify, vectors),
     "attributes": (Temperature, contrast, vectors),
 }
 

@@ -207,6 +207,22 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
         assert {type(value) for value in found.values()} == {float}
 
 
+def test_where_updates_are_skipped_or_take_turns_it_is_told_what_is_taken():
+    """The rate that is logged before a step is the one that the step takes: seen in how far plain SGD goes."""
+    lr = ll.schedules.linear(1.0, 0.1, total=9)
+    sgd = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=lr), 9)
+    optimizer = ll.optim.partition({"all": ll.ema(sgd)}, lambda name, tensor: "all")
+    step = ll.make_train_step(ll.make_grad_fn(net := nn.Linear(1, 1), lambda net, x: net(x).sum()), optimizer)
+    state = ll.init_state(net, optimizer)
+    for x in (1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0):
+        before, (state, _) = state, step(state, torch.tensor([[x]]))
+        moved = (before.params["bias"] - state.params["bias"]).item()
+        taken = ll.optim.hyperparameters(optimizer, before)
+        assert moved == pytest.approx(0.0 if state.skipped else taken["lr/all"], abs=1e-6)
+        assert taken.keys() == {"lr/all"}
+    assert state.step == 4
+
+
 def test_a_rate_that_the_class_itself_changes_is_told():
     class Halving(torch.optim.Optimizer):
         def __init__(self, params, lr):
