@@ -70,7 +70,11 @@ ROOMS = (
     "checkpoint contrib data debug distributed evaluation log losses metrics predicates schedules testing transforms"
 )
 TESTS_OF_ROOMS = {room: [f"tests/{room}", "tests/test_kinds.py"] for room in ROOMS.split()}
-TESTS_OF_ROOMS["transforms"] += ["tests/_core/transforms", "tests/_core/test_batches.py"]
+TESTS_OF_ROOMS["transforms"] += [
+    "tests/_core/transforms",
+    "tests/_core/test_batches.py",
+    "tests/test_another_network.py",
+]
 
 # Mutants that change nothing a user could see: (file, line of the original, why).
 EQUIVALENT: list[tuple[str, str, str]] = [

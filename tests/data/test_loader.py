@@ -453,6 +453,11 @@ def test_an_epoch_length_ends_the_epoch_of_an_endless_stream():
 # DataLoaders taken over
 
 
+def test_a_loader_says_whether_it_shuffles():
+    orders = (ll.data.shuffled(), ll.data.sequential(), ll.data.sampler([2, 1]))
+    assert [make_loader(range(4), batch_size=2, order=order).shuffles for order in orders] == [True, False, False]
+
+
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_dataloader_is_taken_over(kind):
     data = Augmented(12)

@@ -43,6 +43,7 @@ class Shard(IterableDataset):
 X, COUNTER = torch.zeros(6, 2), itertools.count()
 TWO = {"batch_size": 2}
 ARGUMENTS = [
+    ("text", TWO, TypeError, "dataset is .*'text'.*characters"),
     (range(4), TWO | {"sampler": [1, 2]}, TypeError, "sampler.*order="),
     (range(4), TWO | {"shuffle": True}, TypeError, "shuffle.*order="),
     (range(4), TWO | {"generator": torch.Generator()}, TypeError, "generator.*seed="),

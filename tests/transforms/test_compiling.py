@@ -390,7 +390,7 @@ REFUSED = {  # name -> (arguments of `refused`, what the message names)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_part_of_a_graph_is_named(name):
+def test_what_cannot_be_part_of_a_graph_is_refused_by_name(name):
     given, words = REFUSED[name]
     model, batch = given["model"]() if "model" in given else (net(), given.get("batch", batches(1)[0]))
     model.calls = 0

@@ -149,6 +149,15 @@ def test_a_number_is_watched_wherever_it_stands(loss_fn, owner, name, monkeypatc
     steps.agree(2)
 
 
+def test_a_class_of_the_script_itself_is_watched(monkeypatch):
+    monkeypatch.setattr(Constants, "__module__", "__main__")
+    steps = Steps(Scaled(), of_a_class)
+    steps.agree(1)
+    monkeypatch.setattr(Constants, "scale", 3.0)
+    with pytest.warns(UserWarning, match="scale.* changed since the step was compiled"):
+        steps.agree(2)
+
+
 def test_what_is_closed_over_is_watched_and_tensors_are_read(monkeypatch):
     model, tensor, own = Scaled(), torch.ones(()), 1.0
     steps = Steps(model, lambda model, x: TASK.loss(model, x) * own * tensor)

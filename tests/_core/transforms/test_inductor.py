@@ -1,10 +1,14 @@
-"""Rewritten graphs for Inductor."""
+"""Rewritten graphs for Inductor, and who is told that it compiles."""
+
+import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from looplib.transforms import _backends
+from looplib.transforms import _backends, _compile_step
 
 
 @pytest.mark.every_case
@@ -32,3 +36,12 @@ def test_a_power_is_computed_once_and_not_for_each_element():
     (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
     assert node.args[1].target is torch.ops.aten.as_strided.default  # which Inductor writes to memory
     assert torch.equal(graph(*inputs), scaled(*inputs))
+
+
+def test_those_who_watch_a_terminal_or_a_notebook_are_told_of_a_compilation(monkeypatch):
+    for kernel, on_terminal in ((False, False), (False, True), (True, False)):
+        shell = SimpleNamespace(**{"kernel": None} if kernel else {})
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        monkeypatch.setattr(sys.stderr, "isatty", lambda answer=on_terminal: answer)
+        assert _compile_step._is_watched() is (kernel or on_terminal)
