@@ -380,7 +380,7 @@ def test_backward_and_torch_func_agree_to_the_bit():
 
 
 # torch's own, when forward-mode derivatives are first used
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_second_derivatives_and_vectors_through_them():
     model, data = nn.Linear(4, 3, bias=False).double(), batches(3)
     step, _, start = make(model, optimizer=sgd(0.3, momentum=0.9))
