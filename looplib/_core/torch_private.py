@@ -83,8 +83,8 @@ def timeout_of(group: Any) -> float:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the time after which a process group gives up a call. torch has a public function for it since 2.15."""
-    public = getattr(torch.distributed, "set_timeout", None)
+    """Set the time after which a process group gives up a call."""
+    public = getattr(torch.distributed, "set_timeout", None)  # since torch 2.15, which warns of the other one
     (public or torch.distributed.distributed_c10d._set_pg_timeout)(timeout, group)
 
 

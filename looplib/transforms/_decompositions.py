@@ -81,7 +81,7 @@ def _on_each(packet: Callable[..., Tensor], *args: Any, **kwargs: Any) -> list[T
 def mappable() -> dict[Any, Callable[..., Any]]:
     """Operations that `torch.vmap` does not support, or only as a loop over the members."""
     aten = torch.ops.aten
-    # By the device, batch norm is an operation that can be mapped, or this one.
+    # On some devices batch norm becomes this operation, which torch.vmap would take member by member.
     norms: dict[Any, Callable[..., Any]] = get_decompositions([aten._native_batch_norm_legit_functional])
     return {
         **_simple(),

@@ -103,7 +103,7 @@ def optimizers_on_two_ranks(folder):
             state = continued_and_resumed(data, ours(), f"{folder}/{name}")
             assert state_is(state, expected)
 
-            # Without its rounding to bfloat16, by a method or since torch 2.15 by `to`, Muon on shards is Muon on whole matrices.
+            # Without its rounding to bfloat16 (by a method, since torch 2.15 by `to`), Muon on shards is Muon on whole ones.
             rounding = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
             with rounding, mock.patch.object(torch, "bfloat16", torch.float64):
                 one = make(torch.double)
