@@ -93,7 +93,9 @@ def in_engine(model, engine, **options_of_ddp):
     """The model in DDP or in FSDP2, over all ranks, or as it is."""
     if engine == "ddp":
         return DistributedDataParallel(model, **options_of_ddp)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (get_world_size(),))) if engine == "fsdp" else model
+    if engine == "fsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (get_world_size(),)))
+    return model
 
 
 def whole(tensors):

@@ -84,8 +84,10 @@ def timeout_of(group: Any) -> float:
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Set the time after which a process group gives up a call."""
-    public = getattr(torch.distributed, "set_timeout", None)  # since torch 2.15, which warns of the other one
-    (public or torch.distributed.distributed_c10d._set_pg_timeout)(timeout, group)
+    if hasattr(torch.distributed, "set_timeout"):  # since torch 2.15, which warns of the other one
+        torch.distributed.set_timeout(timeout, group)
+    else:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def thread_value(key: str) -> Any:

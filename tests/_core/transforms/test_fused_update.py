@@ -1,4 +1,4 @@
-"""A compiled step of many parameters updates them by torch's fused kernel, as the eager step does."""
+"""Graphs update parameters by torch's fused kernel, as eager steps do: any number, and machine code from 64 on."""
 
 import math
 

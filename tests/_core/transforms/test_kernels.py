@@ -52,7 +52,10 @@ def test_kernels_in_one_file_keep_their_own_code(monkeypatch, threads):
     kernels = [kernel(value, "array" if value > 3 else "vector", ["const int64_t"] * (value > 5)) for value in values]
     out, results = torch.zeros(1), []
     for value, function in zip(values, load(kernels), strict=True):
-        function(*[out, 3] if value > 5 else [out])
+        if value > 5:
+            function(out, 3)
+        else:
+            function(out)
         results.append(out.item())
     assert results == values
     assert len(compiled) == threads
