@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
+from looplib._core.lease import trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
@@ -37,7 +38,7 @@ from looplib._objective import (
     without_weight,
 )
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState
 
 __all__ = ["make_grad_fn"]
 

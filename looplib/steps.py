@@ -23,6 +23,7 @@ from looplib._core.checks import check, check_type
 from looplib._core.errors import fold
 from looplib._core.lease import (
     Lease,
+    extra_of,
     follows,
     give_up,
     lease_of,
@@ -31,6 +32,7 @@ from looplib._core.lease import (
     overwritten,
     put_back,
     tensors_in,
+    trees_of,
     versions,
     with_copies,
     with_own_tensors,
@@ -67,8 +69,6 @@ from looplib.types import (
     PredictStep,
     TrainState,
     TrainStep,
-    extra_of,
-    trees_of,
 )
 
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]

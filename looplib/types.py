@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from looplib._core import errors, lease, updates
-from looplib._core.checks import named
 from looplib._core.engines import RunningSum
-from looplib._core.lease import clock
+from looplib._core.lease import TREES as TREES
+from looplib._core.lease import DonatedStateError, check_valid, clock
+from looplib._core.lease import check_state as check_state
 from looplib._core.mappings import fields_of
 from looplib._core.records import Call, kinds_of_classes
 from looplib._core.torch_private import pytree
@@ -41,10 +41,6 @@ __all__ = [
     "TrainStep",
     "Update",
 ]
-
-
-class DonatedStateError(RuntimeError):
-    """A state was used after a donated step had overwritten its tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -159,7 +155,6 @@ _NOT_OF_A_STATE = {
 errors.explain(TrainState, "a TrainState", _NOT_OF_A_STATE, "write state = state.replace({name}=...)")
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
-TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
 COUNTS = tuple(name for name in FIELDS if name not in TREES)
 
 
@@ -169,7 +164,7 @@ def _guard(name: str) -> None:
 
     def tree(state: Any) -> Any:
         if state._at != clock.time:
-            _check_valid(state, (name,))
+            check_valid(state, (name,))
         return slot.__get__(state)
 
     setattr(TrainState, f"_{name}", slot)
@@ -208,58 +203,6 @@ pytree.register_pytree_node(
 )
 by_fields.add(TrainState)
 kinds_of_classes[TrainState] = "state"
-
-
-def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
-    """Raise DonatedStateError if a tensor of one of these trees was overwritten."""
-    now, own = clock.time, lease.given_up(state)
-    for name in names:
-        writer = own if name != "extra" else None
-        if (writer := writer or lease.overwritten(state, (getattr(state, f"_{name}"),))) is not None:
-            raise DonatedStateError(_spent(state, name, writer))
-    if len(names) == len(TREES):
-        lease.found_valid(state, now)
-
-
-def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
-    moment = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
-    at = f"the state at {moment} was donated, and its {name} can no longer be read"
-    if writer.step is None:
-        return (
-            f"{at}: {writer.writer} was writing over its tensors when it failed, so there is no state after it. "
-            "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
-        )
-    at += f": {writer.writer} has written over its tensors, and that run is at step {writer.step} now. "
-    return (
-        f"{at}Continue with the state that it returned. If that is lost, as when a notebook cell begins with state = start, "
-        "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "
-        "state, copy it first: kept = ll.copy_state(state)"
-    )
-
-
-def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """The `params`, `buffers` and `opt_state` of a state, checked once for all. `call` is for messages."""
-    try:
-        written_since = state._at != clock.time
-    except AttributeError:
-        check_state(state, call)
-        raise
-    if written_since:
-        _check_valid(state)
-    return state._params, state._buffers, state._opt_state
-
-
-# Also of a state that is spent: no step writes it.
-extra_of = operator.attrgetter("_extra")
-
-
-def check_state(value: Any, call: str) -> None:
-    """Raise TypeError unless this is a state; `call` shows how the function is called."""
-    if isinstance(value, TrainState):
-        return
-    if isinstance(value, (tuple, dict)):
-        call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
-    raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 
 Params = dict[str, Tensor]

@@ -19,14 +19,14 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, is_plain
+from looplib._core.checks import check, is_plain, named
 from looplib._core.checksums import checksums
 from looplib._core.mappings import pairs, pick
 from looplib._core.torch_private import functorch_level_of, pytree
@@ -167,13 +167,70 @@ def overwritten(record: Leased, trees: Iterable[Any]) -> Lease | None:
     return None
 
 
-def given_up(record: Leased) -> Lease | None:
-    """The lease under which the record itself was given up, whatever tensors its dicts hold by now, or None."""
-    own = record._lease
-    return own if own is not None and own.written > record._at else None
+# Reading a state
 
 
-found_valid = _set_time  # no tensor of the record had been overwritten at this time
+TREES = ("params", "buffers", "opt_state", "extra")  # fields of a state that hold tensors
+
+
+class DonatedStateError(RuntimeError):
+    """A state was used after a donated step had overwritten its tensors."""
+
+    __module__ = "looplib.types"  # where it is public
+
+
+def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """The `params`, `buffers` and `opt_state` of a state, checked once for all. `call` is for messages."""
+    try:
+        written_since = state._at != clock.time
+    except AttributeError:
+        check_state(state, call)
+        raise
+    if written_since:
+        check_valid(state)
+    return state._params, state._buffers, state._opt_state
+
+
+def check_valid(state: Any, names: Sequence[str] = TREES) -> None:
+    """Raise DonatedStateError if a tensor of one of these trees was overwritten."""
+    now, own = clock.time, state._lease
+    # Given up by its own run, it is spent whatever tensors its dicts hold by now.
+    given_up = own is not None and own.written > state._at
+    for name in names:
+        writer = own if given_up and name != "extra" else overwritten(state, (getattr(state, f"_{name}"),))
+        if writer is not None:
+            raise DonatedStateError(_spent(state, name, writer))
+    if len(names) == len(TREES):
+        _set_time(state, now)  # at which all of it was valid
+
+
+def _spent(state: Any, name: str, writer: Lease) -> str:
+    moment = f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
+    at = f"the state at {moment} was donated, and its {name} can no longer be read"
+    if writer.step is None:
+        return (
+            f"{at}: {writer.writer} was writing over its tensors when it failed, so there is no state after it. "
+            "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
+        )
+    at += f": {writer.writer} has written over its tensors, and that run is at step {writer.step} now. "
+    return (
+        f"{at}Continue with the state that it returned. If that is lost, as when a notebook cell begins with state = start, "
+        "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "
+        "state, copy it first: kept = ll.copy_state(state)"
+    )
+
+
+# Also of a state that is spent: no step writes it.
+extra_of = operator.attrgetter("_extra")
+
+
+def check_state(value: Any, call: str) -> None:
+    """Raise TypeError unless this is a state; `call` shows how the function is called."""
+    if isinstance(value, Leased):
+        return
+    if isinstance(value, (tuple, dict)):
+        call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
+    raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 
 # Writing

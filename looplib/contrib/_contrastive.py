@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
+from looplib._core.lease import trees_of
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
@@ -27,7 +28,7 @@ from looplib.distributed._reduce import gather_tensors
 from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
 
 class _Microbatch(NamedTuple):

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
 from looplib._core.checks import check
+from looplib._core.lease import trees_of
 from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.random import mix
 from looplib._core.ranks import rank
@@ -29,7 +30,7 @@ from looplib._objective import mean_of, multiply, record, split_loss
 from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
 
 
 def make_per_sample_grad_fn(

@@ -12,9 +12,10 @@ from looplib._core import trees
 from looplib._core.checks import few
 from looplib._core.checksums import checksums
 from looplib._core.collective import together
+from looplib._core.lease import trees_of
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_sharded, shards
-from looplib.types import COUNTS, TrainState, check_state, trees_of
+from looplib.types import COUNTS, TrainState, check_state
 
 
 def check_replicas(state: TrainState) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 from looplib._core.checks import check, few, warn
-from looplib._core.lease import give_up
+from looplib._core.lease import give_up, trees_of
 from looplib._core.modules import _generators
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
@@ -52,7 +52,7 @@ from looplib.transforms._program import (
     reader,
 )
 from looplib.transforms._trace import trace
-from looplib.types import Metric, TrainState, TrainStep, trees_of
+from looplib.types import Metric, TrainState, TrainStep
 
 S = TypeVar("S", bound=Callable[..., Any])
 
