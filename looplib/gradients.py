@@ -26,8 +26,9 @@ from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.tracing import around_loss, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import padding_batch
-from looplib._core.watches import LabelWatch, Reach
+from looplib._core.watches import Reach
 from looplib._objective import (
+    LabelWatch,
     aux_records,
     objective_of,
     record,
@@ -208,6 +209,9 @@ def _passes_of(
     return passes_of
 
 
+_NOTHING = nullcontext()
+
+
 def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[..., Gradients]:
     """Forward and backward pass of one microbatch, a function of its own so that its graph is freed before the next."""
     watch = LabelWatch()
@@ -215,7 +219,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
         total, scale, call.loss = call.request.sum, call.request.scale, None
-        with around_loss() if call.traced else nullcontext():
+        with around_loss() if call.traced else _NOTHING:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):
@@ -234,7 +238,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
             seed = seed.to(value).reshape(value.shape)
         again = call.traced and differentiated()
         plain = reach.plain and not call.traced
-        with reach.others_aside(call.inputs) if plain else nullcontext():
+        with reach.others_aside(call.inputs) if plain else _NOTHING:
             inputs = () if plain else call.inputs
             torch_private.run_backward(
                 (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from looplib._core import lease, watches
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, is_plain
-from looplib._core.lease import named_tensors, overlaps, same_value
+from looplib._core.lease import named_tensors, overlaps
 from looplib._core.mappings import fields_of, pick
-from looplib._core.provenance import Provenance, described_model
+from looplib._core.provenance import Provenance
 from looplib._core.random import mix
-from looplib._core.records import check_kind, described
+from looplib._core.records import MANY, check_kind, described, settings_of
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
@@ -97,6 +97,38 @@ def init_state(
     return state
 
 
+def described_model(model: nn.Module) -> dict[str, Any]:
+    """Describe a model by its class, its size, its `config`, and the configs of its adapters.
+
+    >>> described_model(nn.Linear(2, 1))
+    {'class': 'Linear', 'parameters': 3}
+    """
+    model = [module for name, module in _modules.named_modules(model) if not name][-1]  # within torch's wrappers
+    adapters = getattr(model, "peft_config", None)
+    try:
+        config = _config_of(model)
+    except Exception as error:  # the user's own, which may be anything, and no reason to end the run
+        config = {"config": f"not described: {error!r}"}
+    return {
+        "class": type(model).__qualname__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **config,
+        **({"adapters": described(adapters)} if isinstance(adapters, Mapping) else {}),
+    }
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        config = to_dict()
+    settings = config if isinstance(config, Mapping) else settings_of(config) or {}
+    # A dict of many, such as the names of a thousand classes, is no setting that one reads.
+    return {
+        str(name): f"dict of {len(value)}" if isinstance(value, Mapping) and len(value) > MANY else described(value)
+        for name, value in settings.items()
+    }
+
+
 def copy_state(state: TrainState) -> TrainState:
     """Copy a state, tensors included, so that a donated step can consume either copy.
 
@@ -170,6 +202,13 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     lease.put_back(writes)
     taken.step = state.step
     return bound.replace(params=params, buffers=buffers)
+
+
+def same_value(tensor: Tensor, value: Tensor) -> bool:
+    """True for a tensor that is not trained and has this value already, so that it need not be written."""
+    if tensor.requires_grad or tensor.dtype != value.dtype or not (is_plain(tensor) and is_plain(value)):
+        return False
+    return tensor is value or torch.equal(tensor, value.to(tensor.device))
 
 
 def end_epoch(state: TrainState) -> TrainState:

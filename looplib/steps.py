@@ -47,10 +47,9 @@ from looplib._core.updates import (
     any_of,
     call_decide,
     call_update,
-    copy_params,
-    copy_tree,
     flags_in_graph,
     new_tensors,
+    own_copies,
     read,
     update_where,
 )
@@ -245,8 +244,8 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
             else:
-                owned = copy_params(grads, params)
-                next_opt_state, lease = copy_tree(next_opt_state), None
+                owned, next_opt_state = own_copies(grads, params, next_opt_state)
+                lease = None
             report: dict[str, Any] = {}
             info = {
                 "applied": applied,

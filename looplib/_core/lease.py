@@ -366,13 +366,6 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
     return begin * size, (last + 1) * size
 
 
-def same_value(tensor: Tensor, value: Tensor) -> bool:
-    """True for a tensor that is not trained and has this value already, so that it need not be written."""
-    if tensor.requires_grad or tensor.dtype != value.dtype or not (is_plain(tensor) and is_plain(value)):
-        return False
-    return tensor is value or torch.equal(tensor, value.to(tensor.device))
-
-
 # Undo of a forward pass's writes in place
 
 

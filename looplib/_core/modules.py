@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -253,7 +254,7 @@ class FunctionalModule:
         self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], body: Callable[[], R], in_place: bool
     ) -> R:
         """Run `body()` with these tensors in the module, in the modes of this function."""
-        modes = [module.training for module in self.modes]
+        modes = [*map(_is_training, self.modes)]
         engine, lent = self.engine, None
         swaps: list[Swap] = []
         hosted, for_good = running.models, False
@@ -269,9 +270,8 @@ class FunctionalModule:
                 swaps += _differing(self.slots.buffers, buffers)
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
-            for module, mode in self.modes.items():
-                if module.training is not mode:
-                    module.training = mode
+            if modes != [*self.modes.values()]:
+                _set_modes(self.modes, self.modes.values())
             out = body()
             if filled := [name for owner, key, name in self.slots.empty if owner[key] is not None]:
                 raise ValueError(_FILLED.format(names=", ".join(filled)))
@@ -285,9 +285,8 @@ class FunctionalModule:
                 owner[key] = None
             if engine is not None:
                 engine.restore(lent)
-            for module, mode in pairs(self.modes, modes):
-                if module.training is not mode:
-                    module.training = mode
+            if modes != [*map(_is_training, self.modes)]:
+                _set_modes(self.modes, modes)
 
     def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters that cannot take the places of the module's own."""
@@ -390,6 +389,15 @@ _FILLED = (
     "checkpoint has it: run the model on one batch before ll.init_state and before functions are made of it, or register "
     "a tensor"
 )
+
+
+_is_training = attrgetter("training")
+
+
+def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        if module.training is not mode:
+            module.training = mode
 
 
 def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swap]:

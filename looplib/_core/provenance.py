@@ -10,14 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from looplib._core import lease
 from looplib._core.checks import few, warn
 from looplib._core.lease import Leased
-from looplib._core.modules import named_modules
 from looplib._core.ranks import rank
-from looplib._core.records import MANY, described, settings_of
 
 _MOST_STEPS = 8  # on one batch, of several networks
 
@@ -82,35 +78,3 @@ def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) 
         f"{path} was saved with other settings: {'; '.join(taken)}. The run continues from it with "
         f"{' and '.join(taken.values())}; to start over, give checkpoint_io another directory or delete this one"
     )
-
-
-def described_model(model: nn.Module) -> dict[str, Any]:
-    """Describe a model by its class, its size, its `config`, and the configs of its adapters.
-
-    >>> described_model(nn.Linear(2, 1))
-    {'class': 'Linear', 'parameters': 3}
-    """
-    model = [module for name, module in named_modules(model) if not name][-1]  # within torch's wrappers
-    adapters = getattr(model, "peft_config", None)
-    try:
-        config = _config_of(model)
-    except Exception as error:  # the user's own, which may be anything, and no reason to end the run
-        config = {"config": f"not described: {error!r}"}
-    return {
-        "class": type(model).__qualname__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **config,
-        **({"adapters": described(adapters)} if isinstance(adapters, Mapping) else {}),
-    }
-
-
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    config: Any = getattr(model, "config", None)
-    if callable(to_dict := getattr(config, "to_dict", None)):
-        config = to_dict()
-    settings = config if isinstance(config, Mapping) else settings_of(config) or {}
-    # A dict of many, such as the names of a thousand classes, is no setting that one reads.
-    return {
-        str(name): f"dict of {len(value)}" if isinstance(value, Mapping) and len(value) > MANY else described(value)
-        for name, value in settings.items()
-    }

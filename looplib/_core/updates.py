@@ -158,8 +158,8 @@ def update_where(
     flag = any_of(flags)
     if flag is False:
         return params, opt_state
-    copies = copy_params(grads, params), copy_tree(opt_state)
-    new_params, new_state = call_update(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
+    owned, owned_state = own_copies(grads, params, opt_state)
+    new_params, new_state = call_update(optimizer, grads, owned_state, owned, step, {**info, "applied": flags})
     new_tensors(new_params, params, grads)  # raises if they do not fit
     return where(flag, new_params, params), where(flag, new_state, opt_state)
 
@@ -185,40 +185,38 @@ def flags_in_graph(decision: Any) -> Any:
 # Copies
 
 
-def copy_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters, with copies in place of these."""
-    names = [*names]
-    given = [params[name] for name in names]
-    copies = clones(given)
-    for tensor, copy in zip(given, copies, strict=True):
-        copy.requires_grad_(tensor.requires_grad)
-    return {**params, **dict(zip(names, copies, strict=True))}
+def own_copies(names: Iterable[str], params: Mapping[str, Tensor], opt_state: Any) -> tuple[dict[str, Tensor], Any]:
+    """All parameters with copies in place of these, and a copy of the optimizer's state: what an update may write."""
+    given = {name: params[name] for name in names}
+    copies = iter(clones([*given.values(), *_tensors_in(opt_state)]))
+    copied = dict(zip(given, copies, strict=False))
+    for name, copy in copied.items():
+        copy.requires_grad_(given[name].requires_grad)
+    return {**params, **copied}, _rebuilt(opt_state, copies)
 
 
 def copy_tree(tree: Any) -> Any:
     """A tree of dicts, lists and tuples with copies of its tensors, and with containers of its own."""
-    return _rebuilt(tree, iter(clones([*_tensors_in(tree)])))
+    return _rebuilt(tree, iter(clones(_tensors_in(tree))))
 
 
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    # A container of tensors alone is read at once: a call for each would be most of the time for a state of thousands.
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,)
-    if PLAIN.issuperset(map(type, values)):
-        yield from values
-        return
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (dict, list, tuple)):
-            yield from _tensors_in(value)
+def _tensors_in(tree: Any) -> list[Tensor]:
+    if isinstance(tree, dict):
+        if (found := _of_rows(tree)) is not None:
+            return found
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return [tree] if isinstance(tree, Tensor) else []
+    return [*chain.from_iterable(map(_tensors_in, tree))]
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
+    """The tree, with the next copies in place of its tensors."""
     if isinstance(tree, Tensor):
         return next(copies)
     if isinstance(tree, dict):
-        if PLAIN.issuperset(map(type, tree.values())):
-            return dict(zip(tree, copies, strict=False))  # which takes no more copies than there are keys
+        if _of_rows(tree) is not None:  # zip takes no more copies than a row has keys
+            return {name: dict(zip(row, copies, strict=False)) for name, row in tree.items()}
         return {key: _rebuilt(value, copies) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         values = [_rebuilt(value, copies) for value in tree]
@@ -226,6 +224,15 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     return tree
 
 
+def _of_rows(tree: dict[Any, Any]) -> list[Tensor] | None:
+    """The tensors of a dict of dicts of tensors, as of what a class keeps for thousands of parameters; None for others."""
+    if not DICTS.issuperset(map(type, tree.values())):
+        return None
+    found = [*chain.from_iterable(map(dict.values, tree.values()))]
+    return found if PLAIN.issuperset(map(type, found)) else None
+
+
+DICTS = {dict}
 _is_cpu = operator.attrgetter("is_cpu")
 
 

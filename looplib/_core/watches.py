@@ -9,8 +9,7 @@ loop.
 
 None of the mistakes raises an error. A loop without `state =` trains the initial state forever. The module of a pure run
 keeps its initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another
-network trains against. A mean over the labels that count is not the whole batch's under `accumulate`. Each gets one
-warning.
+network trains against. Each gets one warning.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ class _Hook:
         if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
             return
         # Steps and looplib's exports know whose weights they use.
-        if any(module is each for wrapper in running.models for each in wrapper.modules()):
+        if module in running.models or any(module in wrapper.modules() for wrapper in running.models):
             return
         # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
         if _writes(module) == stale.writes:
@@ -244,36 +243,3 @@ def _writes(module: nn.Module) -> list[tuple[int, int, int]]:
         for tensor in module.parameters()
         if tensor.requires_grad and has_values(tensor)
     ]
-
-
-IGNORED = -100  # default `ignore_index` of torch and of transformers' models
-_LABEL_DTYPES = (torch.int16, torch.int32, torch.int64)
-
-_LABELS_MESSAGE = (
-    "the batch has labels of -100 ({path}) and the loss is a plain scalar, within accumulate or on several ranks. Such "
-    "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
-    "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
-    "weight): the sum of the losses, and the number of labels that are not -100. ll.next_token_loss does so, and "
-    "ll.losses.model_loss for the loss of a transformers model"
-)
-
-
-class LabelWatch:
-    """Warn once if a batch contains ignored labels and the loss is a plain scalar.
-
-    Checking takes a pass over the labels, and on an accelerator a wait. So it checks the first microbatch, the
-    second, the fourth, the eighth and so on.
-    """
-
-    def __init__(self) -> None:
-        self._calls, self._warned = 0, False
-
-    def look(self, batch: Any) -> None:
-        self._calls += 1
-        if self._calls & (self._calls - 1) or self._warned or tracing():
-            return
-        for path, leaf in trees.leaves(batch):
-            if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == IGNORED).any()):
-                self._warned = True
-                warn(_LABELS_MESSAGE.format(path=trees.named(path, "batch")))
-                return

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
-from looplib._core.lease import same_value
 from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
@@ -26,6 +25,7 @@ from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, loca
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings, check_left_out
 from looplib.checkpoint._write import same_memory
+from looplib.state import same_value
 from looplib.types import COUNTS, TREES, TrainState
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from looplib._core.provenance import described_model, provenance_of
+from looplib._core.provenance import provenance_of
 from looplib._core.ranks import world_size
-from looplib._core.records import described, without_secrets
+from looplib._core.records import described
+from looplib.checkpoint._settings import without_secrets
+from looplib.state import described_model
 from looplib.types import TrainState, check_state
 
 # Packages whose version matters to a run that has imported them.

@@ -6,21 +6,19 @@ correct only if all of these are dense, do not overlap themselves, and share the
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, few
+from looplib._core.checks import PLAIN, check, few
 from looplib._core.ranks import is_sharded, shards
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
-
-PLAIN = {Tensor, torch.nn.Parameter}
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
@@ -84,7 +82,7 @@ def _permit(recipe: Recipe, tensors: Tensors) -> bool:
 _strides_of = Tensor.stride
 _is_contiguous = Tensor.is_contiguous
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
-_is_sparse = operator.attrgetter("is_sparse")
+is_sparse = attrgetter("is_sparse")
 
 
 def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
@@ -136,7 +134,7 @@ def columns_of(
     """
     rows = [*map(states.__getitem__, names)]
     try:
-        entries: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[0]}
+        entries: dict[str, Any] = {key: [*map(itemgetter(key), rows)] for key in rows[0]}
     except KeyError:
         return None
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
@@ -146,7 +144,7 @@ def columns_of(
     moments = [column for key, column in entries.items() if key != "step"]
     if aligned([own, given, *moments]):
         return own, given, entries
-    if any(map(_is_sparse, given)) or not aligned([own, *moments]):
+    if any(map(is_sparse, given)) or not aligned([own, *moments]):
         return None
     return own, laid_out_like(own, given), entries
 
@@ -170,7 +168,11 @@ def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> 
         counts,
         beta1=values["betas"][0],
         beta2=values["betas"][1],
-        **{key: values[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
+        lr=values["lr"],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        amsgrad=values["amsgrad"],
+        maximize=values["maximize"],
     )
 
 
@@ -181,7 +183,11 @@ def _adagrad(values: Values, params: Tensors, grads: Tensors, entries: Entries) 
         grads,
         entries["sum"],
         entries["step"],
-        **{key: values[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")},
+        lr=values["lr"],
+        lr_decay=values["lr_decay"],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        maximize=values["maximize"],
     )
 
 
@@ -190,8 +196,13 @@ def _sgd(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> N
         params,
         grads,
         entries["momentum_buffer"] if values["momentum"] else [],
+        lr=values["lr"],
+        weight_decay=values["weight_decay"],
+        momentum=values["momentum"],
+        dampening=values["dampening"],
+        nesterov=values["nesterov"],
+        maximize=values["maximize"],
         is_first_step=False,
-        **{key: values[key] for key in ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")},
     )
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import few, warn
+from looplib._core.checks import PLAIN, few, warn
 from looplib._core.mappings import mapped, pick, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
 from looplib._core.updates import copy_tree
-from looplib.optim._kernels import PLAIN, columns_of, laid_out_like, parts_of
+from looplib.optim._kernels import columns_of, is_sparse, laid_out_like, parts_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
@@ -188,9 +188,8 @@ def decide(
 
     Warn at the end of a learning rate that is 0 from there on.
     """
-    cls = recipe.cls.__name__
     if not isinstance(opt_state, dict) or "state" not in opt_state:
-        raise wrong_state(opt_state, cls, ["state, without a wrapper"])
+        raise wrong_state(opt_state, recipe.cls.__name__, ["state, without a wrapper"])
     states = opt_state["state"]
     if not grads.keys() <= states.keys():
         raise ValueError(
@@ -207,17 +206,11 @@ def decide(
     plan = plan_for(plans, recipe, params, states)
     for name, kept in plan.keys.items():
         if states[name].keys() != kept and not _continues(recipe, states[name].keys(), kept):
-            raise wrong_state(opt_state, cls, kept)
+            raise wrong_state(opt_state, recipe.cls.__name__, kept)
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
-    sparse = [name for name, grad in grads.items() if grad.is_sparse]
-    takes_sparse = recipe.cls is torch.optim.SparseAdam
-    if unfit := grads.keys() - sparse if takes_sparse else plan.dense.intersection(sparse):
-        raise ValueError(
-            f"{cls} cannot take the {'dense' if takes_sparse else 'sparse'} gradient of {few(sorted(unfit))}. Sparse ones come "
-            "from Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), SGD and "
-            "Adagrad take both kinds, but in groups with nesterov=True or fused=True, as the others, dense ones only"
-        )
+    if any(map(is_sparse, grads.values())) or recipe.cls is torch.optim.SparseAdam:
+        _check_sparse(plan, grads)
     return True, opt_state
 
 
@@ -236,6 +229,17 @@ def _check_dtypes(grads: Grads, params: Params) -> None:
                 f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: keep the weights in float32, "
                 "and compute in half precision by ll.autocast(loss_fn, dtype)"
             )
+
+
+def _check_sparse(plan: Plan, grads: Grads) -> None:
+    cls, sparse = plan.recipe.cls, {name for name, grad in grads.items() if grad.is_sparse}
+    takes_sparse = cls is torch.optim.SparseAdam
+    if unfit := grads.keys() - sparse if takes_sparse else sparse & plan.dense:
+        raise ValueError(
+            f"{cls.__name__} cannot take the {'dense' if takes_sparse else 'sparse'} gradient of {few(sorted(unfit))}. Sparse "
+            "ones come from Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
+            "SGD and Adagrad take both kinds, but in groups with nesterov=True or fused=True, as the others, dense ones only"
+        )
 
 
 def update_(
