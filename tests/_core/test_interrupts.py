@@ -268,7 +268,7 @@ def surroundings(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"), [("donated", 41), ("donated", 1), ("pure", 3), ("evaluation", 3), ("failing", 3)]
+    ("kind", "every"), [("donated", 41), ("donated", 2), ("pure", 3), ("evaluation", 3), ("failing", 3)]
 )
 def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(kind, every):
     parts = Parts(kind == "donated")

@@ -56,7 +56,6 @@ LARGE = pytest.mark.large
 @pytest.mark.parametrize(
     ("engine", "replicas", "kills", "epochs"),
     [
-        ("reduce", 2, 2, 30),
         ("ddp", 2, 2, 30),
         ("reduce", 3, 2, 30),
         *(pytest.param(engine, ranks, 50, 200, marks=LARGE) for engine in ("reduce", "ddp") for ranks in (2, 3)),

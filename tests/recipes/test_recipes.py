@@ -2,12 +2,10 @@
 
 import ast
 import contextlib
-import functools
 import importlib.util
 import re
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -133,34 +131,26 @@ def run(name, folder, interrupted=()):
             hook.remove()
 
 
-@functools.cache
-def whole(name):
-    """The scores, the number of calls and the logs of a small run that nothing stopped."""
-    with tempfile.TemporaryDirectory() as folder:
-        return *run(name, folder), logs_in(folder)
-
-
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_run_learns(name, capsys):
-    scores, _, logs = whole(name)
+def test_a_small_run_learns_and_one_that_was_interrupted_twice_ends_as_it_does(name, tmp_path, capsys):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir(), stopped.mkdir()
+    expected, calls = run(name, whole)
     for score, (least, most) in SMALL[name][1].items():
-        assert least <= scores[score] <= most, score
-    assert scores
+        assert least <= expected[score] <= most, score
+    assert expected
+    logs = logs_in(whole)
     assert all(len(log["step"]) > 1 for log in logs)
-
-
-# A search draws other settings for a trial that was interrupted: test_recipe_optuna.
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "optuna_pruning"])
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(name, tmp_path, capsys):
-    expected, calls, logs = whole(name)
+    if name == "optuna_pruning":  # a search draws other settings for a trial that was interrupted: test_recipe_optuna
+        return
     for _ in range(2):
-        found, calls_before = run(name, tmp_path, interrupted=[int(0.3 * calls)])
+        found, calls_before = run(name, stopped, interrupted=[int(0.3 * calls)])
         assert found == {}
         assert calls_before < calls
-    assert run(name, tmp_path)[0] == expected
-    assert logs_in(tmp_path) == logs
-    again, calls_after = run(name, tmp_path)  # a finished run is not trained again
-    assert (again, logs_in(tmp_path)) == (expected, logs)
+    assert run(name, stopped)[0] == expected
+    assert logs_in(stopped) == logs
+    again, calls_after = run(name, stopped)  # a finished run is not trained again
+    assert (again, logs_in(stopped)) == (expected, logs)
     assert calls_after < calls
 
 
