@@ -55,6 +55,7 @@ TESTS = {
         "tests/test_steps.py",
         "tests/_core/test_lease.py",
         "tests/checkpoint/test_settings.py",  # what init_state notes
+        "tests/log/test_configuration.py",  # how it describes the model
     ],
     "grads": ["tests/grads", "tests/test_kinds.py", *RANKS],
     "optim": [
