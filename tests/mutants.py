@@ -80,6 +80,16 @@ TESTS_OF_ROOMS["transforms"] += [
 # Mutants that change nothing a user could see: (file, line of the original, why).
 EQUIVALENT: list[tuple[str, str, str]] = [
     (
+        "looplib/optim/_update.py",
+        "return torch.zeros((1,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)",
+        "what a class keeps for a tensor has the same names and dtypes at any small size",
+    ),
+    (
+        "looplib/optim/_update.py",
+        'own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]',
+        "the class is called at each update, which takes longer, in place of reading its attributes again",
+    ),
+    (
         "looplib/optim/_recipe.py",
         "if near := difflib.get_close_matches(key, known, 1, 0.85):",
         "the nearest of several is the first",

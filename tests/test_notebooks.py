@@ -62,6 +62,7 @@ def test_there_is_a_notebook():
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_its_saved_outputs_are_of_the_same_kinds(path, tmp_path):
     notebook = run(path, tmp_path)  # raises the error of a cell
