@@ -66,10 +66,10 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
             in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few
             updates than after one; or it draws from Python's or NumPy's random streams. This is found by three steps on
             the smallest parameters, which are compared with a raw loop.
-        ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
-            depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
-            are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
-            did not see.
+        ValueError: the class refuses a value; a schedule moves what a schedule-free class reads to evaluate, its momentum
+            or betas; `fused=True` is given for parameters with gaps in memory; a predicate depends on the identity of the
+            tensor it is given; `opt_state` belongs to a different optimizer; gradients are sparse where dense ones are
+            needed, or the reverse; or a gradient belongs to a parameter that `init` did not see.
 
     **What the state holds.** `opt_state["state"][name]` is what torch keeps for a parameter, under torch's names.
     Values that a class changes in its groups, as schedule-free optimizers do, are in `opt_state["groups"]`. The
@@ -105,7 +105,7 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
 
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
         states = opt_state["state"]  # KeyError for what a wrapper keeps, which `eval_state` explains
-        if recipe.is_torch_optim or not callable(getattr(cls, "eval", None)):
+        if not recipe.has_eval:
             return params, buffers
         return evaluated(plan_for(plans, recipe, params, states), params, opt_state), buffers
 

@@ -82,6 +82,11 @@ class Recipe:
         return f"{self.cls.__module__}.".startswith("torch.optim.")
 
     @cached_property
+    def has_eval(self) -> bool:
+        """True for a third party's class that evaluates at other weights, as schedule-free ones do."""
+        return not self.is_torch_optim and callable(getattr(self.cls, "eval", None))
+
+    @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
         """Hyperparameters set in each group. The default group comes last."""
         return [*(values for _, values in self.groups), {}]
@@ -176,6 +181,16 @@ class Recipe:
                 given = ", ".join(f"{name}={value!r}" for name, value in values.items())
                 takes = ", ".join(name for name in known if name != "params")
                 raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
+        if self.has_eval:
+            self._check_schedules()
+
+    def _check_schedules(self) -> None:
+        for key, value in [pair for values in self.moving for pair in values.items()]:
+            check(
+                key in ("lr", "weight_decay") or isinstance(value, injected),
+                f"{key} is a schedule, and {self.cls.__name__} computes the weights to evaluate with from it, by its eval(), "
+                "which knows no step: give a number, or ll.optim.injected(...), which the state keeps",
+            )
 
 
 def check_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> None:

@@ -160,6 +160,13 @@ REFUSED = [
         for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1))
         for made, found in ((adamw(), "exp_avg"), (None, "nothing"))
     ),
+    *(
+        (ValueError, names, lambda cls=cls, given=given: ll.optimizer(cls, lr=0.1, **given))
+        for cls, given, names in (
+            (schedulefree.SGDScheduleFree, {"momentum": lambda step: 0.9}, "momentum SGDScheduleFree eval injected"),
+            (schedulefree.AdamWScheduleFree, {"betas": (0.9, lambda step: 0.9)}, "betas AdamWScheduleFree eval injected"),
+        )
+    ),
 ]  # fmt: skip
 
 
