@@ -168,6 +168,26 @@ def test_a_partition_has_one_flag_for_each_part(way):
     torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-5, atol=1e-7)
 
 
+@both_steps
+def test_parts_that_decide_by_plain_bools_update_each_by_its_own(donate):
+    def part(answers):
+        inner, answers = count(sgd()), iter(answers)
+        return dataclasses.replace(
+            inner, decide=lambda *given, **info: (next(answers), inner.decide(*given, **info)[1])
+        )
+
+    parts = {"0": part([True, False, False, True]), "2": part([True, True, False, False])}
+    model = net()
+    optimizer = ll.optim.partition(parts, lambda name, tensor: name[0])
+    step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state, made = ll.init_state(model, optimizer), []
+    for x in batches(4):
+        state, _ = step(state, x)
+        made.append([int(state.opt_state["inner_states"][label]["made"]) for label in parts])
+    assert made == [[1, 1], [1, 2], [1, 2], [2, 2]]
+    assert (state.step, state.batch) == (3, 4)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "wrap", [lambda inner: inner, ll.ema, lambda inner: skip_large(inner, 1e6)], ids=["", "ema", "own"]
