@@ -49,7 +49,7 @@ class Plan:
         members: parameter names in each group.
         values: for each group, its hyperparameters as completed by the class.
         parts: parameters that are updated together, each with its kernel.
-        probe: what the class keeps; of torch's, for tensors of one element.
+        probe: what the class keeps; of torch's, for the first parameter of each group, as a tensor of one element.
         keys: keys under which the class keeps the state of the first parameter of each group.
         dense: parameters whose gradients have to be dense.
         step: the class's step, for torch's classes without its hooks.
@@ -65,8 +65,10 @@ class Plan:
         self.parts = parts_of(recipe, params, self.members)
         self.dense = _dense(recipe, self.members)
         if recipe.is_torch_optim:
-            tiny = states_of_torch(recipe, mapped(tiny_like, params), self.members)
-            self.probe, self.step = Probe(tiny, {}, [], False), inspect.unwrap(recipe.cls.step)
+            firsts = [names[:1] for names in self.members]
+            tiny = mapped(tiny_like, pick(params, chain.from_iterable(firsts)))
+            self.probe = Probe(states_of_torch(recipe, tiny, firsts), {}, [], False)
+            self.step = inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
         self.keys = {names[0]: self.probe.state[names[0]].keys() for names in self.members if names}
