@@ -99,15 +99,6 @@ def _gathered(value: Tensor) -> Tensor:
     return value.full_tensor() if is_sharded(value) else value
 
 
-def mean_of(loss: Any) -> Tensor:
-    """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
-    if not isinstance(loss, Mean):
-        return value_of(loss).reshape(())
-    weight = _detached(loss.weight)
-    mean: Tensor = value_of(loss) / (weight + (weight == 0))
-    return mean.reshape(())
-
-
 def value_of(loss: Any) -> Tensor:
     """The scalar of a loss, before any division."""
     value = loss.total if isinstance(loss, Mean) else loss

@@ -201,21 +201,23 @@ def copy_tree(tree: Any) -> Any:
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
-    if isinstance(tree, dict):
-        if (found := _of_rows(tree)) is not None:
-            return found
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return [tree] if isinstance(tree, Tensor) else []
-    return [*chain.from_iterable(map(_tensors_in, tree))]
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    if PLAIN.issuperset(map(type, values)):
+        return [*values]
+    parts = map(dict.values, values) if _has_rows(tree) else map(_tensors_in, values)
+    return [*chain.from_iterable(parts)]
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     """The tree, with the next copies in place of its tensors."""
     if isinstance(tree, Tensor):
         return next(copies)
-    if isinstance(tree, dict):
-        if _of_rows(tree) is not None:  # zip takes no more copies than a row has keys
+    if isinstance(tree, dict):  # zip takes no more copies than there are keys
+        if PLAIN.issuperset(map(type, tree.values())):
+            return dict(zip(tree, copies, strict=False))
+        if _has_rows(tree):
             return {name: dict(zip(row, copies, strict=False)) for name, row in tree.items()}
         return {key: _rebuilt(value, copies) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -224,15 +226,14 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     return tree
 
 
-def _of_rows(tree: dict[Any, Any]) -> list[Tensor] | None:
-    """The tensors of a dict of dicts of tensors, as of what a class keeps for thousands of parameters; None for others."""
-    if not DICTS.issuperset(map(type, tree.values())):
-        return None
-    found = [*chain.from_iterable(map(dict.values, tree.values()))]
-    return found if PLAIN.issuperset(map(type, found)) else None
+def _has_rows(tree: Any) -> bool:
+    """True for a dict of dicts of tensors, such as what a class keeps for each of thousands of parameters."""
+    if not isinstance(tree, dict) or not _DICTS.issuperset(map(type, tree.values())):
+        return False
+    return PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, tree.values()))))
 
 
-DICTS = {dict}
+_DICTS = {dict}
 _is_cpu = operator.attrgetter("is_cpu")
 
 

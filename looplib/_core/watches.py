@@ -174,7 +174,7 @@ class _Hook:
         if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
             return
         # Steps and looplib's exports know whose weights they use.
-        if module in running.models or any(module in wrapper.modules() for wrapper in running.models):
+        if any(module is each for wrapper in running.models for each in wrapper.modules()):
             return
         # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
         if _writes(module) == stale.writes:

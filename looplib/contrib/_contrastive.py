@@ -23,7 +23,8 @@ from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
-from looplib._objective import aux_records, mean_of, record, shape_or_type, split_loss
+from looplib._objective import aux_records, record, shape_or_type, split_loss
+from looplib.contrib._per_sample import mean_of
 from looplib.distributed._reduce import gather_tensors
 from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients

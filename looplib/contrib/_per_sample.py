@@ -26,7 +26,7 @@ from looplib._core.ranks import rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.tracing import around_loss, tracing
 from looplib._core.trees import batch_size as count_examples
-from looplib._objective import mean_of, multiply, record, split_loss
+from looplib._objective import multiply, record, split_loss, value_of
 from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
@@ -119,6 +119,15 @@ def make_per_sample_grad_fn(
 
 
 _Sums = dict[str, tuple[Tensor, Tensor]]  # name -> total and weight
+
+
+def mean_of(loss: Any) -> Tensor:
+    """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
+    if not isinstance(loss, Mean):
+        return value_of(loss).reshape(())
+    detached: Any = record("loss", loss, 1)
+    mean: Tensor = value_of(loss) / (detached.weight + (detached.weight == 0))
+    return mean.reshape(())
 
 
 def _value_and_sums(
