@@ -2,6 +2,7 @@
 
     python tests/mutants.py                              # 200 in the heart: steps, gradients, state, grads/ and optim/
     python tests/mutants.py --rooms                      # 200 in the rooms
+    python tests/mutants.py --core                       # 200 in what all of these share
     python tests/mutants.py --only optim/_yours --count 10   # 10 in files with this in their path
 
 Each mutant is one change of a comparison, a condition, a call whose result is not used, an operator, a number or the order
@@ -76,6 +77,14 @@ TESTS_OF_ROOMS["transforms"] += [
     "tests/_core/test_batches.py",
     "tests/test_another_network.py",
 ]
+
+TESTS_OF_CORE = {
+    "_core": [
+        *(path for part in ("steps.py", "gradients.py", "state.py") for path in TESTS[part]),
+        "tests/optim",
+        "tests/_core",
+    ]
+}
 
 # Mutants that change nothing a user could see: (file, line of the original, why).
 EQUIVALENT: list[tuple[str, str, str]] = [
@@ -278,7 +287,7 @@ def mutated(path, number, kind):
 
 def drawn(count, only, parts=TESTS, seed=0):
     files = [ROOT / "looplib" / name for name in parts]
-    files = [file for name in files for file in ([name] if name.suffix else sorted(name.rglob("_*.py")))]
+    files = [file for name in files for file in ([name] if name.suffix else sorted(name.rglob("*.py")))]
     files = [file for file in files if file.name != "__init__.py" and only in str(file.relative_to(ROOT))]
     places = [(file, *place) for file in files for place in mutants_of(file)]
     return random.Random(seed).sample(places, min(count, len(places)))  # each place is equally likely
@@ -301,9 +310,11 @@ def noticed(place, folder):
     target = folder / file.relative_to(ROOT)
     original = target.read_text()
     target.write_text(mutated(file, number, kind))
-    paths = [path for path in (TESTS | TESTS_OF_ROOMS)[part_of(file)] if (ROOT / path).exists()]
+    paths = [path for path in (TESTS | TESTS_OF_ROOMS | TESTS_OF_CORE)[part_of(file)] if (ROOT / path).exists()]
     same_name = sorted(
-        str(found.relative_to(ROOT)) for path in paths for found in (ROOT / path).glob(f"test{file.stem}.py")
+        str(found.relative_to(ROOT))
+        for path in paths
+        for found in (ROOT / path).glob(f"test_{file.stem.lstrip('_')}.py")
     )
     try:
         return any(fails(tests, folder) for tests in (same_name, paths) if tests)
@@ -359,6 +370,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="number of mutants drawn")
     parser.add_argument("--rooms", action="store_true", help="mutate the rooms in place of the heart")
+    parser.add_argument("--core", action="store_true", help="mutate _core in place of the heart's other parts")
     parser.add_argument("--only", default="", help="part of a path: draw from these files")
     parser.add_argument("--seed", type=int, default=0, help="draw other ones")
     parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
@@ -366,7 +378,8 @@ def main():
     for name, line, _ in EQUIVALENT:
         if line not in (ROOT / name).read_text():
             print(f"{name} no longer has the line {line!r}: remove it from EQUIVALENT")
-    places = drawn(options.count, options.only, TESTS_OF_ROOMS if options.rooms else TESTS, options.seed)
+    parts = TESTS_OF_ROOMS if options.rooms else TESTS_OF_CORE if options.core else TESTS
+    places = drawn(options.count, options.only, parts, options.seed)
     shares = [places[index :: options.workers] for index in range(options.workers)]
     with ThreadPoolExecutor(options.workers) as pool:
         results = [result for share in pool.map(lambda share: list(run(share)), shares) for result in share]
