@@ -79,6 +79,11 @@ def two_ranks():
             ranks.check_alike({"a": 1, "b": ranks.rank}, "title: ")
         assert ranks.barrier(ranks.rank == 1)
         assert not ranks.barrier()
+        state = ll.TrainState()
+        meet = ll.distributed.check_replicas if ranks.rank else ll.predicates.after_seconds(60)
+        with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*after_seconds.*\n.*rank 1: .*check_replicas"):
+            meet(state)
+        ll.distributed.check_replicas(state)  # the next call of all ranks meets again
 
 
 def test_an_error_of_one_rank_is_raised_on_all():
