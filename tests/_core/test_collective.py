@@ -5,6 +5,7 @@ import torch
 from ranks import launch
 
 import looplib as ll
+from looplib._core import ranks as _ranks
 from looplib._core.collective import named, together
 from looplib._core.torch_private import timeout_of
 from looplib.distributed._reduce import gather_tensors
@@ -47,6 +48,13 @@ def test_one_process_agrees_with_itself():
         with pytest.raises(OSError, match="full") as seen:
             way(fail)
         assert seen.value is error
+
+
+def test_tensors_of_one_kind_are_sent_together_up_to_a_number_of_bytes(monkeypatch):
+    monkeypatch.setattr(_ranks, "_BUCKET", 40)
+    four, wide, three, six = torch.zeros(4), torch.zeros(1, dtype=torch.float64), torch.zeros(3), torch.zeros(2, 3)
+    sent = [[tuple(tensor.shape) for tensor in bucket] for bucket in _ranks._buckets([four, wide, three, six])]
+    assert sent == [[(4,), (3,)], [(1,)], [(2, 3)]]  # 28 bytes, 8 of another kind, and 24 more
 
 
 def two_ranks():
