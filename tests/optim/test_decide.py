@@ -367,7 +367,7 @@ def fails(state):
     ],
     ids=["flag alone", "three", "none", "shape", "dtype", "its own error"],
 )
-def test_what_decide_must_return(answer, error, words, options):
+def test_what_decide_must_not_return_is_refused(answer, error, words, options):
     def decide(grads, opt_state, metrics):
         return answer(opt_state)
 
