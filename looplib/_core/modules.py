@@ -395,6 +395,7 @@ _is_training = attrgetter("training")
 
 
 def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
+    """Set the modes of single modules. Not by `train()`, which sets their children too."""
     for module, mode in zip(modules, modes, strict=True):
         if module.training is not mode:
             module.training = mode

@@ -204,7 +204,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    if PLAIN.issuperset(map(type, values)):
+    if PLAIN.issuperset(map(type, values)):  # a call for each would be most of the time for a state of thousands
         return [*values]
     parts = map(dict.values, values) if _has_rows(tree) else map(_tensors_in, values)
     return [*chain.from_iterable(parts)]

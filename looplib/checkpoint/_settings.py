@@ -1,4 +1,7 @@
-"""Settings of the run, and checksums of the parameters that a checkpoint leaves out: a restore compares both."""
+"""Settings of the run, and checksums of the parameters that a checkpoint leaves out: a restore compares both.
+
+Of the settings, what is named as a secret is left out.
+"""
 
 from __future__ import annotations
 

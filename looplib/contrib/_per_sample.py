@@ -122,10 +122,10 @@ _Sums = dict[str, tuple[Tensor, Tensor]]  # name -> total and weight
 
 
 def mean_of(loss: Any) -> Tensor:
-    """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
+    """The mean that a loss stands for, as one number, where values cannot be read, as inside `torch.func` transforms."""
     if not isinstance(loss, Mean):
         return value_of(loss).reshape(())
-    detached: Any = record("loss", loss, 1)
+    detached: Any = record("loss", loss, 1)  # a Mean, whose weight has no graph
     mean: Tensor = value_of(loss) / (detached.weight + (detached.weight == 0))
     return mean.reshape(())
 

@@ -185,12 +185,14 @@ class Recipe:
             self._check_schedules()
 
     def _check_schedules(self) -> None:
-        for key, value in [pair for values in self.moving for pair in values.items()]:
-            check(
-                key in ("lr", "weight_decay") or isinstance(value, injected),
-                f"{key} is a schedule, and {self.cls.__name__} computes the weights to evaluate with from it, by its eval(), "
-                "which knows no step: give a number, or ll.optim.injected(...), which the state keeps",
-            )
+        """Refuse schedules of what the class's `eval` may read: an evaluation has a state, and no step."""
+        for moving in self.moving:
+            for key, value in moving.items():
+                check(
+                    key in ("lr", "weight_decay") or isinstance(value, injected),
+                    f"{key} is a schedule. {self.cls.__name__} computes the weights to evaluate with in its eval(), which "
+                    f"may read {key} and knows no step: give a number, or ll.optim.injected(...), which the state keeps",
+                )
 
 
 def check_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> None:
