@@ -1,5 +1,6 @@
 """Helpers for tests of several rooms: states, seeds, a Python process, and a full disk."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from filelock import FileLock
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
@@ -108,6 +110,18 @@ def python(code, *arguments, **options):
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, **options
     )
+
+
+def made_once(tmp_path_factory, name, make):
+    """The folder that `make` has filled, made for all workers of a run by the one that asks first."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
+    folder = tmp_path_factory.getbasetemp().parent / f"{name}-{run}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "made").exists():
+            folder.mkdir()
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
 
 def saved_at_most(function):

@@ -1,18 +1,17 @@
 """Bytes that a step sends to other ranks, compared with a raw loop's and with formulas."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from ranks import launch, run_script
+from shared import made_once
 from traffic import bytes_sent
 
 SCRIPT = """
-import json, tempfile, torch
+import json, sys, tempfile, torch
 from contextlib import nullcontext
 from torch import nn, distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,7 +199,8 @@ with ll.distributed.setup():
     everyone = [None] * world
     distributed.all_gather_object(everyone, found)
     if rank == 0:
-        print(json.dumps({name: [one[name] for one in everyone] for name in found}))
+        with open(sys.argv[1], "w") as file:
+            json.dump({name: [one[name] for one in everyone] for name in found}, file)
 """
 
 UNIT = 4 * (64 * 64 + 64)  # bytes of one of the model's four layers, all in float32
@@ -208,26 +208,20 @@ P = 4 * UNIT
 HEADERS = 3 * 48  # what gloo sends besides the contents of a message: it, and that both sides are ready for it
 
 
-def launch(folder, ranks):
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+def measured(folder, ranks):
+    (folder / "script.py").write_text(SCRIPT)
+    launch(ranks, run_script, str(folder / "script.py"), str(folder / "sent.json"))
+
+
+def sent_by(folder):
+    return json.loads((folder / "sent.json").read_text())
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def counted(request, tmp_path_factory):
     """Number of ranks, and the bytes that each of them sends, by sender."""
     ranks = request.param
-    return ranks, launch(tmp_path_factory.mktemp("scale"), ranks)
+    return ranks, sent_by(made_once(tmp_path_factory, f"scale-{ranks}", lambda folder: measured(folder, ranks)))
 
 
 def plus(*numbers):
@@ -358,7 +352,8 @@ def test_the_page_has_these_figures(counted):
 
 @pytest.mark.slow
 def test_one_process_sends_nothing(tmp_path):
-    assert {name: one for name, one in launch(tmp_path, 1).items() if one != [0]} == {}
+    measured(tmp_path, 1)
+    assert {name: one for name, one in sent_by(tmp_path).items() if one != [0]} == {}
 
 
 def test_the_counter_counts_what_was_written(monkeypatch):

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 from documentation.site import build
 from public import ROOMS, ROOT, public_names
+from shared import made_once
 
 
 class Reader(HTMLParser):
@@ -42,9 +43,13 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    addresses = build(folder)
+    folder = made_once(tmp_path_factory, "site", write) / "site"
+    addresses = json.loads((folder.parent / "addresses.json").read_text())
     return folder, {address: Reader((folder / address).read_text()) for address in addresses}
+
+
+def write(folder):
+    (folder / "addresses.json").write_text(json.dumps(build(folder / "site")))
 
 
 def test_every_link_leads_somewhere(site):

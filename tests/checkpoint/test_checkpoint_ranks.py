@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from files import adamw, forged_header, tensors_of
 from ranks import launch, run_script
+from shared import made_once
 from torch import nn
 
 import looplib as ll
@@ -406,12 +407,11 @@ def state_of(model):
     return state.replace(extra={"ema": ema, "best": 0.5, "none": None})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture
+def folder(tmp_path, tmp_path_factory):
     """Folder of checkpoints saved by four ranks, after checking everything in FOUR."""
-    folder = tmp_path_factory.mktemp("ranks")
-    launch_script(4, FOUR, folder)
-    return folder
+    made = made_once(tmp_path_factory, "ranks", lambda folder: launch_script(4, FOUR, folder))
+    return shutil.copytree(made, tmp_path / "ranks", symlinks=True)
 
 
 def test_of_four_into_one(folder):
