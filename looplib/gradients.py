@@ -73,7 +73,7 @@ def make_grad_fn(
         loss_fn: `loss_fn(model, batch)`, which returns a scalar loss (the mean over the samples), a
             `Mean(total, weight)`, or `(loss, aux)` with a dict of scalars and metrics.
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when `make_grad_fn` is called.
+            gradient when `make_grad_fn` is called; a warning names those for which that changes later.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
         batch_size: function that counts the samples in a batch. The default takes the length of the first dimension.
 
@@ -124,6 +124,8 @@ def make_grad_fn(
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
+            if trainable is None:
+                host.warn_of_flags()
             body = partial(passes_of, call, batches, seeds)
             grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
         except Exception as error:

@@ -158,6 +158,7 @@ class FunctionalModule:
         self.devices: set[torch.device] = set()
         self.generators = _generators()
         self.modes: dict[nn.Module, bool] = {}
+        self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
         self._read()
         self.called = False
         self.engine = engine_of(model)
@@ -175,6 +176,7 @@ class FunctionalModule:
             for module in self.model.modules()
         }
         self.children = self._children()
+        self.flags = _flags(self.slots)
 
     def _children(self) -> list[list[nn.Module | None]]:
         return [[*torch_private.own_modules(module).values()] for module in self.modes]
@@ -186,8 +188,6 @@ class FunctionalModule:
             if self.backward and _places(members(self.model)) != _places(self.slots):
                 raise ValueError(_CHANGED)
             self._read()
-        if not self.called and self.model.training:
-            self._warn_of_layers_in_eval_mode(_LATE_EVAL)
         self.called = True
         if params.keys() != self.param_names or buffers.keys() != self.buffer_names:
             self.explain(params, buffers)
@@ -271,6 +271,9 @@ class FunctionalModule:
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
             if modes != [*self.modes.values()]:
+                if modes != self.found_modes and self.model.training:  # not all in eval mode, as after an evaluation
+                    self.found_modes = modes
+                    self._warn_of_layers_in_eval_mode(_LATE_EVAL)
                 _set_modes(self.modes, self.modes.values())
             out = body()
             if filled := [name for owner, key, name in self.slots.empty if owner[key] is not None]:
@@ -307,6 +310,14 @@ class FunctionalModule:
     def params(self) -> dict[str, Tensor]:
         """The module's own parameters."""
         return tensors(self.slots.params)
+
+    def warn_of_flags(self) -> None:
+        """Warn of parameters of the module's own whose `requires_grad` has changed since this was made."""
+        flags = _flags(self.slots)
+        if flags != self.flags:
+            slots = zip(self.slots.params, flags, self.flags, strict=True)
+            warn(_TOGGLED.format(names=few([slot.name for slot, one, other in slots if one is not other])))
+            self.flags = flags  # so that it is told once
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's current buffers: some modules assign new ones instead of writing to them."""
@@ -369,6 +380,11 @@ _CHANGED = (
     "layers of the model were replaced or added after make_grad_fn, which chose then what is trained: call ll.make_grad_fn "
     "again, and ll.init_state, after you change the model"
 )
+_TOGGLED = (
+    "requires_grad of {names} changed after make_grad_fn, which chose then what this step trains. To train other layers "
+    "later in a run, make a step for each choice before it, by ll.make_grad_fn(..., trainable=...), over one state "
+    '(see "Freeze layers" in recipes/COOKBOOK.md)'
+)
 _OF_HOOKS = (
     "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "
     "for the module's parameters only, and this step runs on other tensors: train with donate=True on a state that is "
@@ -392,6 +408,10 @@ _FILLED = (
 
 
 _is_training = attrgetter("training")
+
+
+def _flags(slots: Members) -> list[bool]:
+    return [owner[key].requires_grad for owner, key, _ in slots.params]
 
 
 def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:

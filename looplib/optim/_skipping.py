@@ -155,6 +155,7 @@ def dynamic_loss_scale(
 
     Raises:
         NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
+        ValueError: from the step, if its gradients are not those of `scale_loss`.
         TypeError: an argument is not a number.
         ValueError: an argument is out of range.
     """
@@ -173,13 +174,18 @@ def dynamic_loss_scale(
     )
 
     def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
+        check(
+            not metrics or "loss_scale" in metrics,
+            "dynamic_loss_scale adapts a scale by which no loss was multiplied: wrap the gradient function in "
+            "ll.grads.scale_loss, or report the scale of one of your own as the metric loss_scale",
+        )
         finite = all_finite(grads)
         scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
         torch_private.amp_update_scale_(
             scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
         )
-        check = partial(_check_scale, min_scale), (scale, opt_state["loss_scale"], step)
-        return Decision(finite, [check]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
+        floor = partial(_check_scale, min_scale), (scale, opt_state["loss_scale"], step)
+        return Decision(finite, [floor]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
 
     keeps = {
         "loss_scale": lambda params, **extra: zero_count(params).float() + init_scale,

@@ -52,3 +52,12 @@ def test_what_is_not_scaled_or_cannot_be_divided_is_refused():
     twice, state, _ = scaled(lambda g: lambda *call: ll.grads.scale_loss(g)(*call))  # which is seen when it runs
     with pytest.raises(ValueError, match="once is enough"):
         twice(state, x.double())
+
+
+def test_a_step_that_adapts_a_scale_by_which_nothing_was_multiplied_is_refused():
+    model, optimizer = nn.Linear(3, 2), ll.optim.dynamic_loss_scale(SGD)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    with pytest.raises(ValueError, match=r"wrap the gradient function in ll\.grads\.scale_loss"):
+        step(state, torch.ones(2, 3))
+    assert state.params["weight"] is model.weight  # nothing was spent
