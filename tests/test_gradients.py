@@ -95,7 +95,10 @@ def test_a_layer_that_goes_into_eval_mode_too_late_is_named_at_the_first_call():
 def test_a_layer_that_is_frozen_or_thawed_after_make_grad_fn_is_named_once(later, donate):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].requires_grad_(not later)
-    step, state = ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD, donate=donate), ll.init_state(model, SGD)
+    step, state = (
+        ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD, donate=donate),
+        ll.init_state(model, SGD),
+    )
     chosen = ll.make_grad_fn(model, mean_square, trainable=lambda name, tensor: name.startswith("1."))
     state, _ = step(state, torch.ones(4, 2))
     model[0].requires_grad_(later)
@@ -103,7 +106,10 @@ def test_a_layer_that_is_frozen_or_thawed_after_make_grad_fn_is_named_once(later
         state, _ = step(state, torch.ones(4, 2))
     assert [one.filename for one in caught] == [__file__]
     step(state, torch.ones(4, 2))
-    assert chosen(ll.init_state(model), torch.ones(4, 2)).grads.keys() == {"1.weight", "1.bias"}  # whatever the flags say
+    assert chosen(ll.init_state(model), torch.ones(4, 2)).grads.keys() == {
+        "1.weight",
+        "1.bias",
+    }  # whatever the flags say
 
 
 @pytest.mark.parametrize("which", ["trained", "eval", "frozen", "without dropout", "the dropout alone"])
