@@ -195,8 +195,9 @@ def decide(
     states = opt_state["state"]
     if not grads.keys() <= states.keys():
         raise ValueError(
-            f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
-            "with the same model, and the same trainable=, as the gradient function"
+            f"the optimizer's state has nothing for {few(sorted(grads.keys() - states.keys()))}, which were frozen, or not "
+            "in the model, when it was made: make the state while all that is to be trained at some time requires a "
+            "gradient, or with a trainable= that chooses all of it"
         )
     if entered and tracing():
         return True, opt_state
