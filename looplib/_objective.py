@@ -18,7 +18,6 @@ however the batch was split. The loss itself is 0 / 0, which metrics report as N
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import compress
 from typing import Any, cast
 
@@ -37,7 +36,7 @@ from looplib._core.ranks import (
     shards,
     total_over_ranks,
 )
-from looplib._core.tracing import entered, tracing
+from looplib._core.tracing import tracing
 from looplib.metrics._mean import Mean
 from looplib.types import Gradients, Metric
 
@@ -190,7 +189,7 @@ class LabelWatch:
 
 def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """Metric records of values beside a loss. Tensors that later steps may overwrite are copied."""
-    return {name: record(name, _apart(value), samples) for name, value in aux.items()}
+    return {name: record(name, apart(value), samples) for name, value in aux.items()}
 
 
 def record(name: str, value: Any, samples: int) -> Metric:
@@ -239,23 +238,11 @@ def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return mapped(lambda mean: Mean(mean.total * 0, 0), means)
 
 
-def _apart(value: Any) -> Any:
+def apart(value: Any) -> Any:
     """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
     return trees.map_tensors(
         lambda tensor: tensor.clone() if tensor.grad_fn is None or torch_private.is_view(tensor) else tensor, value
     )
-
-
-def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
-    """A scalar with the device and dtype of another tensor."""
-    if entered and tracing():
-        return torch.full((), value, device=like.device, dtype=like.dtype)
-    return _constant(value, like.device, like.dtype)
-
-
-@lru_cache
-def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.full((), value, device=device, dtype=dtype)
 
 
 def mean_of_sums(out: Gradients, total: RunningSum) -> Gradients:

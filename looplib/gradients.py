@@ -29,10 +29,10 @@ from looplib._core.trees import padding_batch
 from looplib._core.watches import Reach
 from looplib._objective import (
     LabelWatch,
+    apart,
     aux_records,
     objective_of,
     record,
-    scalar_like,
     split_loss,
     uncounted,
     with_own_weight,
@@ -232,11 +232,12 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         call.loss = value
         if not (reach.known or call.traced):
             reach.learn(value, batch, call.params, call.leaves)
-        # The backward pass of value * factor * scale, without an operation for the factors.
-        seed = factor if isinstance(factor, Tensor) else scalar_like(value, factor)
+        # The backward pass of value * factor * scale, without an operation for the factors. The tensor is a new one each
+        # time, since the gradient of a parameter may be a view of it.
+        seed = factor if isinstance(factor, Tensor) else torch.full_like(value, factor)
         if scale is not None:
             seed = seed * scale.to(value.device)  # the scale is on the first parameter's
-        if seed is factor or scale is not None or value.dim():
+        if seed is factor or scale is not None:
             seed = seed.to(value).reshape(value.shape)
         again = call.traced and differentiated()
         plain = reach.plain and not call.traced
@@ -245,6 +246,8 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
             torch_private.run_backward(
                 (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
             )
+        if value.is_leaf or torch_private.is_view(value):  # a parameter, or a part of one
+            loss = apart(loss)
         metrics = {"loss": record("loss", loss, samples)}
         if aux:
             metrics |= aux_records(aux, samples)

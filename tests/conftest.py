@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items):
         if test in tests and "refused" not in test and not item.get_closest_marker("every_case"):
             item.add_marker("slow")
         tests.add(test)
+
+
+def pytest_collection_finish():
+    """Leave out of later collections what was imported: to walk through it takes most of a second, many times in a run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -214,3 +214,55 @@ def test_what_a_loss_detaches_stays_detached_in_a_differentiable_step():
     state, _ = step(start.replace(params={"weight": weight}), torch.ones(1))
     (found,) = torch.autograd.grad(state.params["weight"].sum(), weight)
     assert torch.equal(found, torch.ones(1, 2))  # of w - lr * w.detach(), and not 1 - lr
+
+
+class Scaled(nn.Module):
+    """A linear layer and a parameter of one element, of which the loss may be a view."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(shape)), nn.Linear(2, 1)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_gradient_that_is_a_view_of_the_losss_is_its_parameters_own(shape):
+    def loss(model, x):
+        return model.linear(x).square().mean() + model.scale.view(())
+
+    def bystander():
+        return ll.make_grad_fn(other, mean_output)(ll.init_state(other), torch.ones(4, 2)).grads["weight"].tolist()
+
+    torch.manual_seed(0)
+    model, raw, other, x = Scaled(shape), Scaled(shape), nn.Linear(2, 1), torch.randn(4, 2)
+    raw.load_state_dict(model.state_dict())
+    before, optimizer = bystander(), torch.optim.SGD(raw.parameters(), lr=0.1, fused=True)
+    clipped = ll.clip_by_global_norm(ll.make_grad_fn(model, loss), 0.5)
+    step, state = ll.make_train_step(clipped, SGD, donate=True), ll.init_state(model, SGD)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(raw, x).backward()
+        nn.utils.clip_grad_norm_(raw.parameters(), 0.5)
+        optimizer.step()
+        state, _ = step(state, x)
+    for name, parameter in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], parameter, rtol=1e-6, atol=0)  # clipping rounds once less
+    accumulated = ll.accumulate(ll.make_grad_fn(model, loss), 2)
+    one, two = (accumulated(state, x).grads["scale"] for _ in range(2))
+    assert one.item() == two.item() == 1.0
+    assert bystander() == before
+
+
+@both_steps
+@pytest.mark.parametrize(
+    "loss",
+    [lambda m, x: m.w[0], lambda m, x: m.w, lambda m, x: ll.Mean(m.w.view(()), 1)],
+    ids=["part", "all", "mean"],
+)
+def test_the_loss_of_a_step_is_that_before_its_update_though_it_is_a_parameter(loss, donate):
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor([3.0]))
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=donate), ll.init_state(model, SGD)
+    state, metrics = step(state, torch.ones(1))
+    step(state, torch.ones(1))
+    assert ll.compute(metrics) == {"loss": 3.0}

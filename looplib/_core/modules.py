@@ -176,7 +176,7 @@ class FunctionalModule:
             for module in self.model.modules()
         }
         self.children = self._children()
-        self.flags = _flags(self.slots)
+        self.flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
 
     def _children(self) -> list[list[nn.Module | None]]:
         return [[*torch_private.own_modules(module).values()] for module in self.modes]
@@ -313,7 +313,7 @@ class FunctionalModule:
 
     def warn_of_flags(self) -> None:
         """Warn of parameters of the module's own whose `requires_grad` has changed since this was made."""
-        flags = _flags(self.slots)
+        flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
         if flags != self.flags:
             slots = zip(self.slots.params, flags, self.flags, strict=True)
             warn(_TOGGLED.format(names=few([slot.name for slot, one, other in slots if one is not other])))
@@ -408,10 +408,6 @@ _FILLED = (
 
 
 _is_training = attrgetter("training")
-
-
-def _flags(slots: Members) -> list[bool]:
-    return [owner[key].requires_grad for owner, key, _ in slots.params]
 
 
 def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:

@@ -196,14 +196,16 @@ def own_copies(names: Iterable[str], params: Mapping[str, Tensor], opt_state: An
 
 
 def copy_tree(tree: Any) -> Any:
-    """A tree of dicts, lists and tuples with copies of its tensors, and with containers of its own."""
+    """A pytree with copies of its tensors, and with containers of its own."""
     return _rebuilt(tree, iter(clones(_tensors_in(tree))))
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    if type(tree) not in _PLAIN_TREES:
+        return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    values = tree.values() if isinstance(tree, dict) else tree
     if PLAIN.issuperset(map(type, values)):  # a call for each would be most of the time for a state of thousands
         return [*values]
     parts = map(dict.values, values) if _has_rows(tree) else map(_tensors_in, values)
@@ -214,26 +216,26 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     """The tree, with the next copies in place of its tensors."""
     if isinstance(tree, Tensor):
         return next(copies)
+    if type(tree) not in _PLAIN_TREES:  # a number, or another node of torch's pytree
+        return torch_private.pytree.tree_map_only(Tensor, lambda _: next(copies), tree)
     if isinstance(tree, dict):  # zip takes no more copies than there are keys
         if PLAIN.issuperset(map(type, tree.values())):
             return dict(zip(tree, copies, strict=False))
         if _has_rows(tree):
             return {name: dict(zip(row, copies, strict=False)) for name, row in tree.items()}
         return {key: _rebuilt(value, copies) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [_rebuilt(value, copies) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    return type(tree)(_rebuilt(value, copies) for value in tree)
 
 
 def _has_rows(tree: Any) -> bool:
     """True for a dict of dicts of tensors, such as what a class keeps for each of thousands of parameters."""
-    if not isinstance(tree, dict) or not _DICTS.issuperset(map(type, tree.values())):
+    if type(tree) is not dict or not _DICTS.issuperset(map(type, tree.values())):
         return False
     return PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, tree.values()))))
 
 
 _DICTS = {dict}
+_PLAIN_TREES = {dict, list, tuple}
 _is_cpu = operator.attrgetter("is_cpu")
 
 
@@ -244,12 +246,19 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     grad_mode = torch.is_grad_enabled()
     try:  # a signal may arrive as soon as the mode is set
         torch_private.set_grad_enabled(False)
-        if PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors)):
+        if PLAIN.issuperset(map(type, tensors)) and _all_contiguous(tensors):
             on_cpu = all(map(_is_cpu, tensors))
             return list(torch_private.foreach_clone(tensors)) if on_cpu else _copied_by_kernels(tensors)
         return [_clone(tensor) for tensor in tensors]
     finally:
         torch_private.set_grad_enabled(grad_mode)
+
+
+def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:  # of compressed sparse tensors, which have no strides
+        return False
 
 
 def _copied_by_kernels(tensors: Sequence[Tensor]) -> list[Tensor]:

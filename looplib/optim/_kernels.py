@@ -60,7 +60,8 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
                 "fused= out, or make the parameter contiguous",
             )
             chosen = KERNEL_OPTIONS.isdisjoint(values) and not gaps and _permit(recipe, tensors)
-            parts.append(Part(number, some, FUSED[recipe.cls] if may_choose(recipe) and (asked or chosen) else None))
+            kernel = FUSED[recipe.cls] if may_choose(recipe) and (asked or chosen) else None
+            parts.append(Part(number, some, kernel))
     return parts
 
 
@@ -79,6 +80,28 @@ def _permit(recipe: Recipe, tensors: Tensors) -> bool:
     return device.type in torch_private.fused_devices() and dtype in _DTYPES and not (wrong or sharded)
 
 
+def check_moments(part: Part, params: Params, states: Mapping[str, Mapping[str, Any]], asked: Any) -> None:
+    """Raise ValueError for entries of a state that a fused kernel would read beyond their end, or in another order.
+
+    Other strides than those of the parameters are left to the class's own step, unless the kernel was `asked` for.
+    """
+    own, rows = [params[name] for name in part.names], [states[name] for name in part.names]
+    for key in rows[0].keys() - {"step"}:
+        column = [row[key] for row in rows]
+        for name, param, entry in zip(part.names, own, column, strict=True):
+            check(
+                entry.shape == param.shape,
+                f"{key} of {name} has shape {tuple(entry.shape)} in opt_state, and the parameter {tuple(param.shape)}: change "
+                "both alike, or make a new opt_state by optimizer.init(params)",
+            )
+        check(
+            not asked or aligned([shards(own), shards(column)]),
+            f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused kernels "
+            "need the same. Leave fused= out, or create the state again with ll.init_state",
+        )
+
+
+_shape_of = attrgetter("shape")
 _strides_of = Tensor.stride
 _is_contiguous = Tensor.is_contiguous
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -141,6 +164,9 @@ def columns_of(
     if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
         own, given = shards(own), shards(given)
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
+        local = [*map(_shape_of, own)]
+        if any([*map(_shape_of, column)] != local for key, column in entries.items() if key != "step"):
+            return None  # placed otherwise over the ranks
     moments = [column for key, column in entries.items() if key != "step"]
     if aligned([own, given, *moments]):
         return own, given, entries

@@ -25,7 +25,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check
 from looplib._core.mappings import in_dtypes_of, pick, subset, wide_dtype, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._kernels import FUSED, columns_of, laid_out_like, parts_of
+from looplib.optim._kernels import FUSED, check_moments, columns_of, laid_out_like, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
@@ -164,7 +164,10 @@ def _by_kernels(
 ) -> list[str]:
     """Update in place, by one operation for each call of a kernel in the eager step. Returns the parameters that are left."""
     left = []
-    for number, names, kernel in parts_of(recipe, params, recipe.members(params)):
+    for part in parts_of(recipe, params, recipe.members(params)):
+        number, names, kernel = part
+        if kernel:
+            check_moments(part, params, states, asked=False)
         values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         one_moves = any(isinstance(beta, Tensor) for beta in values.get("betas", ()))

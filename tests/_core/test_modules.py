@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from problem import step_of
-from shared import SGD, both_steps, mean_output
+from problem import run, step_of
+from shared import SGD, bits, both_steps, mean_output
 from shared import mean_square as mean_of_square
 from torch import nn
 
@@ -208,3 +208,20 @@ def test_replaced_layers_without_tensors_and_wrappers_around_layers_are_followed
     model[2] = torch.compile(model[2], backend="eager")
     assert torch.equal(predict_step(state, torch.ones(5, 3)), expected)
     assert model[1].training
+
+
+@both_steps
+def test_a_compressed_sparse_buffer_is_one_as_any_other(donate):
+    class Neighbours(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            with warnings.catch_warnings(action="ignore"):  # torch's own: it calls these tensors a beta
+                self.register_buffer("adjacent", torch.eye(3).to_sparse_csr())
+
+        def forward(self, x):
+            return self.adjacent @ super().forward(x)
+
+    model, plain = Neighbours(), nn.Linear(3, 3)
+    plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name != "adjacent"})
+    state, expected = (run(each, SGD, [torch.ones(3, 3)] * 2, donate) for each in (model, plain))
+    assert bits(state.params) == bits(expected.params)

@@ -1,5 +1,6 @@
 """Decide, then update: wrappers of a user's own against a raw loop with an `if` in it, and what spends no state."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -12,6 +13,11 @@ from torch import nn
 import looplib as ll
 
 LIMIT = 0.6
+Kept = collections.namedtuple("Kept", "momentum")
+
+
+def mapped_zeros(params):
+    return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
 
 
 def net():
@@ -209,6 +215,33 @@ def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_sta
             _ = first.params
     else:
         assert equal(first.params, net().named_parameters())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["deque", "OrderedDict", "defaultdict", "namedtuple"])
+def test_a_state_in_any_container_of_torchs_pytrees_stays_as_it_was(kind):
+    make = {
+        "deque": lambda zeros: collections.deque([zeros]),
+        "OrderedDict": lambda zeros: collections.OrderedDict(momentum=zeros),
+        "defaultdict": lambda zeros: collections.defaultdict(int, momentum=zeros),
+        "namedtuple": lambda zeros: Kept(zeros),
+    }[kind]
+
+    def update_(grads, opt_state, params, step, **info):
+        (momentum,) = opt_state.values() if isinstance(opt_state, dict) else opt_state
+        for name, grad in grads.items():
+            params[name].sub_(momentum[name].mul_(0.9).add_(grad), alpha=0.1)
+        return params, opt_state
+
+    optimizer = ll.types.Optimizer(lambda params, **extra: make(mapped_zeros(params)), update_)
+    model = net()
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), ll.init_state(model, optimizer)
+    state, _ = step(state, batches(1)[0])
+    before = bits(state)
+    (one, _), (two, _) = (step(state, batches(1)[0]) for _ in range(2))
+    assert bits(state) == before != bits(one)
+    assert bits(one) == bits(two)
+    assert type(one.opt_state) is type(state.opt_state) is type(make({}))
 
 
 THREE = object()  # a third value beside the parameters and the state

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import schedulefree
 import torch
-from problem import adamw, assert_refused, batches, is_vector, net, raw_loop, run, sgd, step_of
+from problem import QUICK, adamw, assert_refused, batches, is_vector, net, raw_loop, run, sgd, step_of
 from shared import bits, both_steps, equal, mean_output
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +55,8 @@ def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
 
 def test_update_is_pure_and_takes_gradients_of_a_part():
     writes_grads = ll.optimizer(schedulefree.AdamWScheduleFree, lr=1e-2, foreach=False)
-    for optimizer in (adamw(), writes_grads):
+    nesterov = sgd(nesterov=True, foreach=True)  # which adds to lists of gradients
+    for optimizer in (adamw(), writes_grads, nesterov):
         params = dict(net().named_parameters())
         given = {"0.weight": torch.full((5, 6), 2.0)}, optimizer.init(params), params, 0
         before = bits(given)
@@ -210,3 +211,64 @@ def test_training_past_the_end_at_a_rate_of_0_warns_once():
         assert warnings_of(lr, 6) == []
     for lr in (0.0, ll.schedules.linear(0.1, 0.01, total=6), ll.schedules.step_decay(0.1, every=3), lambda step: 0.0):
         assert warnings_of(lr, 9) == []
+
+
+CLASSES = {
+    "AdamW": adamw,
+    "Adagrad": lambda **options: ll.optimizer(torch.optim.Adagrad, lr=0.1, **options),
+    "momentum": sgd,
+    "RMSprop": lambda: ll.optimizer(torch.optim.RMSprop, lr=0.1),  # has no kernel
+    "Adafactor": lambda: ll.optimizer(torch.optim.Adafactor, lr=0.1),  # keeps other things for a matrix
+}
+UNFIT = {
+    "another shape": lambda row: row.update({key: torch.zeros(9) for key in row if key != "step"}),
+    "a missing entry": lambda row: row.pop([*row][-1]),
+    "another class's": lambda row: row.update(other=row.pop([*row][-1])),
+}
+
+
+@both_steps
+@pytest.mark.every_case
+@pytest.mark.parametrize("edit", UNFIT)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_state_that_does_not_fit_one_parameter_is_refused_while_it_can_be_read(name, edit, donate):
+    if edit == "another shape" and name in ("RMSprop", "Adafactor"):
+        return  # torch refuses it, in its own words
+    model, optimizer = net(), CLASSES[name]()
+    step, state = step_of(model, optimizer, donate), ll.init_state(model, optimizer)
+    state, _ = step(state, batches(1)[0])
+    rows = {key: dict(row) for key, row in state.opt_state["state"].items()}
+    UNFIT[edit](rows["4.bias"])
+    wrong = state.replace(opt_state={**state.opt_state, "state": rows})
+    before = bits(wrong.params)
+    with pytest.raises(
+        ValueError, match=r"4\.bias has shape \(9,\)" if edit == "another shape" else "opt_state holds"
+    ):
+        step(wrong, batches(1)[0])
+    assert bits(wrong.params) == before
+
+
+@pytest.mark.parametrize("compile", [None, QUICK], ids=["eager", "compiled"])
+def test_a_state_of_more_rows_is_refused(compile):
+    few, many, optimizer = nn.Embedding(5, 4), nn.Embedding(6, 4), adamw()
+    state = ll.init_state(many).replace(opt_state=ll.init_state(few, optimizer).opt_state)
+    step = ll.make_train_step(ll.make_grad_fn(many, mean_output), optimizer)
+    step = ll.compile_step(step, **compile) if compile else step
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 4\) in opt_state, and the parameter \(6, 4\)"):
+        step(state, torch.tensor([5]))
+
+
+@both_steps
+def test_a_gradient_of_another_shape_is_refused_while_the_state_can_be_read(donate):
+    def transposed(grad_fn):
+        def changed(state, batch, request=ll.types.WHOLE):
+            out = grad_fn(state, batch, request)
+            return out._replace(grads={name: grad.t() for name, grad in out.grads.items()})
+
+        return changed
+
+    model, optimizer = net(), adamw()
+    step, state = step_of(model, optimizer, donate, wrap=transposed), ll.init_state(model, optimizer)
+    with pytest.raises(ValueError, match=r"gradient of 0\.weight has shape \(6, 5\), the parameter \(5, 6\)"):
+        step(state, batches(1)[0])
+    assert state.params["0.weight"] is model[0].weight
