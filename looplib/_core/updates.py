@@ -203,9 +203,9 @@ def copy_tree(tree: Any) -> Any:
 def _tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    if type(tree) not in _PLAIN_TREES:
+    if type(tree) is not dict:
         return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
-    values = tree.values() if isinstance(tree, dict) else tree
+    values = tree.values()
     if PLAIN.issuperset(map(type, values)):  # a call for each would be most of the time for a state of thousands
         return [*values]
     parts = map(dict.values, values) if _has_rows(tree) else map(_tensors_in, values)
@@ -214,17 +214,13 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     """The tree, with the next copies in place of its tensors."""
-    if isinstance(tree, Tensor):
-        return next(copies)
-    if type(tree) not in _PLAIN_TREES:  # a number, or another node of torch's pytree
+    if type(tree) is not dict:
         return torch_private.pytree.tree_map_only(Tensor, lambda _: next(copies), tree)
-    if isinstance(tree, dict):  # zip takes no more copies than there are keys
-        if PLAIN.issuperset(map(type, tree.values())):
-            return dict(zip(tree, copies, strict=False))
-        if _has_rows(tree):
-            return {name: dict(zip(row, copies, strict=False)) for name, row in tree.items()}
-        return {key: _rebuilt(value, copies) for key, value in tree.items()}
-    return type(tree)(_rebuilt(value, copies) for value in tree)
+    if PLAIN.issuperset(map(type, tree.values())):  # zip takes no more copies than there are keys
+        return dict(zip(tree, copies, strict=False))
+    if _has_rows(tree):
+        return {name: dict(zip(row, copies, strict=False)) for name, row in tree.items()}
+    return {key: _rebuilt(value, copies) for key, value in tree.items()}
 
 
 def _has_rows(tree: Any) -> bool:
@@ -235,7 +231,6 @@ def _has_rows(tree: Any) -> bool:
 
 
 _DICTS = {dict}
-_PLAIN_TREES = {dict, list, tuple}
 _is_cpu = operator.attrgetter("is_cpu")
 
 

@@ -222,17 +222,6 @@ def warn_of_reached(others: Iterable[Tensor]) -> None:
             _warn_if_stale(module)
 
 
-@contextmanager
-def export(module: nn.Module) -> Iterator[None]:
-    """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
-    before = running.models
-    running.models = (*before, module)
-    try:
-        yield
-    finally:
-        running.models = before
-
-
 def _writes(module: nn.Module) -> list[tuple[int, int, int]]:
     """The memory of each trained parameter, torch's count of its writes, and the time of the last donated step's.
 

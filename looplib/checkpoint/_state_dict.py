@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import subset, without
 from looplib._core.trees import map_tensors
-from looplib._core.watches import export
 from looplib.checkpoint._format import about, in_words, words
 from looplib.checkpoint._shards import copied_like, whole
 from looplib.types import TrainState, check_state
@@ -209,7 +209,7 @@ def _parts_of(path: str) -> list[str]:
 def state_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the module's `state_dict` to the tensor's name in a state."""
     clean, names = cleaner(model), names_of(model)
-    with export(model):
+    with _exporting(model):
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}
 
@@ -218,3 +218,14 @@ def names_of(model: nn.Module) -> dict[int, str]:
     """Names in a state of the module's own tensors, by their ids."""
     slots = _modules.members(model)
     return {id(tensor): name for name, tensor in _modules.tensors([*slots.params, *slots.buffers]).items()}
+
+
+@contextmanager
+def _exporting(module: nn.Module) -> Iterator[None]:
+    """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
+    before = _modules.running.models
+    _modules.running.models = (*before, module)
+    try:
+        yield
+    finally:
+        _modules.running.models = before

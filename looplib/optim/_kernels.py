@@ -85,22 +85,27 @@ def check_moments(part: Part, params: Params, states: Mapping[str, Mapping[str, 
 
     Other strides than those of the parameters are left to the class's own step, unless the kernel was `asked` for.
     """
-    own, rows = [params[name] for name in part.names], [states[name] for name in part.names]
-    for key in rows[0].keys() - {"step"}:
-        column = [row[key] for row in rows]
-        for name, param, entry in zip(part.names, own, column, strict=True):
-            check(
-                entry.shape == param.shape,
-                f"{key} of {name} has shape {tuple(entry.shape)} in opt_state, and the parameter {tuple(param.shape)}: change "
-                "both alike, or make a new opt_state by optimizer.init(params)",
+    own, rows = [*map(params.__getitem__, part.names)], [*map(states.__getitem__, part.names)]
+    shapes = [*map(_shape_of, own)]
+    for key in rows[0]:
+        try:
+            column = [*map(itemgetter(key), rows)]
+        except KeyError:
+            raise ValueError(f"opt_state has no {key} for some of {few(part.names)}: {_ANEW}") from None
+        if key != "step" and (found := [*map(_shape_of, column)]) != shapes:
+            differing = zip(part.names, found, shapes, strict=True)
+            name, one, other = next(each for each in differing if each[1] != each[2])
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(one)} in opt_state, and the parameter {tuple(other)}: {_ANEW}"
             )
-        check(
-            not asked or aligned([shards(own), shards(column)]),
-            f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused kernels "
-            "need the same. Leave fused= out, or create the state again with ll.init_state",
-        )
+        if asked and key != "step" and not aligned([shards(own), shards(column)]):
+            raise ValueError(
+                f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused "
+                "kernels need the same. Leave fused= out, or create the state again with ll.init_state"
+            )
 
 
+_ANEW = "change parameters and opt_state alike, or make a new opt_state by optimizer.init(params)"
 _shape_of = attrgetter("shape")
 _strides_of = Tensor.stride
 _is_contiguous = Tensor.is_contiguous
@@ -156,18 +161,16 @@ def columns_of(
     the state wrongly.
     """
     rows = [*map(states.__getitem__, names)]
-    try:
-        entries: dict[str, Any] = {key: [*map(itemgetter(key), rows)] for key in rows[0]}
-    except KeyError:
-        return None
+    entries: dict[str, Any] = {key: [*map(itemgetter(key), rows)] for key in rows[0]}
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
     if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
         own, given = shards(own), shards(given)
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
-        local = [*map(_shape_of, own)]
-        if any([*map(_shape_of, column)] != local for key, column in entries.items() if key != "step"):
-            return None  # placed otherwise over the ranks
     moments = [column for key, column in entries.items() if key != "step"]
+    if own[0] is not params[names[0]] and any(
+        [*map(_shape_of, column)] != [*map(_shape_of, own)] for column in moments
+    ):
+        return None  # placed otherwise over the ranks
     if aligned([own, given, *moments]):
         return own, given, entries
     if any(map(is_sparse, given)) or not aligned([own, *moments]):

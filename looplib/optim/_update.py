@@ -25,7 +25,7 @@ from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
 from looplib._core.updates import copy_tree
-from looplib.optim._kernels import Part, check_moments, columns_of, is_sparse, laid_out_like, parts_of
+from looplib.optim._kernels import check_moments, columns_of, is_sparse, laid_out_like, parts_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
@@ -49,9 +49,8 @@ class Plan:
         members: parameter names in each group.
         values: for each group, its hyperparameters as completed by the class.
         parts: parameters that are updated together, each with its kernel.
-        probe: what the class keeps; of torch's, for a parameter of each number of dimensions in a group, of one element.
-        keys: the keys under which the class keeps the state of each parameter.
-        shapes: shapes of all that the state keeps, in order, if fused kernels of looplib's choice read all of it; else None.
+        probe: what the class keeps; of torch's, for the first parameter of each group, as a tensor of one element.
+        keys: keys under which the class keeps the state of the first parameter of each group.
         dense: parameters whose gradients have to be dense.
         step: the class's step, for torch's classes without its hooks.
         attributes: those that the class's constructor gives an instance beside its state and its groups; None if some of
@@ -65,36 +64,19 @@ class Plan:
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
         self.dense = _dense(recipe, self.members)
-        like = dict(zip(params, params, strict=True))
         if recipe.is_torch_optim:
-            if recipe.cls is not torch.optim.LBFGS:  # which keeps everything with the first
-                like = _like(params, self.members)
-            firsts = [[name for name in names if like[name] == name] for names in self.members]
+            firsts = [names[:1] for names in self.members]
             tiny = mapped(tiny_like, pick(params, chain.from_iterable(firsts)))
-            self.probe = Probe(states_of_torch(recipe, tiny, firsts), {}, [], _writes_grads(recipe))
+            # Nesterov's momentum is added to lists of gradients.
+            nesterov = recipe.cls is torch.optim.SGD and any(values.get("nesterov") for values in recipe.values)
+            self.probe = Probe(states_of_torch(recipe, tiny, firsts), {}, [], nesterov)
             self.step = inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
-        self.keys = [tuple(self.probe.state.get(like[name], ())) for name in params]
-        entries = [(param, key) for param, keys in zip(params.values(), self.keys, strict=True) for key in keys]
-        shapes = [torch.Size() if key == "step" else param.shape for param, key in entries]
-        self.shapes = shapes if all(part.kernel and not self.asked(part) for part in self.parts) else None
+        self.keys = {names[0]: self.probe.state[names[0]].keys() for names in self.members if names}
         attributes = without(vars(made), {"state", "param_groups"})
         own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
         self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
-
-    def asked(self, part: Part) -> Any:
-        """True if the user asked for the fused kernel of a part."""
-        return self.values[part.group].get("fused")
-
-
-def _like(params: Params, members: Members) -> dict[str, str]:
-    """For each parameter, the first of its group with as many dimensions, for which torch keeps the same entries."""
-    like: dict[str, str] = {}
-    for names in members:
-        first: dict[int, str] = {}
-        like |= {name: first.setdefault(params[name].ndim, name) for name in names}
-    return like
 
 
 def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
@@ -109,13 +91,6 @@ def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
     takes_both = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad)
     groups = [names for values, names in of_groups if not takes_both or values.get("fused") or values.get("nesterov")]
     return frozenset(chain.from_iterable(groups))
-
-
-def _writes_grads(recipe: Recipe) -> bool:
-    """True for a class of torch that adds to gradients: SGD, for Nesterov's momentum in lists of tensors."""
-    return recipe.cls is torch.optim.SGD and any(
-        values.get("nesterov") and values.get("foreach") is not False for values in recipe.values
-    )
 
 
 def tiny_like(tensor: Tensor) -> Tensor:
@@ -234,21 +209,17 @@ def decide(
             "nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
         )
     plan = plan_for(plans, recipe, params, states)
-    if [*map(tuple, states.values())] != plan.keys:
-        for kept, (name, row) in zip(plan.keys, states.items(), strict=True):
-            if row.keys() != {*kept} and not _continues(recipe, row.keys(), {*kept}):
-                raise wrong_state({"state": {name: row}}, recipe.cls.__name__, kept)
-    entries = chain.from_iterable(map(dict.values, states.values()))
-    if plan.shapes is None or [*map(_shape, entries)] != plan.shapes:
-        for part in plan.parts:
-            if part.kernel:
-                check_moments(part, params, states, plan.asked(part))
+    for name, kept in plan.keys.items():
+        if states[name].keys() != kept and not _continues(recipe, states[name].keys(), kept):
+            raise wrong_state(opt_state, recipe.cls.__name__, kept)
+    for part in plan.parts:
+        if part.kernel:
+            check_moments(part, params, states, plan.values[part.group].get("fused"))
     names, dtypes, shapes, *_ = plan.key
     given = grads.values()
-    if [*grads] != names or [*map(_dtype, given)] != dtypes or [*map(_shape, given)] != shapes:
-        _check_grads(grads, params)
-    if any(map(is_sparse, grads.values())) or recipe.cls is torch.optim.SparseAdam:
-        _check_sparse(plan, grads)
+    known = [*grads] == names and [*map(_dtype, given)] == dtypes and [*map(_shape, given)] == shapes
+    if not known or any(map(is_sparse, given)) or recipe.cls is torch.optim.SparseAdam:
+        _check_grads(plan, grads, params)
     return True, opt_state
 
 
@@ -260,23 +231,21 @@ def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
     return bool(found > kept and found - kept <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
 
 
-def _check_grads(grads: Grads, params: Params) -> None:
-    for name, grad in grads.items():
-        if grad.shape != params[name].shape:
-            raise ValueError(
-                f"the gradient of {name} has shape {tuple(grad.shape)}, the parameter {tuple(params[name].shape)}: a wrapper "
-                "of the gradient function changes values, and not shapes"
-            )
-        if grad.dtype is not params[name].dtype:
-            raise ValueError(
-                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: keep the weights in float32, "
-                "and compute in half precision by ll.autocast(loss_fn, dtype)"
-            )
-
-
-def _check_sparse(plan: Plan, grads: Grads) -> None:
+def _check_grads(plan: Plan, grads: Grads, params: Params) -> None:
     cls, sparse = plan.recipe.cls, {name for name, grad in grads.items() if grad.is_sparse}
     takes_sparse = cls is torch.optim.SparseAdam
+    for name, grad in grads.items():
+        param = params[name]
+        if grad.shape != param.shape:
+            raise ValueError(
+                f"the gradient of {name} has shape {tuple(grad.shape)}, the parameter {tuple(param.shape)}: a wrapper of the "
+                "gradient function changes values, and not shapes"
+            )
+        if grad.dtype is not param.dtype:
+            raise ValueError(
+                f"the gradient of {name} is {grad.dtype}, the parameter {param.dtype}: keep the weights in float32, "
+                "and compute in half precision by ll.autocast(loss_fn, dtype)"
+            )
     if unfit := grads.keys() - sparse if takes_sparse else sparse & plan.dense:
         raise ValueError(
             f"{cls.__name__} cannot take the {'dense' if takes_sparse else 'sparse'} gradient of {few(sorted(unfit))}. Sparse "
