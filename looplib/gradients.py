@@ -88,7 +88,8 @@ def make_grad_fn(
     then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
     trainable parameters, a warning names it: models from `from_pretrained` come in eval mode, and stay in it inside a
     peft wrapper. If the module itself is in eval mode, that is taken for an oversight: all of it runs in training mode,
-    submodules too, and a warning names its batch norm and dropout layers.
+    submodules too, and a warning names its batch norm and dropout layers. Of layers that go into eval mode later, while
+    the module itself is in training mode, a warning says that they still run in training mode.
 
     **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
     restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A
