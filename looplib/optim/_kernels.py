@@ -36,11 +36,13 @@ class Part(NamedTuple):
         group: number of the group.
         names: names of the parameters.
         kernel: the fused kernel that updates them, or None for the class's own step.
+        shapes: shapes of the parameters.
     """
 
     group: int
     names: list[str]
     kernel: Kernel | None
+    shapes: list[torch.Size]
 
 
 def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[Part]:
@@ -61,7 +63,7 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
             )
             chosen = KERNEL_OPTIONS.isdisjoint(values) and not gaps and _permit(recipe, tensors)
             kernel = FUSED[recipe.cls] if may_choose(recipe) and (asked or chosen) else None
-            parts.append(Part(number, some, kernel))
+            parts.append(Part(number, some, kernel, [*map(_shape_of, tensors)]))
     return parts
 
 
@@ -85,20 +87,21 @@ def check_moments(part: Part, params: Params, states: Mapping[str, Mapping[str, 
 
     Other strides than those of the parameters are left to the class's own step, unless the kernel was `asked` for.
     """
-    own, rows = [*map(params.__getitem__, part.names)], [*map(states.__getitem__, part.names)]
-    shapes = [*map(_shape_of, own)]
+    rows = [*map(states.__getitem__, part.names)]
     for key in rows[0]:
         try:
             column = [*map(itemgetter(key), rows)]
         except KeyError:
             raise ValueError(f"opt_state has no {key} for some of {few(part.names)}: {_ANEW}") from None
-        if key != "step" and (found := [*map(_shape_of, column)]) != shapes:
-            differing = zip(part.names, found, shapes, strict=True)
+        if key != "step" and (found := [*map(_shape_of, column)]) != part.shapes:
+            differing = zip(part.names, found, part.shapes, strict=True)
             name, one, other = next(each for each in differing if each[1] != each[2])
             raise ValueError(
                 f"{key} of {name} has shape {tuple(one)} in opt_state, and the parameter {tuple(other)}: {_ANEW}"
             )
-        if asked and key != "step" and not aligned([shards(own), shards(column)]):
+        if not asked or key == "step":
+            continue
+        if not aligned([shards(map(params.__getitem__, part.names)), shards(column)]):
             raise ValueError(
                 f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused "
                 "kernels need the same. Leave fused= out, or create the state again with ll.init_state"

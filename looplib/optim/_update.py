@@ -283,7 +283,7 @@ def update_(
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
-        for number, names, kernel in plan.parts:
+        for number, names, kernel, _ in plan.parts:
             if len(grads) < len(states):
                 names = [name for name in names if name in grads]
             columns = columns_of(names, params, grads, states) if kernel and names else None
