@@ -68,13 +68,14 @@ def test_killed_ranks_are_replaced_and_the_bits_are_those_of_a_run_that_nobody_d
     undisturbed, killed = ({**settings, "directory": str(tmp_path / name)} for name in ("undisturbed", "killed"))
     _, (steps, none, never, expected) = run(**undisturbed)
     assert (steps, none, never) == (19 * epochs, 0, 0)
-    shown, found = run(**undisturbed)
-    assert f"already finished at step {steps}" in shown
-    assert found == (steps, 0, 0, expected)
-
-    interrupt(**killed)
+    if engine == "reduce":  # what the supervisor does alike for both
+        shown, found = run(**undisturbed)
+        assert f"already finished at step {steps}" in shown
+        assert found == (steps, 0, 0, expected)
+        interrupt(**killed)
     shown, (again, kills_made, recoveries, state) = run(kills=kills, **killed)
-    assert re.search(r"continuing from step \d+", shown)
-    assert "epoch   1.00" not in shown
+    if engine == "reduce":
+        assert re.search(r"continuing from step \d+", shown)
+        assert "epoch   1.00" not in shown
     assert (again, kills_made, state) == (steps, kills, expected)
     assert 0 < recoveries <= kills
