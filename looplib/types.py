@@ -331,8 +331,8 @@ Metrics = Mapping[str, Metric]
 class Init(Protocol):
     """Optimizer initialization: `init(params, **extra) -> opt_state`, a pytree with a fixed structure.
 
-    It is one of torch's pytrees: dicts, lists, tuples, and what is registered there. Nothing looks into other containers
-    (`UserDict`), so states would share the tensors in them.
+    It is one of torch's pytrees: dicts, lists, tuples, and the classes that are registered with them. looplib does not look
+    into other containers (`UserDict`), so states would share the tensors in them.
 
     `extra` holds `buffers`, name -> tensor, when `init_state` calls it.
     """

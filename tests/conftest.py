@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave out of later collections what was imported: to walk through it takes most of a second, many times in a run."""
+    """Keep the garbage collector from walking through all that was imported, which takes most of a second each time."""
     gc.collect()
     gc.freeze()
 

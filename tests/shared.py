@@ -118,7 +118,7 @@ def made_once(tmp_path_factory, name, make):
     folder = tmp_path_factory.getbasetemp().parent / f"{name}-{run}"
     with FileLock(f"{folder}.lock"):
         if not (folder / "made").exists():
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             make(folder)
             (folder / "made").touch()
     return folder

@@ -92,12 +92,12 @@ def check_moments(part: Part, params: Params, states: Mapping[str, Mapping[str, 
         try:
             column = [*map(itemgetter(key), rows)]
         except KeyError:
-            raise ValueError(f"opt_state has no {key} for some of {few(part.names)}: {_ANEW}") from None
+            raise ValueError(f"opt_state has no {key} for one of {few(part.names)}: {_REMEDY}") from None
         if key != "step" and (found := [*map(_shape_of, column)]) != part.shapes:
             differing = zip(part.names, found, part.shapes, strict=True)
             name, one, other = next(each for each in differing if each[1] != each[2])
             raise ValueError(
-                f"{key} of {name} has shape {tuple(one)} in opt_state, and the parameter {tuple(other)}: {_ANEW}"
+                f"opt_state has {key} of shape {tuple(one)} for {name}, whose shape is {tuple(other)}: {_REMEDY}"
             )
         if not asked or key == "step":
             continue
@@ -108,7 +108,7 @@ def check_moments(part: Part, params: Params, states: Mapping[str, Mapping[str, 
             )
 
 
-_ANEW = "change parameters and opt_state alike, or make a new opt_state by optimizer.init(params)"
+_REMEDY = "make a new one with optimizer.init(params), or change it together with the parameters"
 _shape_of = attrgetter("shape")
 _strides_of = Tensor.stride
 _is_contiguous = Tensor.is_contiguous

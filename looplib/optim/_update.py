@@ -67,7 +67,7 @@ class Plan:
         if recipe.is_torch_optim:
             firsts = [names[:1] for names in self.members]
             tiny = mapped(tiny_like, pick(params, chain.from_iterable(firsts)))
-            # Nesterov's momentum is added to lists of gradients.
+            # Where torch updates lists of tensors, it adds Nesterov's momentum to the gradients themselves.
             nesterov = recipe.cls is torch.optim.SGD and any(values.get("nesterov") for values in recipe.values)
             self.probe = Probe(states_of_torch(recipe, tiny, firsts), {}, [], nesterov)
             self.step = inspect.unwrap(recipe.cls.step)
@@ -198,8 +198,8 @@ def decide(
     if not grads.keys() <= states.keys():
         raise ValueError(
             f"the optimizer's state has nothing for {few(sorted(grads.keys() - states.keys()))}, which were frozen, or not "
-            "in the model, when it was made: make the state while all that is to be trained at some time requires a "
-            "gradient, or with a trainable= that chooses all of it"
+            "in the model, when it was made. Make the state while everything that you will train requires a gradient, or "
+            "with a trainable= that chooses all of it"
         )
     if entered and tracing():
         return True, opt_state

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -444,14 +445,18 @@ class Words(nn.Module):
 
 @both_steps
 def test_gradients_that_a_class_cannot_take_are_refused(donate):
-    def half_grads(grad_fn):
-        def halved(state, batch, request=ll.types.WHOLE):
+    def changing(grad_fn, change):
+        def changed(state, batch, request=ll.types.WHOLE):
             out = grad_fn(state, batch, request)
-            return out._replace(grads={name: grad.half() for name, grad in out.grads.items()})
+            return out._replace(grads={name: change(grad) for name, grad in out.grads.items()})
 
-        return halved
+        return changed
 
-    refused(adamw(), ValueError, "0.weight torch.float16 autocast", wrap=half_grads, donate=donate)
+    for change, words in (
+        (torch.Tensor.half, "0.weight torch.float16 autocast"),
+        (torch.Tensor.t, "0.weight (6, 5) (5, 6)"),
+    ):
+        refused(adamw(), ValueError, words, wrap=partial(changing, change=change), donate=donate)
     sparse = ll.optimizer(torch.optim.SparseAdam, lr=0.1)
     # The group of the first layer would already be written.
     groups = [(lambda name, p: "first" in name, {"lr": 0.2})]

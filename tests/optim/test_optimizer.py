@@ -237,9 +237,8 @@ def test_a_state_that_does_not_fit_one_parameter_is_refused_while_it_can_be_read
     UNFIT[edit](rows["4.bias"])
     wrong = state.replace(opt_state={**state.opt_state, "state": rows})
     before = bits(wrong.params)
-    with pytest.raises(
-        ValueError, match=r"4\.bias has shape \(9,\)" if edit == "another shape" else "opt_state has no"
-    ):
+    found = r"shape \(9,\) for 4\.bias" if edit == "another shape" else "opt_state has no"
+    with pytest.raises(ValueError, match=found):
         step(wrong, batches(1)[0])
     assert bits(wrong.params) == before
 
@@ -250,21 +249,5 @@ def test_a_state_of_more_rows_is_refused(compile):
     state = ll.init_state(many).replace(opt_state=ll.init_state(few, optimizer).opt_state)
     step = ll.make_train_step(ll.make_grad_fn(many, mean_output), optimizer)
     step = ll.compile_step(step, **compile) if compile else step
-    with pytest.raises(ValueError, match=r"weight has shape \(5, 4\) in opt_state, and the parameter \(6, 4\)"):
+    with pytest.raises(ValueError, match=r"shape \(5, 4\) for weight, whose shape is \(6, 4\)"):
         step(state, torch.tensor([5]))
-
-
-@both_steps
-def test_a_gradient_of_another_shape_is_refused_while_the_state_can_be_read(donate):
-    def transposed(grad_fn):
-        def changed(state, batch, request=ll.types.WHOLE):
-            out = grad_fn(state, batch, request)
-            return out._replace(grads={name: grad.t() for name, grad in out.grads.items()})
-
-        return changed
-
-    model, optimizer = net(), adamw()
-    step, state = step_of(model, optimizer, donate, wrap=transposed), ll.init_state(model, optimizer)
-    with pytest.raises(ValueError, match=r"gradient of 0\.weight has shape \(6, 5\), the parameter \(5, 6\)"):
-        step(state, batches(1)[0])
-    assert state.params["0.weight"] is model[0].weight
