@@ -7,7 +7,6 @@ used.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -165,9 +164,10 @@ def make_train_step(
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
-    handled some milliseconds after it, when your variable holds the new state. If you have wrapped the step in a
-    function of your own, it may be interrupted before it returns the new state, which is then lost. If the update
-    itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
+    handled some milliseconds after it, when your variable holds the new state. One that arrives between the return of
+    the step and the assignment, some 100 ns, is handled there: the old state is spent then and the new one lost, so
+    continue from a checkpoint. A function of your own around the step makes that time longer. If the update itself
+    fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
     ask `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
@@ -237,7 +237,6 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 new = advanced(state, params, buffers, next_opt_state, samples, False, same_batch, lease)
                 if written and lease is not None:
                     lease.step = new.step
-                    _interrupts.returns_to(sys._getframe(1))
                 return new, metrics
             _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
@@ -263,7 +262,6 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
-                _interrupts.returns_to(sys._getframe(1))
             return new, metrics
         except BaseException as error:
             # Until the state is given up, only the forward pass has written, which is undone. The memory of one that is given

@@ -5,12 +5,13 @@ bytecodes. A guard in front of the handlers that were installed before chooses t
 
 - A function of looplib that must not be interrupted sets its local variable `_hold_signals` to True. From then until
   it has returned, a signal is sent again some milliseconds later.
-- Python looks for signals after calls into C, and C calls a step, which is an object with a repr. So a donated step
-  notes the place that it returns to (`returns_to`), and signals wait there too, until its result has a name. In a
-  function of the user's around the step, they may still come before that function has returned.
 - A signal that a predicate listens to is noted, which raises nothing.
 
-Everything else is immediate. Guards are installed by the first step, or for a predicate, never on import. They stay, and
+Everything else is immediate, and so is the moment, some 100 ns long, after a step's function has returned and before its
+result has a name: a step is an object with a repr, which C calls, and after a call into C Python looks for signals. A
+donated state is spent then, and the next one lost.
+
+Guards are installed by the first step, or for a predicate, never on import. They stay, and
 do nothing but pass signals on while no step and no predicate needs them. Signal handlers belong to the process and run
 in its main thread.
 """
@@ -21,7 +22,7 @@ import _signal
 import signal
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 _HELD = tuple(
@@ -78,21 +79,8 @@ def guarded(signum: int) -> Guard:
     return guard
 
 
-_returned: list[tuple[int, CodeType, int]] = []  # the place of the last call whose result must get a name
-
-
-def returns_to(frame: FrameType) -> None:
-    """Hold signals back until this frame continues from where it is, with the result of its call.
-
-    A step is an object with a repr, which C calls, and after a call into C Python looks for signals before it assigns.
-    """
-    _returned[:] = [(id(frame), frame.f_code, frame.f_lasti)]
-
-
 def held(frame: FrameType | None) -> bool:
-    """True if a function that is running, called from this frame or around it, holds signals back, or has just returned."""
-    if frame is not None and (id(frame), frame.f_code, frame.f_lasti) in _returned:
-        return True
+    """True if this frame, or one that it was called from, holds signals back."""
     while frame is not None:
         if "_hold_signals" in frame.f_code.co_varnames and "_hold_signals" in frame.f_locals:
             return True

@@ -182,7 +182,6 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, same_batch, lease)
         if lease is not None:
             lease.step = new.step
-            _interrupts.returns_to(sys._getframe(1))
         compiler.remember(ready.machine, new)
         return new, out.metrics
 

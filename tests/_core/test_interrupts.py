@@ -4,7 +4,6 @@ import contextlib
 import gc
 import inspect
 import itertools
-import operator
 import signal
 import sys
 import threading
@@ -162,9 +161,6 @@ def ctrl_c():
     assert not ACTIONS
 
 
-# Real signals at random moments, in a process of their own
-
-
 # Every moment in turn: where the interpreter looks for signals, at a function's start and after a C function, the
 # profiler looks in too; and at each function's return, such as that of a step whose result has no name yet.
 
@@ -312,17 +308,6 @@ def test_within_the_update_a_signal_waits_until_the_variable_holds_the_result(na
     state = train(state, parts.step, parts.batches[at - 1 : at], lambda state: time.sleep(500), Stop)
     assert record(state) == expected[at]
     assert record(train(state, parts.step, parts.batches[at:])) == expected[BATCHES]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_signal_waits_where_a_donated_step_returns_to_until_its_result_has_a_name(compiled):
-    parts, frame = Parts(), sys._getframe()
-    step = ll.compile_step(parts.step, backend="eager") if compiled else parts.step
-    calls = [(step, parts.state, parts.batches[0]), (_interrupts.held, frame)]
-    _, waits = itertools.starmap(operator.call, calls)  # both calls from one instruction of this frame
-    assert waits
-    assert not _interrupts.held(frame)
 
 
 def test_signals_that_come_together_within_an_update_all_get_to_their_handlers():
