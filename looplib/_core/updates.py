@@ -205,32 +205,34 @@ def _tensors_in(tree: Any) -> list[Tensor]:
         return [tree]
     if type(tree) is not dict:
         return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
-    values = tree.values()
-    if PLAIN.issuperset(map(type, values)):  # a call for each would be most of the time for a state of thousands
-        return [*values]
-    parts = map(dict.values, values) if _has_rows(tree) else map(_tensors_in, values)
-    return [*chain.from_iterable(parts)]
+    found: list[Tensor] = []
+    for value in tree.values():
+        if type(value) in PLAIN:
+            found.append(value)
+        elif type(value) is dict and PLAIN.issuperset(
+            map(type, value.values())
+        ):  # what a class keeps for a parameter, of which there may be thousands
+            found += value.values()
+        else:
+            found += _tensors_in(value)
+    return found
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     """The tree, with the next copies in place of its tensors."""
     if type(tree) is not dict:
         return torch_private.pytree.tree_map_only(Tensor, lambda _: next(copies), tree)
-    if PLAIN.issuperset(map(type, tree.values())):  # zip takes no more copies than there are keys
-        return dict(zip(tree, copies, strict=False))
-    if _has_rows(tree):
-        return {name: dict(zip(row, copies, strict=False)) for name, row in tree.items()}
-    return {key: _rebuilt(value, copies) for key, value in tree.items()}
+    new: dict[Any, Any] = {}
+    for key, value in tree.items():
+        if type(value) in PLAIN:
+            new[key] = next(copies)
+        elif type(value) is dict and PLAIN.issuperset(map(type, value.values())):
+            new[key] = dict(zip(value, copies, strict=False))  # which takes no more copies than there are keys
+        else:
+            new[key] = _rebuilt(value, copies)
+    return new
 
 
-def _has_rows(tree: Any) -> bool:
-    """True for a dict of dicts of tensors, such as what a class keeps for each of thousands of parameters."""
-    if type(tree) is not dict or not _DICTS.issuperset(map(type, tree.values())):
-        return False
-    return PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, tree.values()))))
-
-
-_DICTS = {dict}
 _is_cpu = operator.attrgetter("is_cpu")
 
 
