@@ -63,7 +63,7 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
             )
             chosen = KERNEL_OPTIONS.isdisjoint(values) and not gaps and _permit(recipe, tensors)
             kernel = FUSED[recipe.cls] if may_choose(recipe) and (asked or chosen) else None
-            parts.append(Part(number, some, kernel, [*map(_shape_of, tensors)]))
+            parts.append(Part(number, some, kernel, [*map(shape_of, tensors)]))
     return parts
 
 
@@ -82,36 +82,37 @@ def _permit(recipe: Recipe, tensors: Tensors) -> bool:
     return device.type in torch_private.fused_devices() and dtype in _DTYPES and not (wrong or sharded)
 
 
-def check_moments(part: Part, params: Params, states: Mapping[str, Mapping[str, Any]], asked: Any) -> None:
-    """Raise ValueError for entries of a state that a fused kernel would read beyond their end, or in another order.
+def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, Any]], asked: Any) -> None:
+    """Raise ValueError for entries of a state that are missing, or have another shape than their parameter.
 
-    Other strides than those of the parameters are left to the class's own step, unless the kernel was `asked` for.
+    A fused kernel would read beyond their end. It also needs the strides of the parameters: where it was `asked` for, others
+    are refused, and else they are left to the class's own step.
     """
     rows = [*map(states.__getitem__, part.names)]
     for key in rows[0]:
-        try:
-            column = [*map(itemgetter(key), rows)]
-        except KeyError:
-            raise ValueError(f"opt_state has no {key} for one of {few(part.names)}: {_REMEDY}") from None
-        if key != "step" and (found := [*map(_shape_of, column)]) != part.shapes:
-            differing = zip(part.names, found, part.shapes, strict=True)
-            name, one, other = next(each for each in differing if each[1] != each[2])
-            raise ValueError(
-                f"opt_state has {key} of shape {tuple(one)} for {name}, whose shape is {tuple(other)}: {_REMEDY}"
+        shapes = [_SCALAR] * len(rows) if key in _NUMBERS else part.shapes
+        if (found := [getattr(row.get(key), "shape", None) for row in rows]) != shapes:
+            name, one, other = next(
+                each for each in zip(part.names, found, shapes, strict=True) if each[1] != each[2]
             )
-        if not asked or key == "step":
-            continue
-        if not aligned([shards(map(params.__getitem__, part.names)), shards(column)]):
+            raise ValueError(
+                f"opt_state has for {name} {key} of shape {one and tuple(one)}, and {tuple(other)} is needed: make a new one "
+                "with optimizer.init(params), or change it together with the parameters"
+            )
+        if (
+            asked
+            and shapes is part.shapes
+            and not aligned([shards(map(params.__getitem__, part.names)), shards(row[key] for row in rows)])
+        ):
             raise ValueError(
                 f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused "
                 "kernels need the same. Leave fused= out, or create the state again with ll.init_state"
             )
 
 
-_REMEDY = "make a new one with optimizer.init(params), or change it together with the parameters"
-_shape_of = attrgetter("shape")
-_strides_of = Tensor.stride
-_is_contiguous = Tensor.is_contiguous
+_NUMBERS = {"step", "mu_product"}  # entries that are one number
+_SCALAR = torch.Size()
+shape_of = attrgetter("shape")
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 is_sparse = attrgetter("is_sparse")
 
@@ -119,9 +120,9 @@ is_sparse = attrgetter("is_sparse")
 def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
     """True if tensors at the same index of each list are dense and share their strides."""
     try:
-        if all(map(_is_contiguous, chain.from_iterable(lists))):
+        if all(map(Tensor.is_contiguous, chain.from_iterable(lists))):
             return True
-        first, *others = ([*map(_strides_of, tensors)] for tensors in lists)
+        first, *others = ([*map(Tensor.stride, tensors)] for tensors in lists)
     except RuntimeError:  # sparse tensors have no strides
         return False
     return all(strides == first for strides in others) and all(map(is_dense, lists[0]))
@@ -171,7 +172,7 @@ def columns_of(
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
     moments = [column for key, column in entries.items() if key != "step"]
     if own[0] is not params[names[0]] and any(
-        [*map(_shape_of, column)] != [*map(_shape_of, own)] for column in moments
+        [*map(shape_of, column)] != [*map(shape_of, own)] for column in moments
     ):
         return None  # placed otherwise over the ranks
     if aligned([own, given, *moments]):

@@ -130,6 +130,22 @@ class Recipe:
         dampened = any(values.get("dampening") for values in self.values)
         return dampened or self.cls in (torch.optim.ASGD, torch.optim.Rprop) or not self.is_torch_optim
 
+    @cached_property
+    def has_plain_entries(self) -> bool:
+        """True for torch's classes that keep numbers and tensors of a parameter's shape, the same for all parameters."""
+        others = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam)
+        return self.is_torch_optim and not self.makes_state_late and self.cls not in others
+
+    def takes(self, sparse: bool) -> bool:
+        """True for classes that take sparse gradients, or dense ones.
+
+        SGD and Adagrad take both, but no sparse ones by a fused kernel, nor by Nesterov's momentum, which is dense here and
+        which torch adds to the gradients.
+        """
+        special = any(values.get("fused") or values.get("nesterov") for values in self.values)
+        both = self.cls in (torch.optim.SGD, torch.optim.Adagrad) and not special
+        return both or not self.is_torch_optim or sparse == (self.cls is torch.optim.SparseAdam)
+
     def values_at(
         self, groups: Sequence[Mapping[str, Any]], opt_state: Mapping[str, Any], step: int
     ) -> list[dict[str, Any]]:
@@ -181,12 +197,7 @@ class Recipe:
                 given = ", ".join(f"{name}={value!r}" for name, value in values.items())
                 takes = ", ".join(name for name in known if name != "params")
                 raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
-        if self.has_eval:
-            self._check_schedules()
-
-    def _check_schedules(self) -> None:
-        """Refuse schedules of what the class's `eval` may read: an evaluation has a state, and no step."""
-        for moving in self.moving:
+        for moving in self.moving if self.has_eval else ():
             for key, value in moving.items():
                 check(
                     key in ("lr", "weight_decay") or isinstance(value, injected),

@@ -86,8 +86,8 @@ def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> 
     if count <= max_consecutive:
         return
     bad = [name for name, grad in grads.items() if not _finite([grad])]
-    names = f"in {len(bad)} of {len(grads)} parameters: {few(bad, 5)}"
-    where = (names if bad else "on another rank") if grads else "(a compiled step does not look where)"
+    elsewhere = "on another rank, or in a compiled step, which does not look where"
+    where = f"in {len(bad)} of {len(grads)} parameters: {few(bad, 5)}" if bad else elsewhere
     skips = int(count)
     found = "gradients are not finite" if skips == 1 else f"gradients were not finite {skips} times in a row"
     raise NonFiniteGradientsError(

@@ -75,11 +75,10 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
         )
         own = [key for key, value in numbers.items() if key not in known or old.get(key) != value]
         kept.append({key: copy_tree(old.get(key)) for key in own})
-    found = Probe({}, {}, kept, writes_grads=False)
+    given = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
+    found = Probe({}, {}, kept, writes_grads=not all(trees.same(*shards(both)) for both in given))
     for name, tensor in copies.items():
         found.state[name], found.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
-        if tensor.grad is not None and not trees.same(*shards([tensor.grad, sample_gradient(tensor, 0)])):
-            found = found._replace(writes_grads=True)
     return found
 
 

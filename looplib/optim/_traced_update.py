@@ -25,7 +25,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check
 from looplib._core.mappings import in_dtypes_of, pick, subset, wide_dtype, without
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._kernels import FUSED, check_moments, columns_of, laid_out_like, parts_of
+from looplib.optim._kernels import FUSED, check_entries, columns_of, laid_out_like, parts_of
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe, drop_grads
 from looplib.types import Grads, Params
 
@@ -167,7 +167,7 @@ def _by_kernels(
     for part in parts_of(recipe, params, recipe.members(params)):
         number, names, kernel, _ = part
         if kernel:
-            check_moments(part, params, states, asked=False)
+            check_entries(part, params, states, asked=False)
         values = without(groups[number], {"params", *KERNEL_OPTIONS})
         moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         one_moves = any(isinstance(beta, Tensor) for beta in values.get("betas", ()))

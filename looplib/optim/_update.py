@@ -25,7 +25,7 @@ from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
 from looplib._core.updates import copy_tree
-from looplib.optim._kernels import check_moments, columns_of, is_sparse, laid_out_like, parts_of
+from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
@@ -36,10 +36,8 @@ States = dict[str, dict[str, Any]]
 Members = Sequence[Sequence[str]]  # names of the parameters of each group
 Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
-_dtype = operator.attrgetter("dtype")
-_shape = operator.attrgetter("shape")
-_SETTLED = (int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set)
+_dtype = operator.attrgetter("dtype")
 
 
 class Plan:
@@ -51,10 +49,9 @@ class Plan:
         parts: parameters that are updated together, each with its kernel.
         probe: what the class keeps; of torch's, for the first parameter of each group, as a tensor of one element.
         keys: keys under which the class keeps the state of the first parameter of each group.
-        dense: parameters whose gradients have to be dense.
         step: the class's step, for torch's classes without its hooks.
-        attributes: those that the class's constructor gives an instance beside its state and its groups; None if some of
-            them may change.
+        attributes: those that the constructor of torch's classes gives an instance beside its state and its groups; None
+            for others, which may change theirs.
     """
 
     def __init__(self, recipe: Recipe, params: Params, key: Any = None) -> None:
@@ -63,7 +60,6 @@ class Plan:
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
         self.parts = parts_of(recipe, params, self.members)
-        self.dense = _dense(recipe, self.members)
         if recipe.is_torch_optim:
             firsts = [names[:1] for names in self.members]
             tiny = mapped(tiny_like, pick(params, chain.from_iterable(firsts)))
@@ -74,23 +70,8 @@ class Plan:
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
         self.keys = {names[0]: self.probe.state[names[0]].keys() for names in self.members if names}
-        attributes = without(vars(made), {"state", "param_groups"})
-        own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]
-        self.attributes = attributes if all(isinstance(value, _SETTLED) for value in own) else None
-
-
-def _dense(recipe: Recipe, members: Members) -> frozenset[str]:
-    """Parameters whose gradients have to be dense.
-
-    SGD and Adagrad take sparse ones too, but not by a fused kernel, nor by Nesterov's momentum, which is dense here and
-    which torch adds to them.
-    """
-    if recipe.cls is torch.optim.SparseAdam or not recipe.is_torch_optim:
-        return frozenset()
-    of_groups = zip(recipe.values, members, strict=True)
-    takes_both = recipe.cls in (torch.optim.SGD, torch.optim.Adagrad)
-    groups = [names for values, names in of_groups if not takes_both or values.get("fused") or values.get("nesterov")]
-    return frozenset(chain.from_iterable(groups))
+        not_kept = {"state", "param_groups", "_params"}  # the last are LBFGS's parameters
+        self.attributes = without(vars(made), not_kept) if recipe.is_torch_optim else None
 
 
 def tiny_like(tensor: Tensor) -> Tensor:
@@ -106,7 +87,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     # be sharded or not, in different ways, and their kernels differ.
     plain = PLAIN.issuperset(map(type, tensors))
     special = [] if plain else [getattr(tensor, "placements", type(tensor)) for tensor in tensors]
-    key = names, [*map(_dtype, tensors)], [*map(_shape, tensors)], tensors[0].device, special
+    key = names, [*map(_dtype, tensors)], [*map(shape_of, tensors)], tensors[0].device, special
     for plan in plans:
         if plan.key == key:
             return plan
@@ -152,8 +133,10 @@ def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set
     if recipe.cls is torch.optim.SGD:
         return _of_sgd(recipe, params, members)
     if recipe.cls is torch.optim.SparseAdam:
-        zeros = torch.zeros_like
-        return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
+        return {
+            name: {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            for name, p in params.items()
+        }
     # The others create state at a parameter's first gradient, of which only the presence matters.
     made = recipe.build(params, members, fused)
     for tensor in params.values():
@@ -210,16 +193,15 @@ def decide(
         )
     plan = plan_for(plans, recipe, params, states)
     for name, kept in plan.keys.items():
-        if states[name].keys() != kept and not _continues(recipe, states[name].keys(), kept):
+        if (found := states[name].keys()) != kept and not _continues(recipe, found, kept):
             raise wrong_state(opt_state, recipe.cls.__name__, kept)
-    for part in plan.parts:
-        if part.kernel:
-            check_moments(part, params, states, plan.values[part.group].get("fused"))
+    for part in plan.parts if recipe.has_plain_entries else ():
+        check_entries(part, params, states, part.kernel and plan.values[part.group].get("fused"))
     names, dtypes, shapes, *_ = plan.key
     given = grads.values()
-    known = [*grads] == names and [*map(_dtype, given)] == dtypes and [*map(_shape, given)] == shapes
+    known = [*grads] == names and [*map(_dtype, given)] == dtypes and [*map(shape_of, given)] == shapes
     if not known or any(map(is_sparse, given)) or recipe.cls is torch.optim.SparseAdam:
-        _check_grads(plan, grads, params)
+        _check_grads(recipe, grads, params)
     return True, opt_state
 
 
@@ -231,26 +213,20 @@ def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
     return bool(found > kept and found - kept <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
 
 
-def _check_grads(plan: Plan, grads: Grads, params: Params) -> None:
-    cls, sparse = plan.recipe.cls, {name for name, grad in grads.items() if grad.is_sparse}
-    takes_sparse = cls is torch.optim.SparseAdam
+def _check_grads(recipe: Recipe, grads: Grads, params: Params) -> None:
     for name, grad in grads.items():
         param = params[name]
-        if grad.shape != param.shape:
+        if (grad.shape, grad.dtype) != (param.shape, param.dtype):
             raise ValueError(
-                f"the gradient of {name} has shape {tuple(grad.shape)}, the parameter {tuple(param.shape)}: a wrapper of the "
-                "gradient function changes values, and not shapes"
+                f"the gradient of {name} is {grad.dtype} of shape {tuple(grad.shape)}, the parameter {param.dtype} of shape "
+                f"{tuple(param.shape)}: a wrapper of the gradient function changes values alone. To compute in half precision, "
+                "keep the weights in float32, and write ll.autocast(loss_fn, dtype)"
             )
-        if grad.dtype is not param.dtype:
-            raise ValueError(
-                f"the gradient of {name} is {grad.dtype}, the parameter {param.dtype}: keep the weights in float32, "
-                "and compute in half precision by ll.autocast(loss_fn, dtype)"
-            )
-    if unfit := grads.keys() - sparse if takes_sparse else sparse & plan.dense:
+    if unfit := [name for name, grad in grads.items() if not recipe.takes(grad.is_sparse)]:
         raise ValueError(
-            f"{cls.__name__} cannot take the {'dense' if takes_sparse else 'sparse'} gradient of {few(sorted(unfit))}. Sparse "
-            "ones come from Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
-            "SGD and Adagrad take both kinds, but in groups with nesterov=True or fused=True, as the others, dense ones only"
+            f"{recipe.cls.__name__} cannot take the {'sparse' if grads[unfit[0]].is_sparse else 'dense'} gradient of "
+            f"{few(unfit)}. Sparse ones come from Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters "
+            "with trainable=, or by ll.optim.partition), SGD and Adagrad take both kinds without nesterov=True and fused=True"
         )
 
 

@@ -217,9 +217,11 @@ CLASSES = {
     "AdamW": adamw,
     "Adagrad": lambda **options: ll.optimizer(torch.optim.Adagrad, lr=0.1, **options),
     "momentum": sgd,
+    "RMSprop": lambda **options: ll.optimizer(torch.optim.RMSprop, lr=0.1, **options),
+    "NAdam": lambda **options: ll.optimizer(torch.optim.NAdam, lr=0.1, **options),
 }
 UNFIT = {
-    "another shape": lambda row: row.update({key: torch.zeros(9) for key in row if key != "step"}),
+    "another shape": lambda row: row.update({[*row][-1]: torch.zeros(9)}),
     "a missing entry": lambda row: row.pop([*row][-1]),
     "another class's": lambda row: row.update(other=row.pop([*row][-1])),
 }
@@ -237,7 +239,7 @@ def test_a_state_that_does_not_fit_one_parameter_is_refused_while_it_can_be_read
     UNFIT[edit](rows["4.bias"])
     wrong = state.replace(opt_state={**state.opt_state, "state": rows})
     before = bits(wrong.params)
-    found = r"shape \(9,\) for 4\.bias" if edit == "another shape" else "opt_state has no"
+    found = r"4\.bias .* of shape " + (r"\(9,\)" if edit == "another shape" else "None")
     with pytest.raises(ValueError, match=found):
         step(wrong, batches(1)[0])
     assert bits(wrong.params) == before
@@ -249,5 +251,5 @@ def test_a_state_of_more_rows_is_refused(compile):
     state = ll.init_state(many).replace(opt_state=ll.init_state(few, optimizer).opt_state)
     step = ll.make_train_step(ll.make_grad_fn(many, mean_output), optimizer)
     step = ll.compile_step(step, **compile) if compile else step
-    with pytest.raises(ValueError, match=r"shape \(5, 4\) for weight, whose shape is \(6, 4\)"):
+    with pytest.raises(ValueError, match=r"weight .* of shape \(5, 4\), and \(6, 4\)"):
         step(state, torch.tensor([5]))

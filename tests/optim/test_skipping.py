@@ -119,7 +119,7 @@ def on_two_ranks():
             assert (skips, state.step) == ([8, 12, 14], 13)
             assert {key: value for key, value in state.opt_state.items() if key != "inner_state"} == record
         skips, _, (at, message) = run_on_a_rank(finite(1), plain, {(1, 5): inf, (0, 6): inf})
-        where = "on another rank." if ll.distributed.rank() else "in 2 of 2 parameters: weight, bias."
+        where = "on another rank," if ll.distributed.rank() else "in 2 of 2 parameters: weight, bias."
         assert (skips, at, where in message) == ([5], 6, True), message
 
 
