@@ -212,6 +212,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
         step = state.step
+        _interrupts.install()
         if donate:
             kept, writes = with_copies(buffers.values()), versions(params)
         else:
@@ -238,7 +239,6 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 if written and lease is not None:
                     lease.step = new.step
                 return new, metrics
-            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if donate:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
                 owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)

@@ -88,30 +88,29 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
     A fused kernel would read beyond their end. It also needs the strides of the parameters: where it was `asked` for, others
     are refused, and else they are left to the class's own step.
     """
-    rows = [*map(states.__getitem__, part.names)]
-    for key in rows[0]:
-        shapes = [_SCALAR] * len(rows) if key in _NUMBERS else part.shapes
-        if (found := [getattr(row.get(key), "shape", None) for row in rows]) != shapes:
-            name, one, other = next(
-                each for each in zip(part.names, found, shapes, strict=True) if each[1] != each[2]
-            )
+    keys = states[part.names[0]].keys()
+    for name, shape in zip(part.names, part.shapes, strict=True):
+        row = states[name]
+        if row.keys() != keys:
             raise ValueError(
-                f"opt_state has for {name} {key} of shape {one and tuple(one)}, and {tuple(other)} is needed: make a new one "
-                "with optimizer.init(params), or change it together with the parameters"
+                f"opt_state has {', '.join(row) or 'nothing'} for {name}, and {', '.join(keys)} for {part.names[0]}: {_REMEDY}"
             )
-        if (
-            asked
-            and shapes is part.shapes
-            and not aligned([shards(map(params.__getitem__, part.names)), shards(row[key] for row in rows)])
-        ):
-            raise ValueError(
-                f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused "
-                "kernels need the same. Leave fused= out, or create the state again with ll.init_state"
-            )
+        for key, tensor in row.items():
+            if tensor.shape != shape and key not in _NUMBERS:
+                raise ValueError(
+                    f"opt_state has {key} of shape {tuple(tensor.shape)} for {name}, whose shape is {tuple(shape)}: {_REMEDY}"
+                )
+    for key in keys - _NUMBERS if asked else ():
+        column = [states[name][key] for name in part.names]
+        check(
+            aligned([shards(map(params.__getitem__, part.names)), shards(column)]),
+            f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused kernels "
+            "need the same. Leave fused= out, or create the state again with ll.init_state",
+        )
 
 
+_REMEDY = "make a new one with optimizer.init(params), or change it together with the parameters"
 _NUMBERS = {"step", "mu_product"}  # entries that are one number
-_SCALAR = torch.Size()
 shape_of = attrgetter("shape")
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 is_sparse = attrgetter("is_sparse")
