@@ -100,11 +100,6 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "what a class keeps for a tensor has the same names and dtypes at any small size",
     ),
     (
-        "looplib/optim/_update.py",
-        'own = [value for key, value in attributes.items() if key != "defaults" and not key.startswith("_optimizer_")]',
-        "the class is called at each update, which takes longer, in place of reading its attributes again",
-    ),
-    (
         "looplib/optim/_recipe.py",
         "if near := difflib.get_close_matches(key, known, 1, 0.85):",
         "the nearest of several is the first",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import PLAIN, check, few
+from looplib._core.mappings import mapped
 from looplib._core.ranks import is_sharded, shards
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
@@ -100,12 +101,10 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
                 raise ValueError(
                     f"opt_state has {key} of shape {tuple(tensor.shape)} for {name}, whose shape is {tuple(shape)}: {_REMEDY}"
                 )
-    for key in keys - _NUMBERS if asked else ():
-        column = [states[name][key] for name in part.names]
-        check(
-            aligned([shards(map(params.__getitem__, part.names)), shards(column)]),
+    if asked and columns_of(part.names, params, params, states) is None:
+        raise ValueError(
             f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused kernels "
-            "need the same. Leave fused= out, or create the state again with ll.init_state",
+            "need the same. Leave fused= out, or create the state again with ll.init_state"
         )
 
 
@@ -168,7 +167,7 @@ def columns_of(
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
     if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
         own, given = shards(own), shards(given)
-        entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
+        entries = mapped(shards, entries)
     moments = [column for key, column in entries.items() if key != "step"]
     if own[0] is not params[names[0]] and any(
         [*map(shape_of, column)] != [*map(shape_of, own)] for column in moments

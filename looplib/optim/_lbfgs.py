@@ -27,8 +27,14 @@ def first_state_of_lbfgs(recipe: Recipe, params: Params, members: Any) -> dict[s
     flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
     zero, vector = flat.new_zeros(()), torch.zeros_like(flat)
     state = {
-        **{"func_evals": 0, "n_iter": 0, "history": 0, "t": 0.0, "prev_loss": 0.0, "H_diag": 0.0},
-        **{"d": vector, "prev_flat_grad": vector.clone()},
+        "func_evals": 0,
+        "n_iter": 0,
+        "history": 0,
+        "t": 0.0,
+        "prev_loss": 0.0,
+        "H_diag": 0.0,
+        "d": vector,
+        "prev_flat_grad": vector.clone(),
         **{key: [(zero if key == "ro" else vector).clone() for _ in range(size)] for key in _ROWS},
     }
     return {**{name: {} for name in params}, next(iter(params)): state}
@@ -56,7 +62,9 @@ def lbfgs_update(
     tensors = {name: tensor if name in grads else tensor.detach().clone() for name, tensor in given.items()}
     instance = recipe.build(tensors, recipe.members(tensors))
     instance.param_groups[0].update(recipe.values_at(instance.param_groups, opt_state, step)[0])
-    instance.state[tensors[first]] = _unpacked(states[first])
+    # With its history alone in the lists. Before its first iteration, LBFGS reads none of it.
+    kept = states[first]
+    instance.state[tensors[first]] = {**kept, **{key: kept[key][: kept["history"]] for key in _ROWS}}
     # The first evaluation is at the parameters where the gradients were taken.
     known = [(loss_over_ranks(metrics), grads)] if metrics else []
 
@@ -70,13 +78,8 @@ def lbfgs_update(
 
     with restored_grads(tensors.values()):
         instance.step(closure)
-    states[first] = _packed(states[first], instance.state[tensors[first]])
+    states[first] = _packed(kept, instance.state[tensors[first]])
     return params, opt_state
-
-
-def _unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as LBFGS expects it, with its history alone in the lists. Before its first iteration, it reads none of it."""
-    return {**kept, **{key: kept[key][: kept["history"]] for key in _ROWS}}
 
 
 def _packed(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,9 +74,9 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int = 5) -> Optimizer
     def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
         finite = all_finite(grads)
         count = torch.where(finite, 0, opt_state["notfinite_count"] + 1)
-        counts = {"notfinite_count": count, "total_notfinite": opt_state["total_notfinite"] + ~finite}
+        total = opt_state["total_notfinite"] + ~finite
         check = partial(_check_row, max_consecutive), (count, step, {} if tracing() else grads)
-        return Decision(finite, [check]) & flag, {**opt_state, **counts}
+        return Decision(finite, [check]) & flag, {**opt_state, "notfinite_count": count, "total_notfinite": total}
 
     keeps = {"notfinite_count": zero_count, "total_notfinite": zero_count}
     return wrap(optimizer, apply_if_finite, {"max_consecutive": max_consecutive}, keeps, decide=decide)
@@ -86,10 +86,12 @@ def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> 
     if count <= max_consecutive:
         return
     bad = [name for name, grad in grads.items() if not _finite([grad])]
-    elsewhere = "on another rank, or in a compiled step, which does not look where"
-    where = f"in {len(bad)} of {len(grads)} parameters: {few(bad, 5)}" if bad else elsewhere
-    skips = int(count)
-    found = "gradients are not finite" if skips == 1 else f"gradients were not finite {skips} times in a row"
+    where = (
+        f"in {len(bad)} of {len(grads)} parameters: {few(bad, 5)}"
+        if bad
+        else "on another rank, or in a compiled step, which does not look where"
+    )
+    found = "gradients are not finite" if count == 1 else f"gradients were not finite {int(count)} times in a row"
     raise NonFiniteGradientsError(
         f"{found} (max_consecutive={max_consecutive}), at step {step} {where}. Lower the learning rate, clip the "
         "gradients, or look at the batch; the state is as it was before it"
@@ -159,8 +161,13 @@ def dynamic_loss_scale(
         TypeError: an argument is not a number.
         ValueError: an argument is out of range.
     """
-    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    settings = {"init_scale": init_scale, **factors, "min_scale": min_scale}
+    settings = {
+        "init_scale": init_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+        "min_scale": min_scale,
+    }
     for name, value in settings.items():
         check_type(f"{name} is", value, Real, "give a number")
     check(

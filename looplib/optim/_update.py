@@ -265,8 +265,8 @@ def update_(
             columns = columns_of(names, params, grads, states) if kernel and names else None
             if columns and kernel:
                 kernel(values[number], *columns)
-                continue
-            left[number] += names
+            else:
+                left[number] += names
         if any(left):
             opt_state = _by_class(plan, values, left, grads, opt_state, params, seed, step)
         return params, opt_state
