@@ -33,6 +33,7 @@ CONTINUES = {  # the run that a block continues
     "Push to the Hugging Face Hub 2": "Push to the Hugging Face Hub 1",
 }
 TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
+TARGET = "Train against a target network (DQN, TD3, SAC) 1"
 SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batch size (gradient noise scale) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 INTERRUPT = "Interrupt and continue (Ctrl-C, the stop button)"
@@ -144,6 +145,20 @@ def taught(names):
         for name, parameter in student.named_parameters():
             teacher[name].lerp_(parameter.detach(), 1 - 0.9)
     return dict(student.named_parameters())
+
+
+def bootstrapped(names):
+    """The network after a raw loop whose target follows it by `lerp_`."""
+    q, target = (at_the_start(TARGET, "optimizer = ")["q"] for _ in range(2))
+    raw, state = torch.optim.Adam(q.parameters(), lr=1e-3, fused=True), ll.init_state(q, epoch_length=10)
+    for step in range(10):
+        batch = next(iter(names["transitions"](state.replace(batch=step))))
+        raw.zero_grad()
+        names["temporal_difference"](q, (batch, dict(target.named_parameters()))).backward()
+        raw.step()
+        for slow, fast in zip(target.parameters(), q.parameters(), strict=True):
+            slow.data.lerp_(fast.detach(), 1 - 0.995)
+    return dict(q.named_parameters())
 
 
 def looked_ahead(names):
@@ -351,6 +366,7 @@ HOLDS = {
     "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),
     "Let a loss depend on the step 1": lambda n: n["with_smoothing"](n["state"], ())[1] == 0.2 - 16 / 100,
     TEACHER: lambda n: close(n["state"].params, taught(n)),
+    TARGET: lambda n: close(n["state"].params, bootstrapped(n)),
     "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
     "Train in float8 1": lambda n: (
         beside("Train in float8 1", n, raw_adamw) and type(n["model"][0]).__name__ == "Float8Linear"
