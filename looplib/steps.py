@@ -212,7 +212,6 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
         step = state.step
-        _interrupts.install()
         if donate:
             kept, writes = with_copies(buffers.values()), versions(params)
         else:
@@ -230,36 +229,35 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
                 _hold_signals = True
             trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
-            if applied is not True and not any_of(applied):
+            makes_update = applied is True or any_of(applied)
+            if not makes_update:
                 if donate:
                     put_back(kept)
                 lease = give_up(state, {*written})[0] if written else lease_of(state)
-                next_opt_state = with_own_tensors(next_opt_state, opt_state)
-                new = advanced(state, params, buffers, next_opt_state, samples, False, same_batch, lease)
-                if written and lease is not None:
-                    lease.step = new.step
-                return new, metrics
-            if donate:
-                lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
+                owned, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
             else:
-                owned, next_opt_state = own_copies(grads, params, next_opt_state)
-                lease = None
-            report: dict[str, Any] = {}
-            info = {
-                "applied": applied,
-                "metrics": metrics,
-                "report": report,
-                "buffers": new_buffers,
-                "seed": state.seed,
-                "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
-            }
-            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
-            if replaced := new_tensors(new_params, owned, grads):  # by a functional update
-                new_opt_state = _copy_into(owned, replaced, new_opt_state)
-            if report:  # which may be refused: before the run is said to be at the next step
-                metrics = _with_report(metrics, report, samples)
-            new = advanced(state, owned, new_buffers, new_opt_state, samples, True, same_batch, lease)
+                _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
+                if donate:
+                    lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
+                    owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
+                else:
+                    owned, next_opt_state = own_copies(grads, params, next_opt_state)
+                    lease = None
+                report: dict[str, Any] = {}
+                info = {
+                    "applied": applied,
+                    "metrics": metrics,
+                    "report": report,
+                    "buffers": new_buffers,
+                    "seed": state.seed,
+                    "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
+                }
+                new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
+                if replaced := new_tensors(new_params, owned, grads):  # by a functional update
+                    new_opt_state = _copy_into(owned, replaced, new_opt_state)
+                if report:  # which may be refused: before the run is said to be at the next step
+                    metrics = _with_report(metrics, report, samples)
+            new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
             return new, metrics

@@ -11,9 +11,9 @@ Everything else is immediate, and so is the moment, some 100 ns long, after a st
 result has a name: a step is an object with a repr, which C calls, and after a call into C Python looks for signals. A
 donated state is spent then, and the next one lost.
 
-Guards are installed for a function of a module, by a train step, or for a predicate, never on import. They stay, and
-do nothing but pass signals on while no step and no predicate needs them. Signal handlers belong to the process and run
-in its main thread.
+Guards are installed by the first step, or for a predicate, never on import. They stay, and do nothing but pass signals on
+while no step and no predicate needs them. Each call of a step looks for handlers that were set since, as a notebook does
+for each cell. Signal handlers belong to the process and run in its main thread.
 """
 
 from __future__ import annotations

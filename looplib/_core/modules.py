@@ -163,7 +163,6 @@ class FunctionalModule:
         self.called = False
         self.engine = engine_of(model)
         self.unwritten = Unwritten()
-        _interrupts.install()
 
     def _read(self) -> None:
         """Learn which modules there are, and what they hold."""
@@ -234,6 +233,7 @@ class FunctionalModule:
         The buffers are copied, unless in place. To train in place, a module that holds the parameters is given them for
         good.
         """
+        _interrupts.install()  # before anything that holds signals back
         with draws.turn:
             devices = {tensor.device for tensor in params.values()}
             if devices != self.devices:

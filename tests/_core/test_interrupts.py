@@ -366,6 +366,15 @@ def test_a_handler_that_is_set_later_is_guarded_by_the_next_step_and_comes_back_
         press()
 
 
+def test_an_evaluation_looks_for_a_handler_that_was_set_since_as_by_a_notebooks_next_cell():
+    parts = Parts()
+    parts.step(parts.state, parts.batches[0])
+    signal.signal(signal.SIGINT, stop)
+    assert not guarded()
+    parts.eval_step(ll.init_state(parts.model), parts.batches[0])
+    assert guarded()
+
+
 def test_signals_that_are_ignored_or_deadly_stay_so():
     parts, seen = Parts(), []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
