@@ -14,16 +14,17 @@ cores: 1.3 to 1.8 times and 1.6 to 3.9 times the time of a small network's or a 
   has, and then uses the first set that works. That is nearly always the first, so here it is used at once, by Inductor's
   own setting. If the kernels do not compile or load then, they are compiled again with the check.
 
-Run operation by operation, each operation of a graph is a call, which writes memory of its own; a donated step copies its
-results into the state at the end. Here the graph is rewritten to have fewer operations, and to call torch the shortest
-way. Every operation that is left computes the same bits.
+Run operation by operation, each operation of a graph is a call. In a traced graph each one writes memory of its own, and a
+donated step copies its results into the state at the end. Inductor turns that into few loops; here the graph is rewritten
+to have fewer operations, to write in place where the old value is not read again, and to call torch the shortest way. Every
+operation that is left computes the same bits.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -45,6 +46,7 @@ from looplib.transforms._program import (
     examples_of,
     is_same,
     is_tensor,
+    kind_of,
     replace_node,
     storage,
 )
@@ -272,6 +274,7 @@ def _forget(cpu_vec_isa: Any) -> None:
 # A graph run operation by operation
 
 
+_COPY = torch.ops.aten.copy_.default
 _METHODS = {"_to_copy": "to"}  # methods that are not named like their operation
 
 
@@ -280,6 +283,7 @@ def eager(graph: GraphModule) -> Callable[[list[Tensor]], Any]:
     nodes = Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     numbers = _computed_once(nodes)
+    _in_place(nodes)
     _call_directly(nodes)
     forward = GraphModule(graph, nodes).forward
     return lambda values: forward(*numbers, *values)
@@ -295,13 +299,17 @@ def _only_computes(node: Node) -> bool:
     return plain and not draws(node) and is_tensor(node)
 
 
+def _memory(some: Iterable[Node]) -> set[int]:
+    return {storage(node) for node in some if is_tensor(node)}
+
+
 def _computed_once(nodes: Graph) -> list[Tensor]:
     """Remove views that are like the tensor that they view, and compute numbers that depend on nothing beforehand.
 
     Returns the numbers, which become the graph's first inputs. Results are always new.
     """
     first = next(iter(nodes.nodes))
-    results = {storage(node) for node in nodes.find_nodes(op="output")[0].all_input_nodes if is_tensor(node)}
+    results = _memory(nodes.find_nodes(op="output")[0].all_input_nodes)
     numbers: list[Tensor] = []
     for node in _operations(nodes):
         inputs = node.all_input_nodes
@@ -314,6 +322,62 @@ def _computed_once(nodes: Graph) -> list[Tensor]:
             number.meta["val"] = node.meta["val"]
             replace_node(node, number)
     return numbers
+
+
+def _in_place(nodes: Graph) -> None:
+    """Write results over values that are not read again: intermediate ones, and tensors of a donated state.
+
+    Without it, a donated stack of 4 MLPs takes 1.1 times as long at width 64, and 2.5 times at width 256.
+    """
+    order = {node: index for index, node in enumerate(nodes.nodes)}
+    last_read = {
+        storage(read): index
+        for node, index in order.items()
+        for read in node.all_input_nodes
+        if is_tensor(read) and not (node.target is _COPY and read is node.args[0])
+    }
+
+    def writable(node: Node) -> bool:
+        """True if an operation can write its result over its first argument."""
+        return _in_place_form(node) is not None and last_read[storage(cast(Node, node.args[0]))] == order[node]
+
+    results = _memory(nodes.find_nodes(op="output")[0].all_input_nodes)
+    for copy in nodes.find_nodes(op="call_function", target=_COPY):
+        old, new = copy.args
+        # A result that is also the new value, such as a metric of a buffer, must not change with the state.
+        for node in [] if storage(new) in results else _path(old, new, writable):
+            node.target = _in_place_form(node)
+            if node is new:
+                replace_node(copy, new)
+    inputs = _memory(nodes.find_nodes(op="placeholder"))
+    for node in _operations(nodes):
+        if writable(node) and storage(cast(Node, node.args[0])) not in inputs:
+            node.target = _in_place_form(node)
+
+
+def _path(old: Node, new: Node, writable: Callable[[Node], bool]) -> list[Node]:
+    """Operations that lead from a tensor of the state to the one that replaces it, if all can write in place."""
+    path: list[Node] = []
+    while new is not old:
+        if not writable(new):
+            return []
+        path.append(new)
+        new = cast(Node, new.args[0])
+    return path
+
+
+def _in_place_form(node: Node) -> Any:
+    """The operation that writes an elementwise operation's result over its first argument, or None."""
+    if not _only_computes(node) or torch.Tag.pointwise not in cast(Any, node.target).tags:
+        return None
+    into = node.args[0] if node.args else None
+    if not isinstance(into, Node) or not is_tensor(into):
+        return None
+    value, shared = into.meta["val"], [other for other in node.all_input_nodes if storage(other) == storage(into)]
+    if shared != [into] or kind_of(value) != kind_of(node.meta["val"]) or value.is_complex() or value.is_neg():
+        return None  # torch rounds some products of complex numbers differently in place
+    _, name, overload = str(node.target).replace("::", ".").split(".")
+    return getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
 
 
 def _call_directly(nodes: Graph) -> None:
