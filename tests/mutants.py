@@ -100,6 +100,11 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "what a class keeps for a tensor has the same names and dtypes at any small size",
     ),
     (
+        "looplib/optim/_kernels.py",
+        "return all(strides == first for strides in others) and all(map(is_dense, lists[0]))",
+        "tensors of the same shapes and strides are dense alike",
+    ),
+    (
         "looplib/optim/_recipe.py",
         "if near := difflib.get_close_matches(key, known, 1, 0.85):",
         "the nearest of several is the first",
