@@ -209,6 +209,22 @@ class Masked:
         self.optimizer.step(closure)
 
 
+class Moody(PerParameter):
+    """Keeps a set for a parameter whose first gradient is large, as none is when its state is made."""
+
+    def update(self, group, p):
+        self.state[p].setdefault("seen", {"large"} if p.grad.abs().max() > 5 else 1.0)
+
+
+@both_steps
+def test_what_a_first_update_keeps_is_looked_at_again(donate):
+    model, optimizer = nn.Linear(2, 1), ll.optimizer(Moody, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), optimizer, donate=donate)
+    assert_refused(
+        TypeError, "Moody 'seen' set", lambda: step(ll.init_state(model, optimizer), torch.full((1, 2), 9.0))
+    )
+
+
 def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
     for cls, names in (
         (Queue, "last deque"),
