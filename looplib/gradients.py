@@ -140,6 +140,7 @@ def make_grad_fn(
         if len(grads) < len(needed):
             raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         if writes is not None:
+            trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(params, writes)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}

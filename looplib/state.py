@@ -155,7 +155,9 @@ def copy_state(state: TrainState) -> TrainState:
         return copies[id(tensor)]
 
     with torch.inference_mode(False):  # steps take no tensors made there
-        return state.replace(**pytree.tree_map_only(Tensor, copy, fields_of(state, TREES)))
+        copied = state.replace(**pytree.tree_map_only(Tensor, copy, fields_of(state, TREES)))
+    lease.check_valid(state)  # raises if another thread has written it since
+    return copied
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:

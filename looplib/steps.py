@@ -260,13 +260,19 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
+            if donate:  # what would be freed with this frame, when signals are no longer held back
+                kept.clear()
+                del out, grads
             return new, metrics
         except BaseException as error:
             # Until the state is given up, only the forward pass has written, which is undone. The memory of one that is given
             # up, by this step or by another run, is left alone.
             if donate and overwritten(state, (params, buffers)) is None:
+                written = written_since(
+                    params, writes
+                )  # now: a buffer that is put back may share memory with a parameter
                 put_back(kept)
-                if written_since(params, writes):
+                if written:
                     lease_over("a train step with donate=True", tensors_in((params, buffers))).write()
             fold(error)
             raise
@@ -465,6 +471,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
             torch_private.set_grad_enabled(False)
             before = host.unwritten.begin(params)
             out = host.run(params, buffers, seed, lambda: function(model, batch))
+            trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(params, before)
             return out if tracing() else _apart(out, (*params.values(), *buffers.values()))
         except Exception as error:

@@ -106,6 +106,11 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ),
     (
         "looplib/optim/_recipe.py",
+        'groups[number]["fused"] = True',
+        "the device of counts depends on it, which on a CPU is always the CPU",
+    ),
+    (
+        "looplib/optim/_recipe.py",
         "if near := difflib.get_close_matches(key, known, 1, 0.85):",
         "the nearest of several is the first",
     ),

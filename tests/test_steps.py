@@ -579,11 +579,10 @@ def test_metrics_and_outputs_keep_their_values_when_later_steps_write_the_tensor
         assert [(output.item(), output.requires_grad) for output in outputs.values()] == [(scale, False)] * 3
 
 
-@pytest.mark.parametrize(
-    ("donate", "message"),
-    [(True, "that run is at step 1 now"), (False, r"wrote to the parameter weight, bias in place")],
-)
-def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(donate, message):
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["donated", "pure", "gradients", "predict"])
+def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(kind):
+    """As when another thread takes the state meanwhile."""
     model = nn.Linear(2, 1)
 
     def square(model, x):
@@ -596,9 +595,14 @@ def test_a_step_whose_loss_donates_its_state_to_another_step_is_refused(donate, 
         inner(state, x)
         return square(model, x)
 
-    step = step_of(model, SGD, donate, trains_itself)
-    with pytest.raises(RuntimeError, match=message):
-        step(state, x)
+    call = {
+        "donated": step_of(model, SGD, True, trains_itself),
+        "pure": step_of(model, SGD, False, trains_itself),
+        "gradients": ll.make_grad_fn(model, trains_itself),
+        "predict": ll.make_predict_step(model, trains_itself),
+    }[kind]
+    with pytest.raises(ll.DonatedStateError, match="that run is at step 1 now"):
+        call(state, x)
 
 
 @both_steps

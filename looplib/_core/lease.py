@@ -240,14 +240,16 @@ def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     """Spend a state, whose step writes these parameters, its buffers and the optimizer's state.
 
     Returns the lease of the run, and when it was written before: a graph that has put the same values back resets it to
-    that time. Raises ValueError, with nothing spent, if `extra` holds memory that the step would write.
+    that time. Raises ValueError, with nothing spent, if a tensor of the state shares memory that the step would write.
     """
     lease: Lease | None = state._lease
     if lease is None or not params <= lease.params:
         names = {*params} if lease is None else params | lease.params
-        trees = {"params": pick(state.params, names), "buffers": state.buffers, "opt_state": state.opt_state}
-        _check_shared({**trees, "extra": state.extra})
-        lease = lease_over("a train step with donate=True", tensors_in(trees), names)
+        written = pick(state.params, names)
+        _check_shared({name: getattr(state, name) for name in TREES}, written)
+        lease = lease_over(
+            "a train step with donate=True", tensors_in((written, state.buffers, state.opt_state)), names
+        )
         _set_lease(state, lease)
     before = lease.written
     lease.write()
@@ -302,26 +304,28 @@ def lease_over(writer: str, tensors: Iterable[Tensor], params: Iterable[str] = (
     return lease
 
 
-_KEEP_INSTEAD = {
-    "opt_state": "params[name].detach().clone()",
-    "extra": "extra={'start': ll.copy_state(state).params}",
-}
+def _check_shared(trees: Mapping[str, Any], written: Mapping[str, Tensor]) -> None:
+    """Raise if a tensor shares memory that an in-place step would write as part of another one.
 
-
-def _check_shared(trees: Mapping[str, Any]) -> None:
-    """Raise if the optimizer's state or `extra` keeps memory that an in-place step would write as part of others."""
+    Buffers may share theirs with each other and with frozen parameters, as tensors within the optimizer's state may.
+    """
     root_of: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     for root, tree in trees.items():
         found = named_tensors(root, tree)
         tensors |= found
         root_of |= dict.fromkeys(found, root)
+    trained = named_tensors("params", written).keys()
     for path, name in overlaps(tensors):
         root = root_of[name]
+        kept = root in ("opt_state", "extra") and root_of[path] not in (root, "params")
+        instead = (
+            "extra={'start': ll.copy_state(state).params}" if root == "extra" else "params[name].detach().clone()"
+        )
         check(
-            root == root_of[path] or root not in _KEEP_INSTEAD,
+            not (kept or trained & {path, name}),
             f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
-            f"change with every step: keep a copy there, such as {_KEEP_INSTEAD.get(root)} or tensor.detach().clone(), "
+            f"change with every step: keep a copy there, such as {instead} or tensor.detach().clone(), "
             "or make the step with donate=False",
         )
 
@@ -417,7 +421,7 @@ class Unwritten:
 _WROTE = (
     "the forward pass wrote to the parameter {names} in place, as F.embedding(max_norm=...), weight.clamp_() or "
     "weight.data does, so the state that was given has changed. Compute new values (weight.clamp(), torch.renorm). A train "
-    "step with donate=True may write to parameters, as a raw loop does"
+    "step with donate=True that is not compiled may write to parameters, as a raw loop does"
 )
 
 

@@ -37,19 +37,19 @@ class Part(NamedTuple):
         group: number of the group.
         names: names of the parameters.
         kernel: the fused kernel that updates them, or None for the class's own step.
-        shapes: shapes of the parameters.
     """
 
     group: int
     names: list[str]
     kernel: Kernel | None
-    shapes: list[torch.Size]
 
 
 def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[Part]:
     """Parameters that are updated together, by looplib's choice of a kernel or by the user's."""
     parts = []
     for number, (names, values) in enumerate(zip(members, recipe.values, strict=True)):
+        # With a complex parameter in the group, the class would refuse to make a state for kernels.
+        free = KERNEL_OPTIONS.isdisjoint(values) and not any(params[name].is_complex() for name in names)
         alike: dict[Any, list[str]] = {}
         for name in names:
             alike.setdefault((params[name].device, params[name].dtype), []).append(name)
@@ -62,9 +62,9 @@ def parts_of(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
                 f"fused=True for {few(gaps)}, whose strides leave gaps or overlap: fused kernels read dense memory. Leave "
                 "fused= out, or make the parameter contiguous",
             )
-            chosen = KERNEL_OPTIONS.isdisjoint(values) and not gaps and _permit(recipe, tensors)
+            chosen = free and not gaps and _permit(recipe, tensors)
             kernel = FUSED[recipe.cls] if may_choose(recipe) and (asked or chosen) else None
-            parts.append(Part(number, some, kernel, [*map(shape_of, tensors)]))
+            parts.append(Part(number, some, kernel))
     return parts
 
 
@@ -84,22 +84,24 @@ def _permit(recipe: Recipe, tensors: Tensors) -> bool:
 
 
 def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, Any]], asked: Any) -> None:
-    """Raise ValueError for entries of a state that are missing, or have another shape than their parameter.
+    """Raise ValueError for entries of a state that are missing, or unlike their parameter in shape, dtype or device.
 
     A fused kernel would read beyond their end. It also needs the strides of the parameters: where it was `asked` for, others
     are refused, and else they are left to the class's own step.
     """
     keys = states[part.names[0]].keys()
-    for name, shape in zip(part.names, part.shapes, strict=True):
-        row = states[name]
+    for name in part.names:
+        row, param = states[name], params[name]
+        kind = param.shape, param.dtype, param.device
         if row.keys() != keys:
             raise ValueError(
-                f"opt_state has {', '.join(row) or 'nothing'} for {name}, and {', '.join(keys)} for {part.names[0]}: {_REMEDY}"
+                f"opt_state has {', '.join(row)} for {name}, and {', '.join(keys)} for {part.names[0]}: {_REMEDY}"
             )
         for key, tensor in row.items():
-            if tensor.shape != shape and key not in _NUMBERS:
+            if (tensor.shape, tensor.dtype, tensor.device) != kind and key not in _NUMBERS:
                 raise ValueError(
-                    f"opt_state has {key} of shape {tuple(tensor.shape)} for {name}, whose shape is {tuple(shape)}: {_REMEDY}"
+                    f"opt_state has {key} of shape {tuple(tensor.shape)} for {name}, whose shape is {tuple(param.shape)}, in "
+                    f"{tensor.dtype} on {tensor.device}, where {param.dtype} on {param.device} is needed: {_REMEDY}"
                 )
     if asked and columns_of(part.names, params, params, states) is None:
         raise ValueError(

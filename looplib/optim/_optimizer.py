@@ -83,7 +83,10 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
 
     **Not the same bits.** SGD with momentum may differ from torch by a rounding in two cases: with `foreach=True` in
     half precision, in an update in which a further parameter gets its first gradient; and without dampening, for
-    sparse gradients that contain an index twice, because its momentum is dense.
+    sparse gradients, because its momentum is dense.
+
+    **Parameters without a gradient.** The class is given the parameters that have a gradient in this step. A class of a third
+    party that also decays or counts the others, as none of torch's does, leaves them alone here.
     """
     check_class(cls, *parameters, *subset(hyperparameters, ["params"]).values())
     check_lr(lr)
@@ -177,8 +180,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
-    if "state" not in opt_state:
-        raise KeyError("state")  # which `hyperparameters` explains
+    _ = opt_state["state"]  # KeyError for what a wrapper keeps, which `hyperparameters` explains
     values = recipe.values_at(recipe.values, opt_state, step)
     for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):
@@ -245,8 +247,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """Convert a value to a tensor like the one it replaces."""
     given = value(old) if callable(value) else value
-    shapes = " or ".join(dict.fromkeys((str(tuple(old.shape)), "()")))
-    message = f"{name} is {given!r}; give a number, or a tensor of shape {shapes}"
+    message = f"{name} is {given!r}; give a number, or a tensor of shape () or {tuple(old.shape)}"
     check(not isinstance(given, bool), message)
     try:
         tensor: Tensor = torch.as_tensor(given, dtype=old.dtype, device=old.device).expand(old.shape).clone()

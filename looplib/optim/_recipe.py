@@ -117,8 +117,10 @@ class Recipe:
 
     def group_of(self, name: str, tensor: Tensor) -> int:
         """Number of a parameter's group. The default group comes last."""
-        matches = (number for number, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
-        return next(matches, len(self.groups))
+        for number, (predicate, _) in enumerate(self.groups):
+            if predicate(name, tensor):
+                return number
+        return len(self.groups)
 
     @cached_property
     def makes_state_late(self) -> bool:

@@ -165,7 +165,7 @@ def _by_kernels(
     """Update in place, by one operation for each call of a kernel in the eager step. Returns the parameters that are left."""
     left = []
     for part in parts_of(recipe, params, recipe.members(params)):
-        number, names, kernel, _ = part
+        number, names, kernel = part
         if kernel:
             check_entries(part, params, states, asked=False)
         values = without(groups[number], {"params", *KERNEL_OPTIONS})

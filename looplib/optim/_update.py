@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -104,15 +105,16 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     parameter's own first update, they are zeros until then, and `started` records which parameters have had an
     update. `groups` holds what the class keeps for a group, and `hyperparameters` the injected ones.
     """
-    recipe, found = plan.recipe, plan.probe
+    recipe = plan.recipe
     check_by_kind(recipe.group_of, params, "group")
     kept: dict[str, Any] = {}
     if recipe.is_torch_optim:
         fused = {part.group for part in plan.parts if part.kernel}
         kept["state"] = states_of_torch(recipe, mapped(Tensor.detach, params), plan.members, fused)
     else:
-        kept["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, found.state)
-        kept |= {"groups": found.groups} if any(found.groups) else {}
+        kept["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, plan.probe.state)
+        if any(plan.probe.groups):
+            kept["groups"] = plan.probe.groups
     if recipe.makes_state_late:
         kept["started"] = torch.zeros(len(params), dtype=torch.bool)
     numbers = [
@@ -255,19 +257,19 @@ def update_(
     plan = plan_for(plans, recipe, params, states)
     constant = "groups" not in opt_state and not any(recipe.moving)
     values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
-    left: list[list[str]] = [[] for _ in values]  # parameters of each group that the class's own step updates
+    by_kernel: set[str] = set()
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable")))
-        for number, names, kernel, _ in plan.parts:
+        for number, names, kernel in plan.parts:
             if len(grads) < len(states):
                 names = [name for name in names if name in grads]
             columns = columns_of(names, params, grads, states) if kernel and names else None
             if columns and kernel:
                 kernel(values[number], *columns)
-            else:
-                left[number] += names
-        if any(left):
+                by_kernel.update(names)
+        if len(by_kernel) < len(grads):  # the class's own step takes the others, in their order
+            left = [[name for name in names if name in grads and name not in by_kernel] for names in plan.members]
             opt_state = _by_class(plan, values, left, grads, opt_state, params, seed, step)
         return params, opt_state
     finally:
@@ -286,13 +288,14 @@ def _by_class(
 ) -> Any:
     """Update these parameters of each group by the class's step, and return a state with what it keeps."""
     first = without_state(opt_state) & grads.keys()
-    instance = _instance(plan, values, members, opt_state, params, first)
+    of_torch = plan.recipe.is_torch_optim
+    streams: Any = nullcontext if of_torch else partial(streams_at, mix(seed, step, STREAM), params.values())
+    with streams():  # from which a constructor may draw, too
+        instance = _instance(plan, values, members, opt_state, params, first)
     if plan.probe.writes_grads:
         grads = copy_tree(grads)
-    of_torch = plan.recipe.is_torch_optim
-    streams = nullcontext() if of_torch else streams_at(mix(seed, step, STREAM), params.values())
     groups = instance.param_groups
-    with restored_grads([tensor for group in groups for tensor in group["params"]]), streams:
+    with restored_grads([tensor for group in groups for tensor in group["params"]]), streams():
         for group, names in zip(groups, members, strict=True):
             tensors = group["params"]
             given: Sequence[Tensor] = [grads[name] for name in names]

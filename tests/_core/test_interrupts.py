@@ -310,6 +310,21 @@ def test_within_the_update_a_signal_waits_until_the_variable_holds_the_result(na
     assert record(train(state, parts.step, parts.batches[at:])) == expected[BATCHES]
 
 
+def test_gradients_are_freed_while_signals_wait():
+    """Else freeing them would part a step's return from the assignment of its result."""
+    parts, waited = Parts(), []
+
+    def watched(state, batch, request=ll.types.WHOLE):
+        out = parts.grad_fn(state, batch, request)
+        for grad in out.grads.values():
+            weakref.finalize(grad, lambda: waited.append(_interrupts.held(sys._getframe())))
+        return out
+
+    step = ll.make_train_step(watched, parts.optimizer, donate=True)
+    state, _ = step(parts.state, parts.batches[0])
+    assert waited == [True] * len(state.params)
+
+
 def test_signals_that_come_together_within_an_update_all_get_to_their_handlers():
     parts, calls, numbers = Parts(cls=Halfway), [], (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
     for number in numbers:

@@ -291,6 +291,54 @@ def test_a_donated_step_refuses_to_write_what_extra_keeps(transform, keep, start
     assert bits(run.train(2).extra) == values
 
 
+def test_a_copy_of_a_state_that_is_given_up_meanwhile_is_refused(monkeypatch):
+    run = Run()
+    run.train()
+    state, copied = run.state, ll.state.pytree.tree_map_only
+
+    def and_another_thread_trains(*args):
+        out = copied(*args)
+        monkeypatch.undo()
+        run.train()
+        return out
+
+    monkeypatch.setattr(ll.state.pytree, "tree_map_only", and_another_thread_trains)
+    with pytest.raises(ll.DonatedStateError):
+        ll.copy_state(state)
+
+
+class TwoNetworks(nn.Module):
+    """An online network, its target, which is frozen, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        return self.online(x) - self.target(x)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("given", ["params", "buffers"])
+def test_a_tensor_that_replace_gives_to_two_names_is_trained_under_one_alone(given, donate):
+    model = TwoNetworks()
+    step = ll.make_train_step(ll.make_grad_fn(model, squares), SGD, donate=donate)
+    state, name = ll.init_state(model, SGD), "target.bias" if given == "params" else "last"
+    online = state.params["online.bias"].detach()
+    shared = state.replace(**{given: {**getattr(state, given), name: online}})
+    if donate:
+        with pytest.raises(ValueError, match=rf"{given}\['{name}'\] shares memory with .*clone"):
+            step(shared, ROWS[:, :2])
+        shared = state.replace(**{given: {**getattr(state, given), name: online.clone()}})
+    before = online.clone()
+    for _ in range(2):
+        shared, _ = step(shared, ROWS[:, :2])
+    assert torch.equal(getattr(shared, given)[name], before)
+    assert not torch.equal(shared.params["online.bias"], before)
+
+
 def test_what_replaces_extra_between_steps_is_looked_at():
     run = Run()
     run.train()

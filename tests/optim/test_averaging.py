@@ -247,6 +247,7 @@ def diffusers_decay(step, decay, inv_gamma, power):
     return min(1 - (1 + step / inv_gamma) ** -power, decay)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("inv_gamma", "power"), [(1.0, None), (None, 0.75), (10.0, 1.0)])
 def test_the_warmup_is_that_of_diffusers(inv_gamma, power):
     warmup = ll.optim.ema_warmup(0.999, inv_gamma=inv_gamma, power=power)

@@ -264,6 +264,13 @@ def test_options_of_a_group_are_honoured(options, donate):
 
 
 @both_steps
+def test_a_complex_parameter_takes_its_group_with_it_to_the_classs_own_step(donate):
+    params = {**start("contiguous", torch.float32), "phase": torch.ones(3, dtype=torch.complex64)}
+    optimizer = ll.optimizer(optim.AdamW, lr=0.05)
+    compared(lambda params: optim.AdamW(params.values(), lr=0.05), optimizer, params, grads_at, donate)
+
+
+@both_steps
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["chosen", "asked for"])
 def test_parameters_of_two_dtypes_have_a_fused_kernel_each(options, donate):
     params = {**start("contiguous", torch.float32), "wide": torch.linspace(0, 1, 5, dtype=torch.float64)}

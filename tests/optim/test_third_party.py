@@ -1,5 +1,6 @@
 """Third parties' classes in train steps: keys of their own in groups, objects, closures, draws, few bits; what is refused."""
 
+import copy
 import random
 from collections import deque
 
@@ -118,6 +119,69 @@ def test_numbers_that_a_constructor_hands_on_are_the_optimizers_and_not_the_stat
     raw.grad = grads["w"]
     torch.optim.AdamW([raw], lr=0.5, weight_decay=0.2).step()
     assert torch.equal(new["w"], raw)
+
+
+class BySum(torch.optim.Optimizer):
+    """Scales by a sum over its group, which depends on the order; `scale` is a tensor in the group."""
+
+    def __init__(self, params, lr=0.1, scale=1.0):
+        super().__init__(params, {"lr": lr, "scale": torch.tensor(scale)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            total = sum(p.grad.float().sum() for p in group["params"] if p.grad is not None)
+            for p in group["params"]:
+                p.sub_((p.grad.float() * total * group["lr"] * group["scale"].square()).to(p.dtype))
+
+
+class InTwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(9, 30), nn.Linear(30, 20).bfloat16(), nn.Linear(20, 5)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x).bfloat16()).float())
+
+
+@both_steps
+def test_a_group_of_several_dtypes_keeps_its_order_and_its_tensors(donate):
+    torch.manual_seed(0)
+    model, x = InTwoDtypes(), torch.randn(6, 9)
+    raw = copy.deepcopy(model)
+    theirs = BySum(raw.parameters(), lr=0.01, scale=1.0)
+    optimizer = ll.optimizer(BySum, lr=0.01, scale=lambda step: 1.0 / (step + 1))
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).square().mean()), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    for number in range(4):
+        theirs.param_groups[0]["scale"].fill_(1.0 / (number + 1))
+        theirs.zero_grad()
+        raw(x).square().mean().backward()
+        theirs.step()
+        state, _ = step(state, x)
+    assert equal(state.params, dict(raw.named_parameters()))
+
+
+class Projecting(PerParameter):
+    """Draws in its constructor what it uses from its third update on."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["direction"] = torch.rand_like(p)
+
+    def update(self, group, p):
+        self.state[p]["count"] = count = self.state[p].get("count", 0) + 1
+        p.sub_(p.grad * (self.state[p]["direction"] if count > 3 else 1), alpha=group["lr"])
+
+
+def test_a_constructor_draws_by_seed_and_step():
+    model, optimizer = nn.Linear(2, 1), ll.optimizer(Projecting, lr=0.1)
+    state, stream = ll.init_state(model, optimizer), torch.get_rng_state()
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), optimizer)
+    one, other = (step(state, torch.ones(3, 2))[0] for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert bits(one.opt_state) == bits(other.opt_state)
 
 
 class Noisy(PerParameter):
