@@ -165,8 +165,8 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. One that arrives between the return of
-    the step and the assignment, some 100 ns, is handled there: the old state is spent then and the new one lost, so
-    continue from a checkpoint. A function of your own around the step makes that time longer. If the update itself
+    the step and the assignment, within about a microsecond, is handled there: the old state is spent then and the new
+    one lost, so continue from a checkpoint. A function of your own around the step makes that time longer. If the update itself
     fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
     ask `ll.after_signal(signal.SIGINT)` at its end.
 
@@ -257,10 +257,11 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
                 if report:  # which may be refused: before the run is said to be at the next step
                     metrics = _with_report(metrics, report, samples)
+                del info, new_params
             new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, same_batch, lease)
             if lease is not None:
                 lease.step = new.step
-            if donate:  # what would be freed with this frame, when signals are no longer held back
+            if donate:  # these would be freed with the frame, when signals are no longer held back
                 kept.clear()
                 del out, grads
             return new, metrics

@@ -7,8 +7,8 @@ bytecodes. A guard in front of the handlers that were installed before chooses t
   it has returned, a signal is sent again some milliseconds later.
 - A signal that a predicate listens to is noted, which raises nothing.
 
-Everything else is immediate, and so is the moment, some 100 ns long, after a step's function has returned and before its
-result has a name: a step is an object with a repr, which C calls, and after a call into C Python looks for signals. A
+Everything else is immediate, and so is the moment after a step's function has returned and before its result has a name,
+about a microsecond: a step is an object with a repr, which C calls, and after a call into C Python looks for signals. A
 donated state is spent then, and the next one lost.
 
 Guards are installed by the first step, or for a predicate, never on import. They stay, and do nothing but pass signals on

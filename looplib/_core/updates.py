@@ -209,9 +209,8 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     for value in tree.values():
         if type(value) in PLAIN:
             found.append(value)
-        elif type(value) is dict and PLAIN.issuperset(
-            map(type, value.values())
-        ):  # what a class keeps for a parameter, of which there may be thousands
+        # A row: what a class keeps for a parameter. A call for each of thousands would take most of the time.
+        elif type(value) is dict and PLAIN.issuperset(map(type, value.values())):
             found += value.values()
         else:
             found += _tensors_in(value)
