@@ -78,13 +78,10 @@ def lbfgs_update(
 
     with restored_grads(tensors.values()):
         instance.step(closure)
-    states[first] = _packed(kept, instance.state[tensors[first]])
-    return params, opt_state
-
-
-def _packed(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state after a step, with the structure of the one before it."""
+    # The state after the step, with the structure of the one before it.
+    state = instance.state[tensors[first]]
     history = len(state["old_dirs"])
     rows = {key: [*state[key], *kept[key][history:]] for key in _ROWS}
     numbers = {key: type(kept[key])(state[key]) for key in _NUMBERS}  # torch has tensors for some of them
-    return {**pick(state, kept), **rows, **numbers, "history": history}
+    states[first] = {**pick(state, kept), **rows, **numbers, "history": history}
+    return params, opt_state

@@ -6,6 +6,7 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -124,6 +125,11 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
         partial(kernel_name, recipe, plans),
     )
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
+
+
+_whole = inspect.signature(optimizer)
+_given = [one for one in _whole.parameters.values() if one.kind is not one.VAR_POSITIONAL]
+vars(optimizer)["__signature__"] = _whole.replace(parameters=_given)  # as `help` shows it
 
 
 # Hyperparameters of a state

@@ -41,8 +41,12 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     if _tracing.takes_kernel(len(grads)):
         grads = pick(grads, _by_kernels(recipe, grads, states, tensors, instance.param_groups))
     for name, grad in grads.items():
-        tensors[name].grad = grad
-        instance.state[tensors[name]] = _working(states[name])
+        state, tensors[name].grad = dict(states[name]), grad
+        if (
+            count := state.get("step")
+        ) is not None:  # in double precision, since bias corrections are computed from it
+            state["step"] = count.to(wide_dtype(count.device))
+        instance.state[tensors[name]] = state
     with torch.no_grad(), numbers:
         inspect.unwrap(recipe.cls.step)(instance)
     drop_grads(tensors.values())
@@ -81,12 +85,6 @@ def _lent(recipe: Recipe, tensors: Params, opt_state: Mapping[str, Any], step: i
         group |= subset({"fused": False, "foreach": False, "capturable": False}, group)
     instance.state = defaultdict(dict)
     return instance, numbers
-
-
-def _working(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state to update in a trace, with counts in double precision, from which bias corrections are computed."""
-    count = state.get("step")
-    return {**state} if count is None else {**state, "step": count.to(wide_dtype(count.device))}
 
 
 class _Numbers(TorchFunctionMode):
