@@ -166,9 +166,9 @@ def make_train_step(
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. One that arrives between the return of
     the step and the assignment, within about a microsecond, is handled there: the old state is spent then and the new
-    one lost, so continue from a checkpoint. A function of your own around the step makes that time longer. If the update itself
-    fails, there is no state after it. To finish the loop's body first, its log and its evaluation included,
-    ask `ll.after_signal(signal.SIGINT)` at its end.
+    one lost, so continue from a checkpoint. A function of your own around the step makes that time longer. If the update
+    itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included, ask
+    `ll.after_signal(signal.SIGINT)` at its end.
 
     **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
     saving or calling the module while it still has the weights from before its first pure step; and a pure step of
@@ -257,9 +257,9 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                     new_opt_state = _copy_into(owned, replaced, new_opt_state)
                 if report:  # which may be refused: before the run is said to be at the next step
                     metrics = _with_report(metrics, report, samples)
-                del info, new_params
+                del info, new_params  # see below
             new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, same_batch, lease)
-            if lease is not None:
+            if lease is not None and lease.step is None:  # written by this step
                 lease.step = new.step
             if donate:  # these would be freed with the frame, when signals are no longer held back
                 kept.clear()
@@ -269,9 +269,8 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             # Until the state is given up, only the forward pass has written, which is undone. The memory of one that is given
             # up, by this step or by another run, is left alone.
             if donate and overwritten(state, (params, buffers)) is None:
-                written = written_since(
-                    params, writes
-                )  # now: a buffer that is put back may share memory with a parameter
+                # Before buffers are put back, which may share memory with a parameter.
+                written = written_since(params, writes)
                 put_back(kept)
                 if written:
                     lease_over("a train step with donate=True", tensors_in((params, buffers))).write()

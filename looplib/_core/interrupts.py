@@ -7,9 +7,9 @@ bytecodes. A guard in front of the handlers that were installed before chooses t
   it has returned, a signal is sent again some milliseconds later.
 - A signal that a predicate listens to is noted, which raises nothing.
 
-Everything else is immediate, and so is the moment after a step's function has returned and before its result has a name,
-about a microsecond: a step is an object with a repr, which C calls, and after a call into C Python looks for signals. A
-donated state is spent then, and the next one lost.
+Everything else is immediate. That leaves about a microsecond open, after a step has returned and before its result has a
+name: C calls a step, which is an object with a repr, and after a call into C Python looks for signals. If one comes then,
+the donated state is spent and the next one lost.
 
 Guards are installed by the first step, or for a predicate, never on import. They stay, and do nothing but pass signals on
 while no step and no predicate needs them. Each call of a step looks for handlers that were set since, as a notebook does

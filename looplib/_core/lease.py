@@ -317,16 +317,15 @@ def _check_shared(trees: Mapping[str, Any], written: Mapping[str, Tensor]) -> No
         root_of |= dict.fromkeys(found, root)
     trained = named_tensors("params", written).keys()
     for path, name in overlaps(tensors):
+        if name in trained:
+            path, name = name, path
         root = root_of[name]
         kept = root in ("opt_state", "extra") and root_of[path] not in (root, "params")
-        instead = (
-            "extra={'start': ll.copy_state(state).params}" if root == "extra" else "params[name].detach().clone()"
-        )
         check(
             not (kept or trained & {path, name}),
             f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
-            f"change with every step: keep a copy there, such as {instead} or tensor.detach().clone(), "
-            "or make the step with donate=False",
+            f"change with every step: keep a copy there, tensor.detach().clone() or, of all parameters, "
+            "ll.copy_state(state).params, or make the step with donate=False",
         )
 
 

@@ -100,8 +100,8 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
         for key, tensor in row.items():
             if (tensor.shape, tensor.dtype, tensor.device) != kind and key not in _NUMBERS:
                 raise ValueError(
-                    f"opt_state has {key} of shape {tuple(tensor.shape)} for {name}, whose shape is {tuple(param.shape)}, in "
-                    f"{tensor.dtype} on {tensor.device}, where {param.dtype} on {param.device} is needed: {_REMEDY}"
+                    f"opt_state has {key} as {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device} for {name}, and "
+                    f"the parameter is {param.dtype} of shape {tuple(param.shape)} on {param.device}: {_REMEDY}"
                 )
     if asked and columns_of(part.names, params, params, states) is None:
         raise ValueError(

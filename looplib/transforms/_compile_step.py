@@ -163,7 +163,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if watch is not None and ready.machine.reached:
             warn_of_reached(ready.machine.reached)
         lease = None
-        _hold_signals = True  # until the caller has the result
+        _hold_signals = True  # until this has returned
         _interrupts.install()
         if donate:
             trees_of(state)  # the loss may have run other steps while it was traced

@@ -163,7 +163,7 @@ def test_a_group_of_several_dtypes_keeps_its_order_and_its_tensors(donate):
 
 
 class Projecting(PerParameter):
-    """Draws in its constructor what it uses from its third update on."""
+    """Draws in its constructor what it uses from its fourth update on."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, lr)
