@@ -37,6 +37,7 @@ from looplib import (
     state,
     steps,
     types,
+    updates,
 )
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
@@ -61,6 +62,7 @@ from looplib.predicates import (
 from looplib.state import bind, copy_state, end_epoch, init_state
 from looplib.steps import make_eval_step, make_predict_step, make_train_step
 from looplib.types import DonatedStateError, TrainState
+from looplib.updates import apply_gradients
 
 if _TYPE_CHECKING:
     from looplib import contrib, debug, schedules, testing, transforms
@@ -77,6 +79,7 @@ __all__ = [
     "after_epochs",
     "after_signal",
     "after_steps",
+    "apply_gradients",
     "at_epoch_end",
     "at_step",
     "autocast",
@@ -129,6 +132,7 @@ __all__ = [
     "transforms",
     "types",
     "update_best",
+    "updates",
     "vmap_step",
     "warmup_cosine",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
-from looplib._core.lease import trees_of
+from looplib._core.lease import put_back, trees_of, with_copies
 from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
@@ -122,6 +122,7 @@ def make_grad_fn(
         indexes = indices(request, len(batches))
         seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
         writes = None if request.donate else host.unwritten.begin(params)
+        copies = with_copies(buffers.values()) if request.donate and not request.copied else None
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
@@ -129,7 +130,13 @@ def make_grad_fn(
                 host.warn_of_flags()
             body = partial(passes_of, call, batches, seeds)
             grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
-        except Exception as error:
+            if len(grads) < len(needed):
+                raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
+        except BaseException as error:
+            _hold_signals = True  # see `_core.interrupts`
+            put_back(copies or ())
+            if not isinstance(error, Exception):
+                raise
             batch = batches[min(len(call.outs), len(batches) - 1)]
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
@@ -137,15 +144,13 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
-        if len(grads) < len(needed):
-            raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         if writes is not None:
             trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(params, writes)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
         last = call.outs[-1]
-        call.outs[-1] = Gradients(grads, last.metrics, after, last.samples, last.weight, last.scale)
+        call.outs[-1] = Gradients(grads, last.metrics, after, last.samples, last.weight, last.scale, copies)
         return call.outs
 
     facts = Made(

@@ -238,7 +238,7 @@ def end_epoch(state: TrainState) -> TrainState:
         "whose states are made with epoch_length=None",
     )
     # No batch was consumed here, so predicates such as every_n_samples do not fire.
-    return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)
+    return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0, no_batch=False)
 
 
 def fold_in(state: TrainState, index: int) -> TrainState:

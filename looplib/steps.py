@@ -7,7 +7,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -15,45 +15,19 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.checks import check, check_type
 from looplib._core.errors import fold
-from looplib._core.lease import (
-    Lease,
-    extra_of,
-    follows,
-    give_up,
-    lease_of,
-    lease_over,
-    memory_of,
-    overwritten,
-    put_back,
-    tensors_in,
-    trees_of,
-    versions,
-    with_copies,
-    with_own_tensors,
-    written_since,
-)
+from looplib._core.lease import trees_of
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing
-from looplib._core.trees import batch_size, map_tensors
-from looplib._core.updates import (
-    any_of,
-    call_decide,
-    call_update,
-    flags_in_graph,
-    new_tensors,
-    own_copies,
-    read,
-    update_where,
-)
+from looplib._core.trees import batch_size
+from looplib._core.updates import any_of, call_decide, flags_in_graph, update_where
 from looplib._core.watches import Watch
-from looplib._objective import aux_records, loss_over_ranks, record, split_loss
+from looplib._objective import loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
@@ -68,6 +42,7 @@ from looplib.types import (
     TrainState,
     TrainStep,
 )
+from looplib.updates import Count, apart_from, before_donation, undo, update, with_report
 
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
 
@@ -184,117 +159,33 @@ def make_train_step(
     return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
-# The order of a train step, and why:
-#   check    the state is valid; a spent one has no values to compute with.
-#   keep     a donated step's forward pass writes into the state's own buffers, so they are copied first. If the step is
-#            skipped or fails before its update, they are put back, and the state is as it was. Parameters that the forward
-#            pass writes are not put back: the state is spent, as in a raw loop.
-#   gradients, decide
-#            whatever the gradients or the optimizer can refuse or skip is decided here: only the forward pass has written so
-#            far. The host reads the flags of all wrappers at once.
-#   check    once more, since the loss or the decision may have run a step of another run over the same memory. A pure step
-#            and a skipped one, which give up nothing, need it as well.
-#   own      a pure step copies what the update writes. A donated one gives up the state, which may still refuse, and then
-#            spends it. That comes before the first write, so an update that fails halfway cannot leave a state that looks
-#            valid (tests/_core/test_lease.py).
-#   update   writes in place, or returns new tensors.
-#   advance  the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
-#            a reader is told that there is no state after it.
-# Signals that arrive after the flags are read, or after the passes have failed, are handled when the step has returned: none
-# can come between giving up the old state and returning the new one.
-
-
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
-    request = GradRequest(donate=donate)
+    """The gradient function, then the update (`looplib.updates`), which consumes one more batch."""
+    request = GradRequest(donate=donate, copied=donate)
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
+    count = Count(same_batch=same_batch)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
-        step = state.step
-        if donate:
-            kept, writes = with_copies(buffers.values()), versions(params)
-        else:
+        trees_of(state, "train_step(state, batch)")  # raises for a spent state, before anything else
+        before = before_donation(state) if donate else None
+        if not donate:
             watch.see(state, batch)
-        grad_mode = torch.is_grad_enabled()
         try:
-            try:
-                out = grad_fn(state, batch, request)
-                grads, metrics, new_buffers, samples, *_ = out
-                written = written_since(params, writes) if donate else ()  # names of parameters
-                torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
-                decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, step)
-                applied = decision is True or read(decision)
-            finally:
-                # Read by `interrupts.held` from this frame: until it has returned, signals are sent again later.
-                _hold_signals = True
-            trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
-            makes_update = applied is True or any_of(applied)
-            if not makes_update:
-                if donate:
-                    put_back(kept)
-                lease = give_up(state, {*written})[0] if written else lease_of(state)
-                owned, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
-            else:
-                _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
-                if donate:
-                    lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                    owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
-                else:
-                    owned, next_opt_state = own_copies(grads, params, next_opt_state)
-                    lease = None
-                report: dict[str, Any] = {}
-                info = {
-                    "applied": applied,
-                    "metrics": metrics,
-                    "report": report,
-                    "buffers": new_buffers,
-                    "seed": state.seed,
-                    "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
-                }
-                new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
-                if replaced := new_tensors(new_params, owned, grads):  # by a functional update
-                    new_opt_state = _copy_into(owned, replaced, new_opt_state)
-                if report:  # which may be refused: before the run is said to be at the next step
-                    metrics = _with_report(metrics, report, samples)
-                del info, new_params  # see below
-            new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, same_batch, lease)
-            if lease is not None and lease.step is None:  # written by this step
-                lease.step = new.step
-            if donate:  # these would be freed with the frame, when signals are no longer held back
-                kept.clear()
-                del out, grads
+            out = grad_fn(state, batch, request)
+            # Until this has returned, signals wait: see `_core.interrupts`.
+            _hold_signals = True
+            new, metrics = update(optimizer, state, out, before, count, partial(_evaluate, grad_fn, state, batch))
+            del out  # its gradients are freed now, and not with this frame, when signals are no longer held back
             return new, metrics
         except BaseException as error:
-            # Until the state is given up, only the forward pass has written, which is undone. The memory of one that is given
-            # up, by this step or by another run, is left alone.
-            if donate and overwritten(state, (params, buffers)) is None:
-                # Before buffers are put back, which may share memory with a parameter.
-                written = written_since(params, writes)
-                put_back(kept)
-                if written:
-                    lease_over("a train step with donate=True", tensors_in((params, buffers))).write()
+            _hold_signals = True
+            undo(state, before)
             fold(error)
             raise
-        finally:
-            torch_private.set_grad_enabled(grad_mode)
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step
-
-
-def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
-    """Copy the new tensors of a functional update into the step's own, which the module holds.
-
-    What shares memory with these, values from another parameter or in the optimizer's state, is copied first. Returns
-    that state.
-    """
-    values = _apart([*replaced.values()], owned.values())
-    given = [owned[name] for name in replaced]
-    opt_state = _apart(opt_state, given)
-    for tensor, value in zip(given, values, strict=True):
-        tensor.copy_(value)
-    return opt_state
 
 
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
@@ -309,53 +200,20 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         report: dict[str, Any] = {}
         info = {"metrics": out.metrics, "report": report, "buffers": buffers, "seed": state.seed}
         new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
-        metrics = _with_report(out.metrics, report, out.samples)
+        metrics = with_report(out.metrics, report, out.samples)
         return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, any_of(flags))
 
     return core
 
 
-def _with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
-    """The metrics of a step, with those that its update reports."""
-    for name in report:
-        check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
-    return {**metrics, **aux_records(report, samples)}
-
-
 def _evaluate(
-    grad_fn: GradFn, state: TrainState, owned: Params, buffers: Params, batch: Any, params: Mapping[str, Tensor]
+    grad_fn: GradFn, state: TrainState, batch: Any, owned: Params, buffers: Params, params: Mapping[str, Tensor]
 ) -> tuple[Any, dict[str, Tensor]]:
     """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
     out = grad_fn(now, batch, GradRequest())
     return loss_over_ranks(out.metrics), out.grads
-
-
-def advanced(
-    state: TrainState,
-    params: Params,
-    buffers: dict[str, Tensor],
-    opt_state: Any,
-    samples: int,
-    applied: bool,
-    same_batch: bool,
-    lease: Lease | None,
-) -> TrainState:
-    """The next state: these trees, and the counts after one more batch."""
-    step, epoch, batch, consumed = state.step + applied, state.epoch, state.batch, state.samples
-    if same_batch:
-        batch_samples, batch_steps = state.batch_samples, state.batch_steps + applied
-    else:
-        batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)
-        if batch == state.epoch_length:
-            epoch, batch = epoch + 1, 0
-    new = TrainState(
-        step, epoch, batch, state.epoch_length, consumed, batch_samples, batch_steps, params, buffers, opt_state, state.seed,
-        extra_of(state),
-    )  # fmt: skip
-    follows(new, state, lease)
-    return new
 
 
 def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> EvalStep:
@@ -451,12 +309,6 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
     return core
 
 
-def _apart(tree: Any, of: Iterable[Tensor]) -> Any:
-    """The tree, with copies of tensors that share memory with these, over which a donated step writes."""
-    known = {*map(memory_of, of)}
-    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
-
-
 def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
     host = _modules.FunctionalModule(model, training, backward=False)
 
@@ -473,7 +325,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
             out = host.run(params, buffers, seed, lambda: function(model, batch))
             trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(params, before)
-            return out if tracing() else _apart(out, (*params.values(), *buffers.values()))
+            return out if tracing() else apart_from(out, (*params.values(), *buffers.values()))
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -65,6 +65,8 @@ class TrainState(lease.Leased):
         epoch_length: batches in an epoch, or None for a stream.
         samples, batch_samples: samples consumed, and samples in the last batch.
         batch_steps: updates made on the last batch: usually 1, 0 if the update was skipped, more with `same_batch`.
+        no_batch: True after an update that belongs to no batch (`ll.apply_gradients`), which `batch_steps` then counts.
+            Predicates of samples and epochs do not fire for it.
         params, buffers: dicts of name -> tensor, as given by `named_parameters` and `named_buffers`.
         opt_state: the optimizer's pytree.
         seed: int from which all randomness of the run is derived.
@@ -82,6 +84,7 @@ class TrainState(lease.Leased):
     samples: int = 0
     batch_samples: int = 0
     batch_steps: int = 1
+    no_batch: bool = False
     params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     opt_state: Any = None
@@ -90,7 +93,7 @@ class TrainState(lease.Leased):
 
     @property
     def skipped(self) -> bool:
-        """True if the last batch made no update, so that `step` did not advance."""
+        """True if the last batch, or call of `ll.apply_gradients`, made no update, so that `step` did not advance."""
         return self.batch_steps == 0
 
     def replace(self, **changes: Any) -> TrainState:
@@ -245,6 +248,8 @@ class Gradients(NamedTuple):
         weight: of this batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean loss. The
             gradient of a step's mean loss is the sum of `grads` times `request.sum.normalizer` over the sum of weights.
         scale: the `GradRequest.scale` by which the loss was multiplied, else None.
+        copies: pairs of a buffer of the state and a copy of its value before a donated call has written it, so that
+            `apply_gradients` can put it back if the update is skipped; None if there is nothing to put back.
     """
 
     grads: Grads
@@ -253,6 +258,7 @@ class Gradients(NamedTuple):
     samples: int
     weight: Tensor | float | None = None
     scale: Tensor | None = None
+    copies: Sequence[tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +270,9 @@ class GradRequest:
     Attributes:
         index: index of the microbatch, which its random numbers depend on.
         scale: factor by which the loss is multiplied before the backward pass.
-        donate: True if the state's buffers may be overwritten.
+        donate: True if the state's buffers may be overwritten, as a model in DDP or FSDP2 needs.
+        copied: True if the caller has copies of the buffers already, as a train step does. Otherwise, a donated call makes
+            them (`Gradients.copies`), and puts them back if it fails.
         sum: the running sum within `accumulate`, to which the gradient of the summed loss is added; otherwise None. Pass it
             on as it is: what it contains may change between versions.
     """
@@ -272,6 +280,7 @@ class GradRequest:
     index: int = 0
     scale: Tensor | None = None
     donate: bool = False
+    copied: bool = False
     sum: RunningSum | None = None
 
 

@@ -29,7 +29,7 @@ def test_it_is_frozen_with_slots():
         state.other = 3
     assert not hasattr(state, "__dict__")
     assert [field.name for field in dataclasses.fields(state)] == [
-        *("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps"),
+        *("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "no_batch"),
         *("params", "buffers", "opt_state", "seed", "extra"),
     ]
 

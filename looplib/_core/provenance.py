@@ -46,13 +46,22 @@ def provenance_of(state: Leased) -> Provenance:
     return known or Provenance()
 
 
-def warn_of_two_steps(state: Any) -> None:
-    """Warn if a state has moved by several batches for each batch that its loader has yielded.
+def warn_of_position(state: Any) -> None:
+    """Warn if a state has moved by several batches for each batch that its loader has yielded, or by none.
 
-    A batch may be trained on many times on purpose, so it takes two batches, with the same few steps for each.
+    A batch may be trained on many times on purpose, so it takes two batches, with the same few steps for each. It stays
+    where it was on purpose if the updates within the epoch belong to no batch and the epoch is not read to its end.
     """
     reading = provenance_of(state).reading
     if reading is None or reading.drawn < 2 or state.epoch_length != reading.epoch_length:
+        return
+    if state.no_batch and reading.ended and (state.epoch, state.batch) == (reading.epoch, reading.batch):
+        if state.step > reading.step and rank() == 0:
+            warn(
+                f"the loader has given all {reading.drawn} batches of the epoch, and the state is still at batch "
+                f"{state.batch}, so the same epoch comes again: ll.apply_gradients leaves the position in the data unless "
+                "it is told that the update consumes a batch, ll.apply_gradients(..., samples=len(batch))"
+            )
         return
     moved = (state.epoch - reading.epoch) * (state.epoch_length or 0) + state.batch - reading.batch
     each, rest = divmod(moved, reading.drawn)

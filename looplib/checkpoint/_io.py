@@ -21,7 +21,7 @@ from looplib._core import errors
 from looplib._core.checks import check, check_type, few
 from looplib._core.collective import RankGroup, together
 from looplib._core.mappings import mapped
-from looplib._core.provenance import provenance_of, warn_of_two_steps
+from looplib._core.provenance import provenance_of, warn_of_position
 from looplib._core.ranks import is_alone
 from looplib._core.records import described
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
@@ -198,7 +198,7 @@ class CheckpointIO:
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.save(state)")
-        warn_of_two_steps(state)
+        warn_of_position(state)
         check_type(
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from looplib._core import trees
 from looplib._core.checks import check, warn
 from looplib._core.lease import note_provenance
-from looplib._core.provenance import other_settings, provenance_of, warn_of_two_steps
+from looplib._core.provenance import other_settings, provenance_of, warn_of_position
 from looplib._core.ranks import rank, rank_and_size
 from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
 from looplib.data import _arguments
@@ -37,12 +37,20 @@ from looplib.types import TrainState, check_state
 
 @dataclass(slots=True)
 class Reading:
-    """A loader's iteration over the rest of an epoch: where it began, and the number of batches drawn so far."""
+    """A loader's iteration over the rest of an epoch.
+
+    Attributes:
+        epoch, batch, epoch_length, step: of the state at which it began.
+        drawn: number of batches drawn so far.
+        ended: True once there are no more.
+    """
 
     epoch: int = 0
     batch: int = 0
     epoch_length: int | None = None
+    step: int = 0
     drawn: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,7 +62,7 @@ class Loader:
     `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
     warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
     ran on each batch of the last iteration and none of them had `same_batch=True`, because the state has then moved
-    too far.
+    too far; and if the state has not moved at all, because `apply_gradients` was not given `samples=`.
 
     Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
     of ranks are read at each call.
@@ -89,8 +97,8 @@ class Loader:
                 "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
                 stacklevel=2,
             )
-        warn_of_two_steps(state)
-        reading = Reading(state.epoch, state.batch, state.epoch_length)
+        warn_of_position(state)
+        reading = Reading(state.epoch, state.batch, state.epoch_length, state.step)
         _note(state, reading, self.description)
         return self._batches(state, reading, pairs=False)
 
@@ -208,7 +216,7 @@ class Loader:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks)
 
-        return _closable(map(delivered, self.source.read(state, rank, ranks)))
+        return _closable(map(delivered, self.source.read(state, rank, ranks)), reading)
 
     def __len__(self) -> int:
         if isinstance(self.source, Streamed):
@@ -381,9 +389,10 @@ def make_loader(
     )
 
 
-def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+def _closable(batches: Iterator[Any], reading: Reading) -> Iterator[Any]:
     """The batches from a generator, whose `close` ends their workers, and which holds none of them."""
     yield from batches
+    reading.ended = True
 
 
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:

@@ -116,6 +116,7 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
         metrics=merge(*[out.metrics for out in outs]),
         samples=sum([out.samples for out in outs]),
         weight=sum(weights) if weights else None,
+        copies=next((out.copies for out in outs if out.copies is not None), None),  # from before the first call
     )
 
 

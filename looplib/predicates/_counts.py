@@ -134,7 +134,7 @@ class every_n_samples(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        return _crossed(state.samples, state.batch_samples, self.n, self.first, self.last)
+        return not state.no_batch and _crossed(state.samples, state.batch_samples, self.n, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -178,6 +178,8 @@ class every_n_epochs(_Every):
 
     def fires(self, state: TrainState) -> bool:
         n, first, last, per_epoch = self._parts
+        if state.no_batch:
+            return False
         if per_epoch == 1:  # only at ends of epochs, so streams work too
             return not state.batch and _crossed(state.epoch, 1, n, first, last)
         length = _length(self, state, "every_n_steps or every_n_samples")
@@ -187,7 +189,7 @@ class every_n_epochs(_Every):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class at_epoch_end(Predicate):
-    """Fires at the end of each epoch: `batch == 0 and epoch > 0`.
+    """Fires at the end of each epoch: `batch == 0 and epoch > 0`, unless `no_batch`.
 
     >>> import looplib as ll
     >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
@@ -197,7 +199,7 @@ class at_epoch_end(Predicate):
     """
 
     def fires(self, state: TrainState) -> bool:
-        return state.batch == 0 and state.epoch > 0
+        return state.batch == 0 and state.epoch > 0 and not state.no_batch
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
         return every_n_epochs(1).between(first, last)

@@ -34,7 +34,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.watches import Watch, warn_of_reached
 from looplib.gradients import EVALUATED, check_history
-from looplib.steps import Outcome, StepSpec, advanced, spec_of, with_spec
+from looplib.steps import Outcome, StepSpec, spec_of, with_spec
 from looplib.transforms._backends import Compiled, backend
 from looplib.transforms._closures import itself
 from looplib.transforms._program import (
@@ -53,6 +53,7 @@ from looplib.transforms._program import (
 )
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState, TrainStep
+from looplib.updates import Count, advanced
 
 S = TypeVar("S", bound=Callable[..., Any])
 
@@ -149,7 +150,7 @@ def step_of_graphs(step: S, parts: StepSpec, compiler: Compiler) -> S:
 
 
 def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
-    donate, same_batch = compiler.donate, parts.same_batch
+    donate, count = compiler.donate, Count(same_batch=parts.same_batch)
     # An inner step of meta-learning is given one state many times, and its module may be trained by the outer step.
     watch = Watch(parts.watched[0]) if compiler.no_grad and not donate else None
 
@@ -179,7 +180,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
             elif lease is not None:  # the graph has put the state's own values into its tensors
                 lease.written, lease.step = spent, state.step
             raise
-        new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, same_batch, lease)
+        new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, count, lease)
         if lease is not None:
             lease.step = new.step
         compiler.remember(ready.machine, new)

@@ -1,0 +1,404 @@
+"""Updates: from gradients to the next state.
+
+The order of an update, and why:
+
+- check: the state is valid; a spent one has no values to update.
+- decide: what the optimizer can refuse or skip is decided here. Nothing but the forward pass of a donated step has written
+  so far. The host reads the flags of all wrappers at once.
+- check again: the loss or the decision may have run a step of another run over the same memory. A pure step and a
+  skipped one, which give up nothing, need it as well.
+- own: a pure step copies what the update writes. A donated one gives up the state, which may still refuse, and then
+  spends it. That comes before the first write, so an update that fails halfway cannot leave a state that looks valid
+  (tests/_core/test_lease.py).
+- update: write in place, or return new tensors.
+- advance: the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
+  a reader is told that there is no state after it.
+
+Signals wait from the decision's end until the next state has been returned: none can come between giving up the old state
+and returning the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from looplib._core import interrupts as _interrupts
+from looplib._core import torch_private
+from looplib._core.checks import check, check_optional_count, check_type, few
+from looplib._core.errors import fold
+from looplib._core.lease import (
+    Lease,
+    extra_of,
+    follows,
+    give_up,
+    lease_of,
+    lease_over,
+    memory_of,
+    overwritten,
+    put_back,
+    tensors_in,
+    trees_of,
+    versions,
+    with_copies,
+    with_own_tensors,
+    written_since,
+)
+from looplib._core.mappings import mapped
+from looplib._core.ranks import is_sharded
+from looplib._core.tracing import UntraceableError, tracing
+from looplib._core.trees import map_tensors
+from looplib._core.updates import (
+    any_of,
+    call_decide,
+    call_update,
+    clones,
+    new_tensors,
+    own_copies,
+    read,
+)
+from looplib._objective import aux_records
+from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState
+
+__all__ = ["apply_gradients"]
+
+Evaluate = Callable[[Params, Params, Mapping[str, Tensor]], tuple[Any, Grads]]  # of all parameters, buffers, and new values
+
+
+def apply_gradients(
+    optimizer: Optimizer,
+    state: TrainState,
+    gradients: Gradients | Mapping[str, Tensor | None],
+    *,
+    donate: bool = False,
+    buffers: Mapping[str, Tensor] | None = None,
+    samples: int | None = None,
+    same_batch: bool = False,
+    evaluate: Callable[[Params], tuple[Any, Grads]] | None = None,
+) -> tuple[TrainState, dict[str, Metric]]:
+    """Apply gradients: one optimizer update, from gradients of any origin to the next state.
+
+    >>> import looplib as ll, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    >>> state = ll.init_state(model, optimizer)
+    >>> def loss_of(params, x):
+    ...     return torch.func.functional_call(model, params, x).square().mean()
+    >>> grads = torch.func.grad(loss_of)(dict(state.params), torch.ones(4, 2))
+    >>> state, metrics = ll.apply_gradients(optimizer, state, grads)
+    >>> state.step, state.batch
+    (1, 0)
+
+    A train step is its gradient function, this function, and one more batch consumed. Use it where the gradient is not that
+    of one loss on one batch: two losses added by hand, projected gradients, a policy update after a rollout, the
+    differences that clients send in federated averaging.
+
+    The update is that of a train step: it is refused with the state unchanged, skipped if the optimizer decides so
+    (`state.step` stays, `state.skipped` is True), and counted by `state.step`. A parameter without a gradient keeps its
+    value and its optimizer state, as one whose `.grad` is None in a raw loop.
+
+    **The position in the data** stays as it is, and predicates take the update for an event of its own: `every_n_steps`
+    fires, `every_n_samples` and `at_epoch_end` do not. Pass `samples=` if the update also consumes a batch, or
+    `same_batch=True` if it is a further update on the batch that the last step consumed.
+
+    **Several ranks.** Every rank calls it, with the same gradients (shards of the same gradients for FSDP2). For a model in
+    DDP or FSDP2, `grad_fn(state, batch, ll.types.GradRequest(donate=True))` followed by `apply_gradients(..., donate=True)`
+    is what a donated train step does.
+
+    Args:
+        optimizer: the optimizer that created `state.opt_state`.
+        state: the state to update.
+        gradients: what a gradient function returned, or a dict of name -> gradient, with the shape, dtype and device of the
+            parameter. None counts as no gradient. They are not changed.
+        donate: if True, write the new state over the old one, as in `make_train_step`.
+        buffers: name -> new value of buffers, such as BatchNorm's running statistics after a forward pass of your own. The
+            others keep theirs. Taken from `gradients` if those come from a gradient function. A skipped update leaves
+            buffers as they were.
+        samples: number of samples in the batch that this update consumes, over all ranks together. It advances the position
+            by one batch, as a train step does.
+        same_batch: if True, the update belongs to the batch that was consumed last, as in `make_train_step`.
+        evaluate: function from params (name -> tensor, all of them) to `(loss, gradients)`, for optimizers that evaluate the
+            loss at several points (LBFGS).
+
+    Returns:
+        The next state, and the metrics of `gradients` together with those that the optimizer reports.
+
+    Raises:
+        TypeError: `optimizer`, `state` or `gradients` is something different.
+        ValueError: there is no gradient; a name is not that of a parameter; a shape, dtype or device differs from the
+            parameter's; `gradients` are those of a microbatch or of a scaled loss; `samples` and `same_batch` are both given;
+            or the optimizer refuses. The state is unchanged then.
+        DonatedStateError: the state was already donated.
+
+    Source: `flax.training.train_state.TrainState.apply_gradients`.
+    """
+    advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    check_type("optimizer is", optimizer, Optimizer, advice)
+    check_optional_count("samples", samples, 0)
+    check(samples is None or not same_batch, "samples= consumes a batch, and same_batch=True does not: give one of them")
+    params, old_buffers, opt_state = trees_of(state, "ll.apply_gradients(optimizer, state, gradients)")
+    check(
+        not tracing(),
+        "ll.apply_gradients inside a step that runs as a graph: make the inner step with ll.make_train_step, around a "
+        "gradient function of your own if need be, function(state, batch, request) -> Gradients",
+        UntraceableError,
+    )
+    given = _as_gradients(gradients)
+    grads = _checked(given.grads, params)
+    if donate and given is not gradients:  # tensors of the caller's own: an update must not read what it writes
+        written = {memory_of(tensor) for tensor in tensors_in((params, opt_state))}
+        grads = {name: grad.clone() if memory_of(grad) in written else grad for name, grad in grads.items()}
+    new_buffers = _new_buffers(given.buffers, buffers, old_buffers)
+    out = given._replace(grads=grads, buffers=new_buffers, samples=samples or 0)
+    before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
+    count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
+    at_any_point = evaluate and (lambda own, _, values: evaluate({**own, **values}))
+    try:
+        _hold_signals = True  # until this has returned: see `_core.interrupts`
+        new, metrics = update(optimizer, state, out, before, count, at_any_point, copy_buffers=donate)
+        del out, grads, given, gradients, new_buffers  # freed while signals are still held back
+        return new, metrics
+    except BaseException as error:
+        undo(state, before)
+        fold(error)
+        raise
+
+
+def _as_gradients(gradients: Any) -> Gradients:
+    """Gradients of a whole step, from what a gradient function returned or a dict of tensors."""
+    if isinstance(gradients, Gradients):
+        check(
+            gradients.weight is None,
+            "these are gradients of a microbatch, not yet divided by the weight of all: give those of the whole batch, as "
+            "ll.accumulate returns",
+        )
+        check(
+            gradients.scale is None,
+            "these are gradients of a scaled loss: give what ll.grads.scale_loss(grad_fn) returns, which divides by the scale",
+        )
+        return gradients
+    advice = "give what a gradient function returned, or a dict of name -> gradient"
+    if isinstance(gradients, tuple) and gradients and isinstance(gradients[0], Mapping):
+        advice += " (torch.func.grad_and_value returns two values: gradients first)"
+    check_type("gradients are", gradients, Mapping, advice)
+    return Gradients(dict(gradients), {}, {}, 0)
+
+
+def _checked(grads: Mapping[str, Any], params: Params) -> Grads:
+    """Gradients that fit their parameters, without those that are None. Raises for others, by name."""
+    present = {name: grad for name, grad in grads.items() if grad is not None}
+    check(present, "there are no gradients: give name -> gradient, for the parameters that this update changes")
+    if unknown := present.keys() - params.keys():
+        name = min(unknown)
+        inner = name.removeprefix("module.").removeprefix("_orig_mod.")
+        hint = f"write {inner!r}, without the name of the wrapper" if inner in params else f"it has {few(params)}"
+        raise ValueError(f"there is a gradient for {few(sorted(unknown))}, and the state has no such parameter: {hint}")
+    for name, grad in present.items():
+        check_type(f"the gradient of {name} is", grad, Tensor, "give a tensor, or None for no gradient")
+        if _kind(grad) != _kind(params[name]):
+            raise ValueError(
+                f"the gradient of {name} is {_in_words(grad)}, the parameter {_in_words(params[name])}: give it as the latter"
+            )
+    return {name: grad.detach() if grad.requires_grad else grad for name, grad in present.items()}
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.device, is_sharded(tensor)
+
+
+def _in_words(tensor: Tensor) -> str:
+    dtype, shape, device, sharded = _kind(tensor)
+    return f"a {'sharded ' * sharded}{str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)} on {device}"
+
+
+def _new_buffers(
+    computed: Mapping[str, Tensor], given: Mapping[str, Tensor] | None, old: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The state's buffers after the update: those of a gradient function, or copies of the caller's own."""
+    if given is None:
+        return {**old, **mapped(Tensor.detach, computed)}
+    check_type("buffers are", given, Mapping, "give a dict of name -> tensor")
+    unknown = sorted(given.keys() - old.keys())
+    check(not unknown, f"there are buffers {few(unknown)}, and the state has {few(old)}")
+    names = [name for name, tensor in given.items() if tensor is not old[name]]
+    return {**old, **dict(zip(names, clones([given[name].detach() for name in names]), strict=True))}
+
+
+# The update itself, of which `apply_gradients` and train steps are made
+
+
+class Before(NamedTuple):
+    """A state that a donated step is about to run on.
+
+    Attributes:
+        params, buffers: those of the state.
+        copies: pairs of a buffer and a copy of it, to put back.
+        writes: torch's counts of the writes to the parameters.
+    """
+
+    params: Params
+    buffers: Params
+    copies: list[tuple[Tensor, Tensor]]
+    writes: list[int]
+
+
+def before_donation(state: TrainState) -> Before:
+    """Copy what a donated step's forward pass may write, and count the writes to the rest."""
+    params, buffers, _ = trees_of(state)
+    return Before(params, buffers, with_copies(buffers.values()), versions(params))
+
+
+def undo(state: TrainState, before: Before | None) -> None:
+    """Leave the state of a donated step that failed as it was before it; pure steps have nothing to undo.
+
+    Until the state is given up, only the forward pass has written. Its buffers are put back, and parameters that it wrote
+    spend the state. The memory of one that is given up, by this step or by another run, is left alone.
+    """
+    _hold_signals = True
+    if before is None or overwritten(state, (before.params, before.buffers)) is not None:
+        return
+    written = written_since(before.params, before.writes)  # before buffers are put back, which may share memory with one
+    put_back(before.copies)
+    if written:
+        lease_over("a train step with donate=True", tensors_in((before.params, before.buffers))).write()
+
+
+class Count(NamedTuple):
+    """What an update counts as: a batch consumed (the default), an event of its own, or part of the last batch."""
+
+    own_event: bool = False
+    same_batch: bool = False
+
+
+def update(
+    optimizer: Optimizer,
+    state: TrainState,
+    out: Gradients,
+    before: Before | None,
+    count: Count,
+    evaluate: Evaluate | None,
+    *,
+    copy_buffers: bool = False,
+) -> tuple[TrainState, dict[str, Metric]]:
+    """The next state and its metrics. The caller undoes a step that fails.
+
+    `before` is None for a pure step. If `copy_buffers`, a donated one writes new values of buffers into the state's own.
+    """
+    params, buffers, opt_state = trees_of(state)
+    grads, metrics, new_buffers, samples, *_ = out
+    grad_mode = torch.is_grad_enabled()
+    try:
+        torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
+        written = () if before is None else written_since(params, before.writes)  # names of parameters
+        decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, state.step)
+        applied = decision is True or read(decision)
+        _hold_signals = True  # see `_core.interrupts`
+        trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
+        makes_update = applied is True or any_of(applied)
+        if not makes_update:
+            if before is not None:
+                put_back(before.copies)
+            lease = give_up(state, {*written})[0] if written else lease_of(state)
+            owned, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
+        else:
+            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
+            if before is None:
+                owned, next_opt_state = own_copies(grads, params, next_opt_state)
+                lease = None
+            else:
+                lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
+                owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
+                if copy_buffers:
+                    new_buffers = _in_memory_of(buffers, new_buffers)
+            report: dict[str, Any] = {}
+            info = {
+                "applied": applied,
+                "metrics": metrics,
+                "report": report,
+                "buffers": new_buffers,
+                "seed": state.seed,
+                "evaluate": evaluate and partial(evaluate, owned, new_buffers),
+            }
+            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), state.step, info)
+            if replaced := new_tensors(new_params, owned, grads):  # by a functional update
+                new_opt_state = _copy_into(owned, replaced, new_opt_state)
+            if report:  # which may be refused: before the run is said to be at the next step
+                metrics = with_report(metrics, report, samples)
+            del info, new_params
+        new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, count, lease)
+        if lease is not None and lease.step is None:  # written by this step
+            lease.step = new.step
+        if before is not None:  # freed now, and not with the caller's frame, when signals are no longer held back
+            before.copies.clear()
+        return new, metrics
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
+
+
+def _in_memory_of(own: Params, values: Params) -> Params:
+    """Values in the memory of the tensors of the same names, where they fit."""
+    result = dict(values)
+    for name, tensor in own.items():
+        value = values[name]
+        if value is not tensor and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
+            result[name] = tensor.copy_(value)
+    return result
+
+
+def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
+    """Copy the new tensors of a functional update into the step's own, which the module holds.
+
+    What shares memory with these, values from another parameter or in the optimizer's state, is copied first. Returns
+    that state.
+    """
+    values = apart_from([*replaced.values()], owned.values())
+    given = [owned[name] for name in replaced]
+    opt_state = apart_from(opt_state, given)
+    for tensor, value in zip(given, values, strict=True):
+        tensor.copy_(value)
+    return opt_state
+
+
+def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """The tree, with copies of what shares memory with these tensors, over which a donated step writes."""
+    known = {*map(memory_of, tensors)}
+    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
+
+
+def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
+    """The metrics of a step, with those that its update reports."""
+    for name in report:
+        check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
+    return {**metrics, **aux_records(report, samples)}
+
+
+def advanced(
+    state: TrainState,
+    params: Params,
+    buffers: dict[str, Tensor],
+    opt_state: Any,
+    samples: int,
+    applied: bool,
+    count: Count,
+    lease: Lease | None,
+) -> TrainState:
+    """The next state: these trees, and the counts after the update."""
+    step, epoch, batch, consumed = state.step + applied, state.epoch, state.batch, state.samples
+    batch_samples, no_batch = state.batch_samples, count.own_event
+    if count.own_event:
+        batch_steps = int(applied)
+    elif count.same_batch:
+        batch_steps, no_batch = state.batch_steps + applied, state.no_batch
+    else:
+        batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)
+        if batch == state.epoch_length:
+            epoch, batch = epoch + 1, 0
+    new = TrainState(
+        step, epoch, batch, state.epoch_length, consumed, batch_samples, batch_steps, no_batch, params, buffers, opt_state,
+        state.seed, extra_of(state),
+    )  # fmt: skip
+    follows(new, state, lease)
+    return new
