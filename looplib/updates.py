@@ -267,7 +267,7 @@ def undo(state: TrainState, before: Before | None) -> None:
 
 
 class Count(NamedTuple):
-    """What an update counts as: a batch consumed (the default), an event of its own, or part of the last batch."""
+    """Kind of an update: a batch consumed (the default), an event of its own, or a further update on the last batch."""
 
     own_event: bool = False
     same_batch: bool = False

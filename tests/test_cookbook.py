@@ -1,5 +1,6 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
+import copy
 import random
 import re
 import signal
@@ -280,6 +281,104 @@ def at_their_old_weights(task):
     return dict(networks.named_parameters())
 
 
+ORIGINS, TWO_LOSSES, ROLLOUT, CONFLICT, CLIENTS = (
+    f"{heading} 1"
+    for heading in (
+        "Apply gradients of your own",
+        "Clip two losses differently",
+        "Update a policy after a rollout",
+        "Project conflicting gradients (PCGrad)",
+        "Average the updates of clients (federated learning)",
+    )
+)
+
+
+def by_backward(names):
+    """The network after an epoch of a raw loop."""
+    start = at_the_start(ORIGINS, "def loss_of")
+    model, raw = start["model"], raw_adamw(start["model"])
+    for batch in start["loader"](ll.init_state(model, epoch_length=8)):
+        raw.zero_grad()
+        start["loss_fn"](model, batch).backward()
+        raw.step()
+    return dict(model.named_parameters())
+
+
+def clipped_apart(names):
+    """The network after a raw loop over the batches of the run that adds two gradients, each clipped by torch."""
+    start = at_the_start(TWO_LOSSES, "state = ")
+    model, state = start["model"], ll.init_state(start["model"], epoch_length=8)
+    raw = raw_adamw(model)
+    for step, batch in enumerate(start["loader"](state)):
+        total = dict.fromkeys(model.parameters(), 0)
+        for loss_fn, max_norm in ((start["loss_fn"], 1.0), (start["consistency"], 0.1)):
+            torch.manual_seed(ll.debug.step_seed(state.replace(step=step)))
+            raw.zero_grad()
+            loss_fn(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            total = {parameter: sum_so_far + parameter.grad for parameter, sum_so_far in total.items()}
+        for parameter, grad in total.items():
+            parameter.grad = grad
+        raw.step()
+    return dict(model.named_parameters())
+
+
+def after_rollouts(names):
+    """The policy after a raw loop over the rollouts of the run."""
+    policy = at_the_start(ROLLOUT, "def policy_loss")["policy"]
+    raw = torch.optim.Adam(policy.parameters(), lr=1e-2, fused=True)
+    for rollout in names["rollouts"]:
+        for observations, actions, advantages in zip(*(tensor.split(16) for tensor in rollout), strict=True):
+            raw.zero_grad()
+            chosen = policy(observations).log_softmax(1).gather(1, actions[:, None]).squeeze(1)
+            (-(chosen * advantages).mean()).backward()
+            raw.step()
+    return dict(policy.named_parameters())
+
+
+def projected_by_hand(names):
+    """The network after a raw loop that projects flat gradients (Yu et al., 2020, algorithm 1)."""
+    start = at_the_start(CONFLICT, "state = ")
+    model, state = start["model"], ll.init_state(start["model"], epoch_length=8)
+    raw, conflicts = raw_adamw(model), 0
+    for batch in start["loader"](state):
+        flat = []
+        for loss_fn in (start["loss_fn"], start["margin_loss"]):
+            grads = torch.autograd.grad(loss_fn(model, batch), [*model.parameters()])
+            flat.append(torch.cat([grad.flatten() for grad in grads]))
+        one, other = flat
+        dot = one @ other
+        total = one + other
+        if dot < 0:
+            total = total - dot / (other @ other) * other - dot / (one @ one) * one
+            conflicts += 1
+        nn.utils.vector_to_parameters(total, grads := [torch.empty_like(each) for each in model.parameters()])
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        raw.step()
+    assert conflicts, "the tasks do not conflict"
+    return dict(model.named_parameters())
+
+
+def of_all_clients(names):
+    """The mean of three networks that raw loops train, four times."""
+    model = at_the_start(CLIENTS, "server, client")["model"]
+    for number in range(4):
+        trained = []
+        for shard in names["shards"]:
+            local = copy.deepcopy(model)
+            raw = torch.optim.SGD(local.parameters(), lr=0.1, fused=True)
+            for x, y in shard(ll.TrainState(epoch=number)):
+                raw.zero_grad()
+                cross_entropy(local(x), y).backward()
+                raw.step()
+            trained.append(dict(local.named_parameters()))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.stack([each[name] for each in trained]).mean(0))
+    return dict(model.named_parameters())
+
+
 def walked_on(names):
     """True if the checkpoint has the object and the stream as they were when it was saved."""
     walk, (saved,) = names["walk"], names["ckpt"].steps()
@@ -406,6 +505,11 @@ HOLDS = {
         n["accumulated"](n["state"], (n["x"], n["y"])).grads, without_class_2(n)
     ),
     f"{GRADIENTS_OF} 1": lambda n: torch.autograd.gradcheck(*in_float64(GRADIENTS_OF)),
+    ORIGINS: lambda n: close(n["state"].params, by_backward(n)) and n["state"].epoch == 1,
+    TWO_LOSSES: lambda n: close(n["state"].params, clipped_apart(n)),
+    ROLLOUT: lambda n: close(n["state"].params, after_rollouts(n)) and n["state"].step == 12,
+    CONFLICT: lambda n: close(n["state"].params, projected_by_hand(n)),
+    CLIENTS: lambda n: close(n["state"].params, of_all_clients(n)) and n["state"].step == 4,
     "Mix datasets 1": mixed,
     # 13 batches of 8 and 10 of 16 are an epoch with the rest of 8; the second has 9 of 16 and 2 of 64
     "Grow the batch size during a run 1": lambda n: (

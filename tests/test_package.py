@@ -27,6 +27,7 @@ EVERYDAY = [
     "after_epochs",
     "after_signal",
     "after_steps",
+    "apply_gradients",
     "at_epoch_end",
     "at_step",
     "autocast",
@@ -83,6 +84,7 @@ ROOM_NAMES = [
     "testing",
     "transforms",
     "types",
+    "updates",
 ]
 
 

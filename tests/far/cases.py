@@ -138,6 +138,20 @@ def _(device):
     return both(device), both(device, optimizer=SGD)
 
 
+@case("updates.apply_gradients")
+def _(device):
+    found = []
+    for donate in (False, True):
+        model, state = started(device)
+        grad_fn = ll.make_grad_fn(model, loss_fn)
+        gradients = grad_fn(state, data(device), ll.types.GradRequest(donate=donate))
+        state, _ = ll.apply_gradients(ADAMW, state, gradients, donate=donate, samples=8)
+        kept = {name: torch.full_like(tensor, 0.5) for name, tensor in state.buffers.items()}
+        grads = {name: torch.full_like(tensor, 0.1) for name, tensor in state.params.items()}
+        found.append(ll.apply_gradients(ADAMW, state, grads, donate=donate, buffers=kept)[0])
+    return found
+
+
 @case("state.bind", "state.copy_state", "state.end_epoch")
 def _(device):
     model, state = started(device)
