@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.checks import check, check_type
+from looplib._core.checks import check_type
 from looplib._core.errors import fold
 from looplib._core.lease import trees_of
 from looplib._core.random import mix

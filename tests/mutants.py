@@ -206,11 +206,6 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "the smaller of two numbers is the same in either order",
     ),
     (
-        "looplib/transforms/_backends.py",
-        "submit = AsyncCompile.submit if files > 1 else None",
-        "which process compiles a file changes the time alone",
-    ),
-    (
         "looplib/testing/_samples.py",
         "for other in (inputs[:, :1].expand_as(future), future.flip(1), future.roll(1, 0)):",
         "a future like the first one is constant, and so its flip and its roll are like it too",

@@ -20,7 +20,7 @@ from torch.utils.data import StackDataset, Subset, TensorDataset, default_collat
 from looplib._core.random import mix
 from looplib.data._orders import listed
 from looplib.data._plan import own_part
-from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams, watched_streams
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
 
 
 class Job(NamedTuple):
@@ -89,18 +89,11 @@ class Reader:
 class Items(Reader):
     """Read a batch item by item, each with the draws of freshly seeded streams.
 
-    Nothing is seeded for a dataset of torch's or Python's own that cannot draw. To seed the streams takes longer than
-    to read a short item, so while no item has used them, a batch is read after a single seeding. If an item then uses
-    them after all, its batch is read again, and each item is seeded from then on.
-
-    Attributes:
-        draws: True if an item has used the streams in this process, False if none has; None before the first batch.
+    Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
     """
 
-    draws: bool | None = None
-
     def __copy__(self) -> Items:
-        return self  # all iterations share what is known of the dataset
+        return self  # all iterations share one
 
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys, dataset = listed(job.keys), self.dataset
@@ -111,22 +104,11 @@ class Items(Reader):
         if self.batched and _reads_lists(dataset):
             seed_streams(next(seeds))
             return dataset.__getitems__(keys), job.size
-        with watched_streams() as used_since:
-            if self.draws is False:
-                seed_streams(ITEM)
-                try:
-                    items = [dataset[key] for key in keys]
-                    if not used_since(ITEM):
-                        return items, job.size
-                except Exception:
-                    if not used_since(ITEM):  # else it may have failed by a draw that is not its own
-                        raise
-            items = []
-            for seed, key in zip(seeds, keys, strict=False):
-                seed_streams(seed)
-                items.append(dataset[key])
-                self.draws = self.draws or used_since(seed)
-            return items, job.size
+        items = []
+        for seed, key in zip(seeds, keys, strict=False):
+            seed_streams(seed)
+            items.append(dataset[key])
+        return items, job.size
 
 
 @dataclass(eq=False)

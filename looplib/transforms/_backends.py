@@ -2,18 +2,6 @@
 
 For Inductor, a graph is rewritten so that Inductor generates correct and fast code.
 
-A first compilation for the CPU would spend most of its time on two things, which are left out here (measured on two
-cores: 1.3 to 1.8 times and 1.6 to 3.9 times the time of a small network's or a transformer's first step):
-
-- Inductor compiles each kernel of a graph as a file of its own, and the C++ compiler spends most of its time on starting
-  and on reading the same header. Here the kernels of one graph share as many files as there are compilers at work. Each
-  kernel keeps its code and its flags, and with them its results. If kernels do not compile together, each is compiled
-  as Inductor does it. (One file per kernel takes 1.2 times the processor time of the first step of an MLP of three
-  layers, and 1.7 times that of a transformer of two blocks, with torch 2.13 and precompiled headers.)
-- Before its first kernel, Inductor builds and loads a small C++ file for each set of vector instructions that the CPU
-  has, and then uses the first set that works. That is nearly always the first, so here it is used at once, by Inductor's
-  own setting. If the kernels do not compile or load then, they are compiled again with the check.
-
 Run operation by operation, each operation of a graph is a call. In a traced graph each one writes memory of its own, and a
 donated step copies its results into the state at the end. Inductor turns that into few loops; here the graph is rewritten
 to have fewer operations, to write in place where the old value is not read again, and to call torch the shortest way. Every
@@ -22,14 +10,9 @@ operation that is left computes the same bits.
 
 from __future__ import annotations
 
-import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from importlib.util import module_from_spec
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +34,6 @@ from looplib.transforms._program import (
     storage,
 )
 
-R = TypeVar("R")
 Compiled = Callable[[list[Tensor]], Any]
 
 _SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_")}
@@ -85,11 +67,8 @@ def _by_inductor(settings: dict[str, Any], program: Program) -> Compiled:
     powers_once(graph)
     examples = examples_of(graph)
 
-    def compiled_with(more: dict[str, Any]) -> Any:
-        return inductor.compile_fx(graph, examples, config_patches={**settings, **more})
-
-    with torch.no_grad(), compiled_together():
-        compiled = without_isa_check(compiled_with, settings)
+    with torch.no_grad():
+        compiled: Any = inductor.compile_fx(graph, examples, config_patches=settings)
     if not settings.get("triton.cudagraphs"):
         return lambda values: compiled(*values)
 
@@ -140,135 +119,6 @@ def _write_first(graph: GraphModule, value: Node, user: Node) -> None:
         arguments = (value, list(like.size()), list(like.stride()), like.storage_offset())
         written = graph.graph.call_function(torch.ops.aten.as_strided.default, arguments)
     user.replace_input_with(value, written)
-
-
-# The first compilation of kernels for the CPU
-
-_ISA_CHECK = "cpp.vec_isa_ok"
-_INCLUDES = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
-_MACROS = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)\w", re.MULTILINE)
-
-
-class Kernel(NamedTuple):
-    """A function `kernel` in C++, and the types of its arguments."""
-
-    argtypes: list[str]
-    source: str
-
-
-@contextmanager
-def compiled_together() -> Iterator[None]:
-    """Compile the kernels of each graph that this thread compiles, or finds in Inductor's cache, in few files.
-
-    Another thread of looplib's that compiles waits (`random.turn`), since the functions belong to the process.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    plain, plain_wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, threading.get_ident()
-
-    def cpp_pybinding(compiler: Any, argtypes: list[str], source: str) -> Any:
-        if threading.get_ident() != thread or _MACROS.search(source):
-            return plain(compiler, argtypes, source)
-        return Kernel(argtypes, source)
-
-    def wait(compiler: Any, scope: dict[str, Any]) -> None:
-        kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
-        try:
-            scope.update(zip(kernels, load(list(kernels.values())), strict=True))
-        except Exception:  # of any compiler: what is wrong with one kernel is said when it is compiled alone
-            scope.update({name: plain(compiler, *kernel) for name, kernel in kernels.items()})
-        plain_wait(compiler, scope)
-
-    patched: Any = AsyncCompile
-    patched.cpp_pybinding, patched.wait = cpp_pybinding, wait
-    try:
-        yield
-    finally:
-        patched.cpp_pybinding, patched.wait = plain, plain_wait
-
-
-def load(kernels: Sequence[Kernel]) -> list[Any]:
-    """Compile kernels in as many files as there are compilers at work, and return Python functions that call them."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    files = min(len(kernels), max(1, get_compile_threads()))
-    submit = AsyncCompile.submit if files > 1 else None
-    shares = [kernels[number::files] for number in range(files)]
-    compiled = [
-        CppPythonBindingsCodeCache.load_pybinding_async(share[-1].argtypes, one_file(share), submit_fn=submit)
-        for share in shares
-    ]
-    functions: list[Any] = [None] * len(kernels)
-    for number, (share, result) in enumerate(zip(shares, compiled, strict=True)):
-        functions[number::files] = functions_of(result(), len(share))
-    return functions
-
-
-def one_file(kernels: Sequence[Kernel]) -> str:
-    """The code of several kernels. Each but the last stands in a namespace, with a module of its own around it."""
-    includes = list(dict.fromkeys(line for kernel in kernels for line in _INCLUDES.findall(kernel.source)))
-    parts = [*includes, *(_INCLUDES.findall(_module("")) if len(kernels) > 1 else ())]
-    for number, (argtypes, source) in enumerate(kernels[:-1]):
-        name = f"kernel_{number}"
-        code = re.sub(r"\bkernel\(", f"{name}(", source) + _module(name, argtypes)
-        parts += [f"namespace in_{name} {{", _INCLUDES.sub("", code), "}"]
-    return "\n".join(["#define PY_SSIZE_T_CLEAN", *parts, _INCLUDES.sub("", kernels[-1].source), ""])
-
-
-def _module(name: str, argtypes: Sequence[str] = ()) -> str:
-    """Inductor's code of a Python module with one function."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
-
-    values = [
-        f"parse_arg<{argtype.replace('const ', '')}>(args, {number})" for number, argtype in enumerate(argtypes)
-    ]
-    return Bindings.suffix_template.format(
-        arg_len=len(argtypes),
-        call_entry_func=f"{name}({', '.join(values)}); Py_RETURN_NONE;",
-        entry_func=name,
-        extra_parse_arg="",
-    )
-
-
-def functions_of(last: Any, count: int) -> list[Any]:
-    """The functions in the file of `one_file`, of which the last is loaded."""
-    path, functions = last.__self__.__file__, []
-    for number in range(count - 1):
-        name = f"kernel_{number}"
-        loader = ExtensionFileLoader(name, path)
-        module = module_from_spec(ModuleSpec(name, loader, origin=path))
-        loader.exec_module(module)
-        functions.append(getattr(module, name))
-    return [*functions, last]
-
-
-def without_isa_check(compile: Callable[[dict[str, Any]], R], options: Mapping[str, Any]) -> R:
-    """`compile(settings)` with the setting that leaves out the check, and without it if that fails.
-
-    If the user has decided about the check, in the options or for the process, that holds.
-    """
-    from torch._inductor import config, cpu_vec_isa
-
-    if _ISA_CHECK in options or config.cpp.vec_isa_ok is not None:
-        return compile({})
-    try:
-        return compile({_ISA_CHECK: True})
-    except Exception:  # of any kind: what is wrong with the graph is said again
-        _forget(cpu_vec_isa)
-        return compile({})
-    finally:
-        _forget(cpu_vec_isa)
-
-
-def _forget(cpu_vec_isa: Any) -> None:
-    """Forget which instructions work, which Inductor keeps whatever the setting was."""
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    for isa in cpu_vec_isa.supported_vec_isa_list:
-        for kind in type(isa).__mro__:
-            for value in vars(kind).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
 
 
 # A graph run operation by operation
