@@ -69,8 +69,6 @@ def ignored_by_ddp():
     return DistributedDataParallel(inside), loss, ["2.weight", "2.bias"]
 
 
-
-
 WAYS = [root_forgotten, inner_module, kept_module, added_later, thawed_later, partly_wrapped, ignored_by_ddp]
 
 
