@@ -264,7 +264,7 @@ class CheckpointIO:
         Raises:
             ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
-                an epoch of a different length; or there is no best, or no checkpoint of that step.
+                an epoch of a different length; the state is on the meta device; or there is no best, or no checkpoint of that step.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used. It stays until you delete it.
             DonatedStateError: the state was donated to a step.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
-from looplib._core.modules import TRANSPARENT
+from looplib._core.modules import TRANSPARENT, check_materialized
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
 from looplib.checkpoint._state_dict import check_fits, names_of
@@ -116,6 +116,7 @@ def load_optimizer_state_dict(
     def fitted(value: Tensor, like: Tensor, title: str) -> Tensor:
         shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {tuple(like.shape)}"
         check(value.shape == like.shape, f"{title} {shapes}")
+        check_materialized({title: like})
         return copied_like(value, like)
 
     loaded = {
