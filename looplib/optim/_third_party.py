@@ -213,6 +213,7 @@ def check_sparse(recipe: Recipe, name: str, like: Tensor, members: Sequence[Sequ
 # Comparison with a raw loop, before training starts
 
 _STEPS = 3
+_GROWS = "since it keeps more after some updates than after one"
 
 
 def check_against_raw_loop(
@@ -245,22 +246,26 @@ def check_against_raw_loop(
             grads = mapped(partial(sample_gradient, phase=step), pure)
             pure, opt_state, _ = update(grads, opt_state, pure, step)
             structures.append(pytree.tree_structure(opt_state))
+    except KeepsMoreError as error:
+        raise _out_of_reach(recipe, _GROWS) from error
     except Exception as error:
         shown = f"which fails where a raw loop does not ({type(error).__name__}: {error})"
         raise _out_of_reach(recipe, shown) from error
     if changed := [name for name, tensor in raw.items() if not trees.same(tensor.detach(), pure[name].detach())]:
         raise _out_of_reach(recipe, f"after {_STEPS} of which {changed[0]} is not what it is in a raw loop")
     if structures[0] != structures[-1]:
-        raise _out_of_reach(recipe, "since it keeps more after some updates than after one")
+        raise _out_of_reach(recipe, _GROWS)
 
 
-def keeps_more(recipe: Recipe, name: str, kept: Mapping[str, Any], before: Mapping[str, Any]) -> TypeError:
-    """Error for a class whose state of a parameter gets other keys in a later update."""
-    return TypeError(
-        f"{recipe.cls.__name__} keeps {few(sorted(kept))} for {name} from this update on, and {few(sorted(before))} before: a "
-        "checkpoint of it could not be restored into a new state. Continue from the last checkpoint with a class, or "
-        "with hyperparameters, for which it keeps the same from the first update on"
-    )
+class KeepsMoreError(TypeError):
+    """The state of a parameter got other keys in a later update."""
+
+    def __init__(self, recipe: Recipe, name: str, kept: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        super().__init__(
+            f"{recipe.cls.__name__} keeps {few(sorted(kept))} for {name} from this update on, and {few(sorted(before))} before: "
+            "a checkpoint of it could not be restored into a new state. Continue from the last checkpoint with a class, or "
+            "with hyperparameters, for which it keeps the same from the first update on"
+        )
 
 
 def _out_of_reach(recipe: Recipe, shown: str) -> TypeError:

@@ -29,7 +29,7 @@ from looplib._core.updates import copy_tree
 from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
-from looplib.optim._third_party import STREAM, Probe, check_sparse, keeps_more, packed, probe, streams_at
+from looplib.optim._third_party import STREAM, KeepsMoreError, Probe, check_sparse, packed, probe, streams_at
 from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Metrics, Params
 
@@ -358,7 +358,7 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
             kept, makers[name] = packed(plan.recipe, name, kept)
         if kept or not old[name]:
             if not plan.recipe.is_torch_optim and kept.keys() != old[name].keys():
-                raise keeps_more(plan.recipe, name, kept, old[name])
+                raise KeepsMoreError(plan.recipe, name, kept, old[name])
             states[name] = kept
     if first:
         opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])
