@@ -50,6 +50,7 @@ def make_grad_fn(
     *,
     trainable: Callable[[str, Tensor], bool] | None = None,
     allow_unused: bool = False,
+    per_rank: Callable[[str, Tensor], bool] | None = None,
     batch_size: Callable[[Any], int] = count_examples,
 ) -> GradFn:
     """Make a pure gradient function from a module and a loss function.
@@ -75,6 +76,9 @@ def make_grad_fn(
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
             gradient when `make_grad_fn` is called; a warning names those for which that changes later.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
+        per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
+            as the experts that each rank holds for itself. The gradients of all others are compared between the ranks at the
+            first step of a model in DDP or FSDP2.
         batch_size: function that counts the samples in a batch. The default takes the length of the first dimension.
 
     Raises:
@@ -82,7 +86,8 @@ def make_grad_fn(
             the batch has no samples, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
-            donate.
+            donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
+            with parameters that were added after it.
 
     **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
     then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
@@ -132,6 +137,8 @@ def make_grad_fn(
             grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
             if len(grads) < len(needed):
                 raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
+            if sync is not None:
+                sync.check_reduced(grads, params, per_rank)
         except BaseException as error:
             _hold_signals = True  # see `_core.interrupts`
             put_back(copies or ())
@@ -161,7 +168,7 @@ def make_grad_fn(
         batch_norms=host.batch_norms(),
         reach=reach,
     )
-    settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
+    settings = {"trainable": trainable, "allow_unused": allow_unused, "per_rank": per_rank, "batch_size": batch_size}
     return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 

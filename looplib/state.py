@@ -183,7 +183,8 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         state: a state with the module's parameter names and shapes, in any dtype and on any device.
 
     Raises:
-        ValueError: names or shapes differ from the module's, or the state is a stack. Nothing is copied then.
+        ValueError: names or shapes differ from the module's, the module is on the meta device, or the state is a stack.
+            Nothing is copied then.
         DonatedStateError: the state was donated to a step.
     """
     check_state(state, "ll.bind(model, state)")
@@ -194,6 +195,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     targets, held = {**params, **buffers}, {**state.params, **state.buffers}
     if all(held[name] is tensor for name, tensor in targets.items()):
         return state
+    _modules.check_materialized(targets)
     watches.bound(model)
     bound = copy_state(state)
     values = {**bound.params, **bound.buffers}

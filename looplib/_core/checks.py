@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from looplib._core import torch_private
+
 # torch, looplib, and the methods that Python makes for a dataclass
 LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
 
@@ -61,6 +63,14 @@ def few(items: Collection[Any], most: int = 8, between: str = ", ") -> str:
 def is_plain(tensor: Tensor) -> bool:
     """True for a strided tensor of one of torch's own two classes."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Tensors that hold the numbers of a subclass, such as a quantized tensor's; else the tensor itself."""
+    if type(tensor) in PLAIN or not torch_private.wraps_tensors(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from looplib._core.checks import parts_of
 from looplib._core.mappings import stacked
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -18,8 +19,12 @@ def checksum(tensor: Tensor) -> Tensor:
     """Hash of the bits of all numbers and their positions: a scalar int64 tensor, computed without waiting.
 
     It is the same on every device and for all strides, and always changes if only one 8-byte word changes. It does
-    not protect against deliberately constructed collisions.
+    not protect against deliberately constructed collisions. Of a subclass, the tensors in it are hashed, such as the
+    integers and the scales of a quantized one.
     """
+    parts = parts_of(tensor)
+    if len(parts) != 1 or parts[0] is not tensor:
+        return checksum(stacked([checksum(part) for part in parts]))
     data = bits_of(tensor.detach())
     words = pad(data, (0, -data.numel() % 8)).view(torch.int64)  # a copy, which is aligned
     total = words.new_zeros(())

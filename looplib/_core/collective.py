@@ -101,19 +101,29 @@ class RankGroup:
             return [value]
         return _ranks.exchange(value, self.group)
 
-    def check_alike(self, facts: Mapping[str, Any], title: str, brief: Callable[[Any], str] = str) -> None:
-        """Raise ValueError on all ranks if a fact differs on one of them. Facts are sent only if their digests differ."""
+    def check_alike(
+        self,
+        facts: Mapping[str, Any],
+        title: str,
+        brief: Callable[[Any], str] = str,
+        advice: str = "",
+        most: int = 10,
+    ) -> None:
+        """Raise ValueError on all ranks if a fact differs on one of them. Facts are sent only if their digests differ.
+
+        The message has a title, up to `most` lines and an advice. A name that has no verb gets one.
+        """
         text = repr(sorted(facts.items())).encode()
         if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
             return
         everyone = self.gather(facts)
         different = [
-            f"{name} is {brief(first)} on rank 0, {brief(value)} on rank {rank}"
+            f"{name if ' has ' in name else f'{name} is'} {brief(first)} on rank 0, {brief(value)} on rank {rank}"
             for rank, others in enumerate(everyone)
             for name, first, value in paired(everyone[0].items(), others.items())
             if first != value
         ]
-        raise ValueError(title + few(different, 10, "\n  "))
+        raise ValueError(title + few(different, most, "\n  ") + advice)
 
     def another(self) -> RankGroup:
         """The same processes with a second group, for one thread on each. All ranks must call this."""

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import lease, torch_private, trees
-from looplib._core.checks import warn
+from looplib._core.checks import few, warn
 from looplib._core.collective import together_with_data
 from looplib._core.lease import put_back, with_copies
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
+from looplib._core.replicas import checksums_by_name, different
 from looplib._core.tracing import UntraceableError, tracing
 
 
@@ -86,6 +87,27 @@ class Sync:
     def end(self) -> None:
         self.engine.sync(True)
 
+    def check_reduced(
+        self,
+        grads: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        per_rank: Callable[[str, Tensor], bool] | None,
+    ) -> None:
+        """Raise on all ranks if gradients differ that should be the same, at the first step with this engine.
+
+        Gradients that are equal by chance, such as zeros, are not noticed.
+        """
+        if self.engine.reduced:
+            return
+        if per_rank is not None:
+            grads = {name: grad for name, grad in grads.items() if not per_rank(name, params[name])}
+        with torch.no_grad():
+            facts = checksums_by_name(grads)
+        names = different(together_with_data(), *facts)
+        if names:
+            raise RuntimeError(_UNREDUCED.format(count=len(names), names=few(names, 10), engine=self.engine.name))
+        self.engine.reduced = True
+
 
 def sync_over_ranks(
     engine: Engine | None,
@@ -126,6 +148,16 @@ def sync_over_ranks(
     return Sync(engine, ranks, total, batches, batch_size)
 
 
+_UNREDUCED = (
+    "gradients of {count} parameters differ between the ranks, so {engine} has not averaged them and each rank would train "
+    "its own: {names}. The state is unchanged. Usual causes: fully_shard was called on the blocks and not on the model "
+    "around them; the loss calls model.module, or a module that it has kept, instead of its argument; the parameters were "
+    "added, replaced or thawed after the model was wrapped, lie outside of the wrapped part, or are ignored by it; a "
+    "communication hook or a process group of your own. For parameters that each rank trains by itself on purpose, such as "
+    "its experts, use make_grad_fn(..., per_rank=lambda name, param: ...)"
+)
+
+
 @cache  # one warning in each process
 def _warn_of_lone_ranks(ranks: int) -> None:
     warn(
@@ -143,6 +175,7 @@ class Engine:
         self.replicas, self.shards = replicas, shards
         self.name = type([*replicas, *shards][0]).__name__
         self.compared = False  # True after the first step, if there are several ranks
+        self.reduced = False  # True once the ranks have compared their gradients
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
 

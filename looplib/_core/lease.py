@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check, is_plain, named
+from looplib._core.checks import PLAIN, check, is_plain, named, parts_of
 from looplib._core.checksums import checksums
 from looplib._core.mappings import pairs, pick
 from looplib._core.torch_private import functorch_level_of, pytree
@@ -147,8 +147,8 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """Address of the memory of a tensor; None without any."""
-    storage = _storage(tensor)
+    """Address of the memory of a tensor; None without any. Of a subclass, that of the first tensor in it."""
+    storage = _storage(tensor if type(tensor) in PLAIN else (*parts_of(tensor), tensor)[0])
     return None if storage is None else storage.data_ptr() or None
 
 

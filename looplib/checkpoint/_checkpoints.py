@@ -15,7 +15,7 @@ from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import is_first
 from looplib.checkpoint._directory import entries_of
 from looplib.checkpoint._format import DamagedCheckpointError
-from looplib.checkpoint._read import errors_as_damage, read_manifest
+from looplib.checkpoint._read import check_file, errors_as_damage, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +147,13 @@ def describe(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     for name, file in manifest["files"].items():
         with errors_as_damage(path / name):
+            check_file(path / name)
             size = (path / name).stat().st_size
             check(size == file["bytes"], f"it has {size} bytes, and {file['bytes']} were written")
-    return Checkpoint(
-        path=path,
-        **pick(manifest["counts"], ("step", "epoch", "batch", "samples")),
-        metrics=mapped(float, manifest["metrics"]),
-        bytes=sum(file["bytes"] for file in manifest["files"].values()),
-    )
+    with errors_as_damage(path):
+        return Checkpoint(
+            path=path,
+            **pick(manifest["counts"], ("step", "epoch", "batch", "samples")),
+            metrics=mapped(float, manifest["metrics"]),
+            bytes=sum(file["bytes"] for file in manifest["files"].values()),
+        )

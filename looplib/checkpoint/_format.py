@@ -26,7 +26,8 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.mappings import fields_of
+from looplib._core.checksums import checksums
+from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_sharded
 from looplib.metrics import Window
 from looplib.types import COUNTS, TREES, TrainState
@@ -85,9 +86,24 @@ def about(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def in_words(kind: Mapping[str, Any] | str) -> str:
-    """Dtype and shape from a manifest, or the name of a plain type, for messages."""
-    return kind if isinstance(kind, str) else f"a {kind['dtype']} tensor of shape {tuple(kind['shape'])}"
+def in_words(kind: Any) -> str:
+    """Dtype and shape, or a plain value, from a manifest, for messages. Anything else is itself."""
+    if not isinstance(kind, Mapping):
+        return str(kind)
+    return f"a {kind['dtype']} tensor of shape {tuple(kind['shape'])}" if "shape" in kind else repr(decoded(kind))
+
+
+def numbers_of(tree: Any) -> dict[str, str]:
+    """Numbers of small tensors and checksums of larger ones, for comparison between ranks. Sharded ones are left out."""
+    tensors = {
+        path: leaf.detach()
+        for path, leaf in leaves_of(tree).items()
+        if isinstance(leaf, Tensor) and not is_sharded(leaf)
+    }
+    small = {path: str(leaf.tolist()) for path, leaf in tensors.items() if leaf.numel() <= 4}
+    large = without(tensors, small)
+    hashes = zip(large, checksums(large.values()), strict=True)
+    return {**small, **{f"{path} has the checksum": f"{number % 2**64:016x}" for path, number in hashes}}
 
 
 # Plain types by name: a function that makes JSON of a value, and its inverse.

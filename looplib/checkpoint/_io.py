@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from looplib._core import errors
-from looplib._core.checks import check, check_type, few
-from looplib._core.collective import RankGroup, together
+from looplib._core.checks import check, check_type, few, warn
+from looplib._core.collective import RankGroup, together, together_with_data
 from looplib._core.mappings import mapped
 from looplib._core.provenance import provenance_of, warn_of_position
-from looplib._core.ranks import is_alone
+from looplib._core.ranks import is_alone, is_first
 from looplib._core.records import described
+from looplib._core.replicas import checksums_by_name, different
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
-from looplib.checkpoint._format import DamagedCheckpointError, counts_of
+from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, numbers_of
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, trees_to_save
 from looplib.checkpoint._write import Parts
@@ -102,11 +103,14 @@ def checkpoint_io(
 
     **Several processes.** The first rank applies the policies, chooses checkpoints, and writes states that all ranks
     hold completely, as with DDP (with its own buffers and metrics, if they differ). Of a state with DTensors, as made
-    by FSDP2's `fully_shard` and tensor-parallel plans, each rank writes its shards. Counts and plain values must be
-    the same on all ranks. An error on one rank is raised on all, with the rank in the message. A checkpoint can be
-    restored with any number of ranks: sharded over a different mesh, with DDP, or in one process, and the reverse. A
-    rank reads the files that it needs a part of and compares their checksums; of the others it checks only size and
-    header.
+    by FSDP2's `fully_shard` and tensor-parallel plans, each rank writes its shards. Counts, plain values and the
+    tensors of `extra` must be the same on all ranks. Of parameters that differ, such as those that each rank trains
+    by itself (`per_rank` of `make_grad_fn`), only the first rank's are saved; the first save compares them and warns.
+    With `DistributedDataParallel(broadcast_buffers=False)`, each rank has running statistics of its own, and all of
+    them continue from the first rank's after a restore. An error on one rank is raised on all, with the rank in the
+    message. A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or in one
+    process, and the reverse. A rank reads the files that it needs a part of and compares their checksums; of the
+    others it checks only size and header.
 
     **One run at a time** writes to a directory. Two would delete each other's checkpoints and unfinished saves, which then
     fail, and the first to save a step wins: nothing is mixed. The run that is behind is refused, because the directory
@@ -164,6 +168,7 @@ class CheckpointIO:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._second_group = lru_cache(1)(RankGroup.another)
         self._pending: Future[None] | None = None
+        self._params_compared = False
 
     def __repr__(self) -> str:
         return f"CheckpointIO({str(self._listing.folder)!r})"
@@ -206,10 +211,10 @@ class CheckpointIO:
         parts, about = ranks.all_or_raise(partial(self._taken_apart, state, metrics, ranks.first))
         if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
-            ranks.check_alike(
-                {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)},
-                "the state differs between ranks, so it is not one state to save:\n  ",
-            )
+            facts = {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)}
+            ranks.check_alike(facts, _DIFFERS, in_words, _ONE_FOR_ALL, 4)
+            together_with_data().check_alike(numbers_of({"extra": state.extra}), _DIFFERS, str, _ONE_FOR_ALL, 4)
+            self._warn_of_params_that_differ(state)
         target = ranks.on_rank0(partial(self._begin, state.step))
 
         def write(ranks: RankGroup) -> None:
@@ -259,7 +264,7 @@ class CheckpointIO:
         Raises:
             ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
-                an epoch of a different length; or there is no best, or no checkpoint of that step.
+                an epoch of a different length; the state is on the meta device; or there is no best, or no checkpoint of that step.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used. It stays until you delete it.
             DonatedStateError: the state was donated to a step.
@@ -368,6 +373,15 @@ class CheckpointIO:
             "left_out": left_out,
         }
 
+    def _warn_of_params_that_differ(self, state: TrainState) -> None:
+        """Warn at the first save of several ranks if these train different parameters, of which one rank's are saved."""
+        if self._params_compared:
+            return
+        self._params_compared = True
+        names = different(together_with_data(), *checksums_by_name(state.params))
+        if names and is_first():
+            warn(_PARAMS_DIFFER.format(names=few(names)), RuntimeWarning)
+
     def _begin(self, step: int) -> Path:
         """Path for a checkpoint of this step, after checking that there are no later ones."""
         folder = self._listing.folder
@@ -386,6 +400,23 @@ class CheckpointIO:
         for path in entries_of(self._listing.folder):
             if path not in kept:
                 remove(path)
+
+
+_DIFFERS = "the state differs between ranks, so it is not one state to save:\n  "
+_ONE_FOR_ALL = (
+    "\nA checkpoint holds one value for all ranks. Sum or average it over them first, such as "
+    'll.distributed.reduce({"tokens": ll.Mean(count, 1)})["tokens"].total, or keep the values of all ranks in one tensor '
+    "(torch.distributed.all_gather), from which each reads its own after a restore. To save the first rank's state alone: "
+    "ll.distributed.rank_zero_only(ckpt.save)(state)"
+)
+
+
+_PARAMS_DIFFER = (
+    "the ranks hold different values of {names}, and the checkpoint has only the first rank's. If they should be the same, "
+    "ll.distributed.check_replicas(state) finds when they began to differ. Experts of each rank need to be DTensors that "
+    "are sharded over the ranks, of which each rank's part is saved. If the first rank's are meant, call "
+    "ll.distributed.rank_zero_only(ckpt.save)(state)"
+)
 
 
 def _number(name: str, value: Any) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
+from looplib._core.modules import TRANSPARENT, check_materialized
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
 from looplib.checkpoint._state_dict import check_fits, names_of
@@ -52,7 +53,8 @@ def optimizer_state_dict(
             over the module's own parameters in any groups and any order. It is not changed.
 
     Raises:
-        ValueError: `torch_optimizer` has different parameters or state entries, its class keeps values in its groups, or is LBFGS.
+        ValueError: `torch_optimizer` has different parameters or state entries, its `param_names` belong to different
+            parameters, its class keeps values in its groups, or is LBFGS.
         TypeError: `torch_optimizer` is not a torch optimizer, or the state has no state of an `ll.optimizer`.
         DonatedStateError: the state was donated to a step.
     """
@@ -104,7 +106,7 @@ def load_optimizer_state_dict(
 
     Raises:
         ValueError: `torch_optimizer` has different parameters or state entries, its class keeps values in its groups,
-            or is LBFGS, or it has made no step; or `state.step` is 0.
+            or is LBFGS, or it has made no step; its `param_names` belong to different parameters; or `state.step` is 0.
         TypeError: `torch_optimizer` is not a torch optimizer, or the state has no state of an `ll.optimizer`.
         DonatedStateError: the state was donated to a step.
     """
@@ -114,6 +116,7 @@ def load_optimizer_state_dict(
     def fitted(value: Tensor, like: Tensor, title: str) -> Tensor:
         shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {tuple(like.shape)}"
         check(value.shape == like.shape, f"{title} {shapes}")
+        check_materialized({title: like})
         return copied_like(value, like)
 
     loaded = {
@@ -168,7 +171,33 @@ def _matched(
         f"{title} and the state's optimizer train different parameters: missing {few(sorted(missing))}, unexpected "
         f"{few(sorted(unexpected))}; make it over model.parameters(), or the state with the same trainable=",
     )
+    _check_param_names(torch_optimizer, name_of)
     return opt_state, name_of
+
+
+def _check_param_names(torch_optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> None:
+    """Raise ValueError if the optimizer's `param_names` belong to other parameters, as after a load_state_dict by position.
+
+    They may begin with the names of modules around this one.
+    """
+
+    def plain(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in {*TRANSPARENT, "module"})
+
+    named = [
+        (plain(name_of[id(param)]), plain(given))
+        for group in torch_optimizer.param_groups
+        for param, given in zip(group["params"], group.get("param_names", ()), strict=False)
+    ]
+    if len({given.removesuffix(name) for name, given in named}) < 2:
+        return
+    others = [f"{name} is called {given}" for name, given in named if given != name]
+    check(
+        not others,
+        f"the param_names of this {type(torch_optimizer).__name__} are those of other parameters: {few(others, 4)}. torch's "
+        "load_state_dict assigns values by position, whatever their names. Make the optimizer over the parameters in the "
+        "order of the file's param_names, or over model.named_parameters() if it was saved so, and load the file again",
+    )
 
 
 def _innermost(opt_state: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ which files that is, so they are read before.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import zlib
@@ -20,7 +21,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import check, few
 from looplib._core.mappings import mapped, without
 from looplib.checkpoint._format import (
     FORMAT,
@@ -28,11 +29,19 @@ from looplib.checkpoint._format import (
     CheckpointVersionError,
     DamagedCheckpointError,
     checksum,
+    counts_in,
     decoded,
     slices_of,
     words,
 )
 from looplib.checkpoint._shards import Box, box_of, common, full_box, shape_of, size_of, within
+from looplib.types import COUNTS
+
+# What Python, orjson and torch raise for paths and contents that no save writes.
+_OF_DAMAGE = (
+    FileNotFoundError, NotADirectoryError, IsADirectoryError, LookupError, TypeError, ValueError, AttributeError,
+    ArithmeticError, RuntimeError, SyntaxError,
+)  # fmt: skip
 
 
 @contextmanager
@@ -40,15 +49,23 @@ def errors_as_damage(path: Path) -> Iterator[None]:
     """Turn errors for a missing file, or for a content that no save writes, into a DamagedCheckpointError."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, LookupError, TypeError, ValueError) as error:
+    except DamagedCheckpointError:
+        raise
+    except _OF_DAMAGE as error:
         raise DamagedCheckpointError(f"{path} is damaged ({error})") from error
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError unless there is a regular file: a pipe would wait for a writer, and a device may have no end."""
+    check(path.is_file(), "there is no regular file")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read a manifest and compare its checksum."""
     path = directory / MANIFEST
     with errors_as_damage(path):
-        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+        check_file(path)
+        manifest: dict[str, Any] = orjson.loads(_text_of(path))
         is_same = manifest["crc32"] == zlib.crc32(orjson.dumps(without(manifest, ("crc32",))))
         check(is_same, "its checksum is wrong")
     version = manifest["format"]
@@ -57,7 +74,22 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         f"{path} is of format {version}, and this looplib reads format {FORMAT}: use the looplib that wrote it",
         CheckpointVersionError,
     )
+    with errors_as_damage(path):
+        counts = counts_in(manifest)
+        check(counts.keys() == {*COUNTS}, f"its counts are {few(counts)}")
+        elsewhere = [name for name in manifest["files"] if Path(name).name != name]
+        check(not elsewhere, f"it has files in other folders, {few(elsewhere)}")
     return manifest
+
+
+def _text_of(path: Path) -> bytes:
+    """Content of a JSON file. A large one of something else, such as a file of zeros, is not read."""
+    with open(path, "rb") as file:
+        check(file.read(1) == b"{", "it is no JSON object")
+        file.seek(-1, os.SEEK_END)
+        check(file.read(1) == b"}", "it is no JSON object")
+        file.seek(0)
+        return file.read()
 
 
 class _Chunk(NamedTuple):
@@ -79,7 +111,8 @@ class Reader:
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
         self.directory = directory
-        self.values = mapped(decoded, manifest["values"])
+        with errors_as_damage(directory / MANIFEST):
+            self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
         self._written = manifest["files"]
@@ -87,11 +120,14 @@ class Reader:
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
         for name in self._written:
             self._map(name)
+        with errors_as_damage(directory / MANIFEST):
+            self._check()
 
     def _map(self, name: str) -> None:
         """Map a file into memory and list its chunks. If its header is damaged, `read` will find out."""
         path = self.directory / name
         with errors_as_damage(path):
+            check_file(path)
             with open(path, "rb") as file:
                 data = self._files[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             start = 8 + int.from_bytes(data[:8], "little")
@@ -105,6 +141,17 @@ class Reader:
                 if count := size_of(box):
                     tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=start + entry["data_offsets"][0])
                     self._chunks[leaf_path].append(_Chunk(name, box, tensor.view(shape_of(box))))
+
+    def _check(self) -> None:
+        """Raise for shapes that the files cannot hold, and for ties to nothing."""
+        stored = sum(file["bytes"] for file in self._written.values())
+        for leaf_path, tensor in self.tensors.items():
+            shape, size = tensor["shape"], getattr(torch, tensor["dtype"]).itemsize
+            sizes = all(n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) < 1 << 60  # as torch can count
+            fits = sizes and size_of(full_box(shape)) * size <= stored
+            check(fits, f"its files have {stored} bytes, and {leaf_path} the shape {shape[:8]}")
+        unknown = [root for root in self.ties.values() if root not in self.tensors]
+        check(not unknown, f"it ties leaves to {few(unknown)}, which it does not have")
 
     def root(self, path: str) -> str:
         """Path under which the tensor at a path is stored."""

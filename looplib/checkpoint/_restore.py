@@ -18,6 +18,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
 from looplib._core.mappings import fields_of, mapped, subset, without
+from looplib._core.modules import check_materialized
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.trees import map_leaves
@@ -43,6 +44,7 @@ def load(
     check_left_out(path, left_out, leaves)
     wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
     _check_fit(path, wanted, reader, weights_only)
+    check_materialized({each: leaf for each, leaf in wanted.items() if isinstance(leaf, Tensor)})
     if weights_only:
         counts, made_with, warning = fields_of(template, COUNTS), provenance_of(template), ""
     else:

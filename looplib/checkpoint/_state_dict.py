@@ -124,7 +124,9 @@ def load_state_dict(
     name_of, clean = state_names(model), cleaner(model)
     # An `_extra_state` belongs to the module.
     chosen = {clean(str(key)): value for key, value in source.items() if not str(key).endswith("_extra_state")}
-    loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
+    held = {**state.params, **state.buffers}
+    _modules.check_materialized(subset(held, [name for key, name in name_of.items() if key in chosen]))
+    loaded, misfits = _fitted(name_of, chosen, held)
     problems = _unmatched(name_of, chosen, strict) + misfits
     check(
         not problems,

@@ -71,6 +71,12 @@ class Parts:
         self.data = mapped(lambda tensor: tensor.to("cpu", copy=True), self.data)
 
 
+_LEAVE_OUT = (
+    ", or save only what is trained, such as the adapters of a quantized model: "
+    "ll.checkpoint_io(..., select=lambda name, tensor: tensor.requires_grad)"
+)
+
+
 def _check_kind(path: str, leaf: Any) -> None:
     """Raise TypeError for a tensor that cannot be stored."""
     tensor = local(leaf) if is_sharded(leaf) else leaf
@@ -79,6 +85,7 @@ def _check_kind(path: str, leaf: Any) -> None:
         raise TypeError(
             f"{path} is a {type(leaf).__name__} of {leaf.dtype} and {leaf.layout} on the device {leaf.device}"
             f"{', not summed up yet' * partial_sums}, which a checkpoint cannot hold: convert it to a dense plain tensor"
+            f"{_LEAVE_OUT * path.startswith('/params/')}"
         )
 
 

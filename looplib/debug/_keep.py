@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check, check_optional_count
+from looplib._core.checks import check, check_optional_count, parts_of
 from looplib._core.lease import tensors_in
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import local
@@ -103,7 +103,7 @@ def nbytes(tree: Any) -> int:
         DonatedStateError: a state was donated to a step.
     """
     storages = {}
-    for leaf in tensors_in(tree):
-        storage = local(leaf).untyped_storage()
+    for part in (part for leaf in tensors_in(tree) for part in parts_of(local(leaf))):
+        storage = part.untyped_storage()
         storages[storage.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import few
-from looplib._core.checksums import checksums
 from looplib._core.collective import together
 from looplib._core.lease import trees_of
 from looplib._core.mappings import fields_of
-from looplib._core.ranks import is_sharded, shards
+from looplib._core.replicas import checksums_by_name, different
 from looplib.types import COUNTS, TrainState, check_state
 
 
@@ -48,57 +45,17 @@ def check_replicas(state: TrainState) -> None:
     ranks.barrier()
     if not ranks.is_distributed:
         return
-    everywhere, in_shards = _facts(state)
-    digests = ranks.gather((_digest(everywhere), _digest(list(in_shards)), _digest(in_shards)))
-    shards_of = {shards: values for _, shards, values in digests}
-    if all(one[0] == digests[0][0] and shards_of[one[1]] == one[2] for one in digests):
-        return
-    differences = _differences(ranks.gather({**everywhere, **in_shards}))
-    raise ValueError(f"the ranks hold different values:\n  {few(differences, 10, _NEXT)}")
-
-
-_NEXT = "\n  "
-
-
-def _facts(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Counts and checksums by name: those that all ranks share, and those of shards."""
-    everywhere, in_shards = fields_of(state, COUNTS), dict[str, Any]()
     trees_held = {"params": state.params, "opt_state": state.opt_state}
-    held = {path: leaf for path, leaf in trees.leaves(trees_held) if isinstance(leaf, Tensor)}
-    for path, leaf, checksum in zip(held, held.values(), checksums(shards(held.values())), strict=True):
-        index = _shard(leaf)
-        (in_shards if index else everywhere)[trees.pointer(path)[1:] + index] = f"{checksum % 2**64:016x}"
-    return everywhere, in_shards
-
-
-def _shard(leaf: Tensor) -> str:
-    """Index of a shard within its tensor, the same on all ranks that hold a copy of it; "" for a whole tensor."""
-    if not is_sharded(leaf):
-        return ""
-    coordinate = leaf.device_mesh.get_coordinate() or ()
-    index = [here for here, placement in zip(coordinate, leaf.placements, strict=False) if placement.is_shard()]
-    return f" (shard {', '.join(map(str, index))})" if index else ""
-
-
-def _digest(facts: Any) -> int:
-    return zlib.crc32(repr(facts).encode())
-
-
-def _differences(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each value that differs, with the ranks that hold each version, the most common one first."""
-    ranks_of: dict[str, dict[Any, list[int]]] = {}
-    for rank, facts in enumerate(everyone):
-        for name, value in facts.items():
-            ranks_of.setdefault(name, {}).setdefault(value, []).append(rank)
-    return [
-        f"{name} is " + ", and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in _by_number(versions))
-        for name, versions in ranks_of.items()
-        if len(versions) > 1
-    ]
-
-
-def _by_number(versions: dict[Any, list[int]]) -> list[tuple[Any, list[int]]]:
-    return sorted(versions.items(), key=lambda version: -len(version[1]))
+    held = {trees.pointer(path)[1:]: leaf for path, leaf in trees.leaves(trees_held) if isinstance(leaf, Tensor)}
+    everywhere, in_shards = checksums_by_name(held)
+    found = different(ranks, {**fields_of(state, COUNTS), **everywhere}, in_shards)
+    if found:
+        lines = [
+            f"{name} is " + ", and ".join(f"{version.value} on {_ranks(version.ranks)}" for version in versions)
+            for name, versions in found.items()
+        ]
+        between = "\n  "
+        raise ValueError(f"the ranks hold different values:\n  {few(lines, 10, between)}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

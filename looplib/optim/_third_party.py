@@ -180,9 +180,40 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
         )
 
 
+def check_sparse(recipe: Recipe, name: str, like: Tensor, members: Sequence[Sequence[str]]) -> None:
+    """Raise unless a class takes sparse gradients, and keeps the same for them as for dense ones.
+
+    A new state is made for dense gradients, and no checkpoint of another structure could be restored into it. `like` is a
+    small tensor in place of the parameter, and `members` has its name in its group.
+    """
+    keys = []
+    for is_sparse in (False, True):
+        tensor = like.detach().clone().requires_grad_()
+        made = recipe.build({name: tensor}, members)
+        grad = sample_gradient(tensor, 0)
+        tensor.grad = grad.to_sparse(1) if is_sparse else grad
+        try:
+            with streams_at(mix(0, 0, STREAM), [tensor]):
+                made.step()
+        except Exception as error:
+            if not is_sparse:
+                return  # the class cannot step on so small a tensor, so this shows nothing
+            raise ValueError(f"{recipe.cls.__name__} cannot take the sparse gradient of {name}: {error}") from error
+        keys.append(sorted(made.state.get(tensor, {})))
+    dense, sparse = keys
+    check(
+        dense == sparse,
+        f"{recipe.cls.__name__} keeps {few(sparse)} for {name}, whose gradient is sparse, and {few(dense)} for dense "
+        "gradients, for which a state is made: no checkpoint could be restored into a new state. Leave out sparse=True of "
+        "its Embedding, or choose a class that keeps the same for both",
+        TypeError,
+    )
+
+
 # Comparison with a raw loop, before training starts
 
 _STEPS = 3
+_GROWS = "since it keeps more after some updates than after one"
 
 
 def check_against_raw_loop(
@@ -215,13 +246,26 @@ def check_against_raw_loop(
             grads = mapped(partial(sample_gradient, phase=step), pure)
             pure, opt_state, _ = update(grads, opt_state, pure, step)
             structures.append(pytree.tree_structure(opt_state))
+    except KeepsMoreError as error:
+        raise _out_of_reach(recipe, _GROWS) from error
     except Exception as error:
         shown = f"which fails where a raw loop does not ({type(error).__name__}: {error})"
         raise _out_of_reach(recipe, shown) from error
     if changed := [name for name, tensor in raw.items() if not trees.same(tensor.detach(), pure[name].detach())]:
         raise _out_of_reach(recipe, f"after {_STEPS} of which {changed[0]} is not what it is in a raw loop")
     if structures[0] != structures[-1]:
-        raise _out_of_reach(recipe, "since it keeps more after some updates than after one")
+        raise _out_of_reach(recipe, _GROWS)
+
+
+class KeepsMoreError(TypeError):
+    """The state of a parameter got other keys in a later update."""
+
+    def __init__(self, recipe: Recipe, name: str, kept: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        super().__init__(
+            f"{recipe.cls.__name__} keeps {few(sorted(kept))} for {name} from this update on, and {few(sorted(before))} before: "
+            "a checkpoint of it could not be restored into a new state. Continue from the last checkpoint with a class, or "
+            "with hyperparameters, for which it keeps the same from the first update on"
+        )
 
 
 def _out_of_reach(recipe: Recipe, shown: str) -> TypeError:

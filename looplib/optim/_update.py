@@ -29,7 +29,7 @@ from looplib._core.updates import copy_tree
 from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
-from looplib.optim._third_party import STREAM, Probe, packed, probe, streams_at
+from looplib.optim._third_party import STREAM, KeepsMoreError, Probe, check_sparse, packed, probe, streams_at
 from looplib.optim._wrap import wrong_state
 from looplib.types import Grads, Metrics, Params
 
@@ -51,12 +51,14 @@ class Plan:
         probe: what the class keeps; of torch's, for the first parameter of each group, as a tensor of one element.
         keys: keys under which the class keeps the state of the first parameter of each group.
         step: the class's step, for torch's classes without its hooks.
+        sparse: parameters whose sparse gradients a third party's class has been found to take.
         attributes: those that the constructor of torch's classes gives an instance beside its state and its groups; None
             for others, which may change theirs.
     """
 
     def __init__(self, recipe: Recipe, params: Params, key: Any = None) -> None:
         self.recipe, self.key = recipe, key
+        self.sparse: set[str] = set()
         self.members = recipe.members(params)
         made = recipe.build(params, self.members)
         self.values = [without(group, {"params"}) for group in made.param_groups]
@@ -204,6 +206,8 @@ def decide(
     known = [*grads] == names and [*map(_dtype, given)] == dtypes and [*map(shape_of, given)] == shapes
     if not known or any(map(is_sparse, given)) or recipe.cls is torch.optim.SparseAdam:
         _check_grads(recipe, grads, params)
+        if not recipe.is_torch_optim:
+            _check_sparse(plan, grads, params)
     return True, opt_state
 
 
@@ -213,6 +217,15 @@ def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
         return not kept or bool(found & kept)
     # A term may be 0 here and not where the state was made, as for a member of a stack without momentum.
     return bool(found > kept and found - kept <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
+
+
+def _check_sparse(plan: Plan, grads: Grads, params: Params) -> None:
+    """Check once for each parameter with a sparse gradient what a third party's class keeps for it."""
+    for name, grad in grads.items():
+        if grad.is_sparse and name not in plan.sparse:
+            only = [[name] if name in names else [] for names in plan.members]
+            check_sparse(plan.recipe, name, tiny_like(params[name]), only)
+            plan.sparse.add(name)
 
 
 def _check_grads(recipe: Recipe, grads: Grads, params: Params) -> None:
@@ -344,6 +357,8 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
         if name in first or makers.get(name):
             kept, makers[name] = packed(plan.recipe, name, kept)
         if kept or not old[name]:
+            if not plan.recipe.is_torch_optim and kept.keys() != old[name].keys():
+                raise KeepsMoreError(plan.recipe, name, kept, old[name])
             states[name] = kept
     if first:
         opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])

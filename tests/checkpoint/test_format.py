@@ -1,13 +1,18 @@
 """The files of a checkpoint: everything comes back as it was, and nothing else ever does."""
 
 import builtins
+import contextlib
 import itertools
 import json
 import math
 import operator
+import os
 import pickle
 import re
+import resource
+import signal
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -282,3 +287,100 @@ def test_another_format_is_told_apart(tmp_path):
         forged(path, lambda manifest, version=version: manifest.update(format=version))
         with pytest.raises(ll.checkpoint.CheckpointVersionError, match=f"manifest.json is of format {version}"):
             read(tmp_path)
+
+
+@contextlib.contextmanager
+def within_a_second_and_100_mb():
+    """Raise if the block waits, as for the writer of a pipe, or takes memory without end, as from /dev/zero."""
+
+    def late(*_):
+        raise TimeoutError("more than a second")
+
+    before, limits = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    handler = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), limits[1]))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_zeros(path):
+    with open(path, "wb") as file:
+        file.truncate(1 << 38)
+
+
+def of_size(replace):
+    """The manifest says what stat says of the file."""
+
+    def hostile(path):
+        replace(path / DATA)
+        forged(path, lambda manifest: manifest["files"][DATA].update(bytes=(path / DATA).stat().st_size))
+
+    return hostile
+
+
+def of_shape(*shape):
+    return lambda path: forged(path, lambda manifest: manifest["tensors"]["/extra/x"].update(shape=shape))
+
+
+def of_entry(name, value):
+    return lambda path: forged(path, lambda manifest: manifest.update({name: value}))
+
+
+HOSTILE = {
+    "a pipe as manifest": lambda path: as_pipe(path / MANIFEST),
+    "a device as manifest": lambda path: as_device(path / MANIFEST),
+    "zeros as manifest": lambda path: as_zeros(path / MANIFEST),
+    "a pipe as data": lambda path: as_pipe(path / DATA),
+    "a pipe of the right size": of_size(as_pipe),
+    "a device as data": lambda path: as_device(path / DATA),
+    "a device of the right size": of_size(as_device),
+    "a device as another file": of_entry("files", {"/dev/zero": {"bytes": 0, "crc32": 0}}),
+    "a huge shape": of_shape(2**40),
+    "a shape that overflows": of_shape(2**62),
+    "a product that overflows": of_shape(2**62, 4),
+    "an empty product that overflows": of_shape(2**62, 2**62, 0),
+    "a negative shape": of_shape(-4),
+    "a seed that no parser takes": lambda path: forged(path, lambda m: m["counts"].update(seed="(" * 100_000)),
+    "a seed that would be computed": lambda path: forged(path, lambda m: m["counts"].update(seed="9**9**9**9")),
+    "values of another kind": of_entry("values", {"/extra/n": {"int": 5}}),
+    "a list of values": of_entry("values", [1]),
+    "a list of files": of_entry("files", [1]),
+    "a tie to nothing": of_entry("ties", {"/extra/x": "/extra/y"}),
+    "other counts": of_entry("counts", {"seed": "0"}),
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_folder_is_damage_within_a_second_and_100_mb(tmp_path, hostile):
+    good = ll.TrainState(step=1, extra={"x": torch.ones(4), "n": 1})
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(good)
+    hostile(ckpt.save(good.replace(step=2)))
+    for like in ({"x": torch.zeros(4), "n": 0}, {"x": None, "n": None}):
+        with within_a_second_and_100_mb(), pytest.warns(UserWarning, match=r"step-00000002.* damaged"):
+            found = ll.checkpoint_io(tmp_path).restore(good.replace(extra=like), quiet=True)
+        assert found.step == 1
+        assert torch.equal(found.extra["x"], good.extra["x"])
+    with within_a_second_and_100_mb(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = ll.checkpoint_io(tmp_path)
+        other.save(good.replace(step=3))
+        assert 1 in [checkpoint.step for checkpoint in other.steps()]
+        assert other.latest().step == 3

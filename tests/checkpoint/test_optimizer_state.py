@@ -208,3 +208,35 @@ def test_optimizers_that_do_not_match_are_refused():
     sgd.state[params[0]]["momentum_buffer"] = torch.ones(7, 7)
     with pytest.raises(ValueError, match=r"0.weight's momentum_buffer has shape \(7, 7\).*\(4, 5\)"):
         load_optimizer_state_dict(model, momentum.replace(step=1), sgd)
+
+
+def square():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def test_param_names_of_a_file_that_name_other_parameters_are_refused_both_ways():
+    model = square()
+    backwards = torch.optim.AdamW([*model.named_parameters()][::-1], lr=0.1)
+    model(torch.ones(2, 3)).square().sum().backward()
+    backwards.step()
+    # torch's load_state_dict goes by position: the moments of one bias would become those of the other one.
+    raw = torch.optim.AdamW([model[0].bias, model[0].weight, model[1].bias, model[1].weight], lr=0.1)
+    raw.load_state_dict(backwards.state_dict())
+    state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1)).replace(step=1)
+    for convert in (optimizer_state_dict, load_optimizer_state_dict):
+        with pytest.raises(ValueError, match=r"param_names.*0\.bias is called 1\.bias.*named_parameters"):
+            convert(model, state, raw)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, lambda model: nn.ModuleDict({"net": model})])
+def test_param_names_of_a_wrapper_or_in_another_order_are_loaded(wrap):
+    model = square()
+    names = [*wrap(model).named_parameters()][::-1]
+    raw = torch.optim.AdamW(names, lr=0.1)
+    model(torch.ones(2, 3)).square().sum().backward()
+    raw.step()
+    state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1)).replace(step=1)
+    loaded = load_optimizer_state_dict(model, state, raw).opt_state["state"]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(loaded[name]["exp_avg"], raw.state[param]["exp_avg"], rtol=0, atol=0)

@@ -326,3 +326,34 @@ def test_within_an_epoch_the_message_names_two_ways_that_keep_everything(tmp_pat
         state = eval(way, {"ckpt": ckpt, "loader": loader, "state": unbound(1, epoch_length=3)})
         assert equal(values(state.params), values(saved.params))
         assert (state.step, state.epoch, state.batch, state.epoch_length) == place
+
+
+def test_nothing_is_restored_into_a_tensor_on_the_meta_device(tmp_path):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    model, empty = nn.Linear(2, 1), nn.Linear(2, 1, device="meta")
+    state = ll.init_state(model, optimizer)
+    raw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    raw.step()
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state)
+
+    def on_meta(leaf):
+        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    template = torch.utils._pytree.tree_map(on_meta, state)
+    for call in (
+        lambda: ckpt.restore(template),
+        lambda: ckpt.restore(ll.init_state(empty).replace(opt_state=state.opt_state)),
+        lambda: ckpt.restore(ll.init_state(empty), weights_only=True),
+        lambda: ll.checkpoint.load_state_dict(empty, ll.init_state(empty), model.state_dict()),
+        lambda: ll.checkpoint.load_optimizer_state_dict(model, template.replace(step=1), raw),
+        lambda: ll.bind(empty, state),
+    ):
+        with pytest.raises(ValueError, match=r"on the meta device, without values.*to_empty"):
+            call()
+    # Only what is restored needs memory, and a module has it after to_empty.
+    mixed = state.replace(opt_state=template.opt_state)
+    assert not ckpt.restore(mixed, weights_only=True, quiet=True).params["bias"].is_meta
+    restored = ckpt.restore(ll.init_state(empty.to_empty(device="cpu"), optimizer), quiet=True)
+    torch.testing.assert_close(restored.params["weight"].detach(), model.weight.detach(), rtol=0, atol=0)

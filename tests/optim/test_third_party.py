@@ -353,3 +353,87 @@ def test_moments_of_few_bits_are_kept_as_shards_and_of_other_placements_refused(
         kept = begun(Shard(0))["state"]["w"]["exp_avg"]
         assert kept["codes"].placements == (Shard(0),)
         assert_refused(TypeError, "AdamW8bit w, 'exp_avg', (64, 64) Replicate() 1", lambda: begun(Replicate()))
+
+
+class Lazy(torch.optim.Optimizer):
+    """As classes with lazy rows: sparse gradients have a state of their own, and some keep more of it later."""
+
+    def __init__(self, params, lr=0.1, later=0, sparse="apart"):
+        super().__init__(params, {"lr": lr, "later": later, "sparse": sparse})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse and group["sparse"] == "never":
+                    raise RuntimeError("Lazy does not support sparse gradients")
+                state = self.state[p]
+                key = "rows" if p.grad.is_sparse and group["sparse"] == "apart" else "average"
+                if not state:
+                    state["step"], state[key] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                if state["step"] == group["later"]:
+                    state["slow"] = p.clone()
+                state[key].add_(p.grad)
+                p.sub_(state[key], alpha=group["lr"])
+
+
+def sparse_setting(**options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1))
+    optimizer = ll.optimizer(Lazy, lr=0.1, **options)
+    step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=True
+    )
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize(
+    ("sparse", "error", "words"),
+    [
+        ("apart", TypeError, "for 0.weight, whose gradient is sparse, .*average, step for dense gradients"),
+        ("never", ValueError, "cannot take the sparse gradient of 0.weight.*does not support sparse gradients"),
+    ],
+)
+def test_state_that_depends_on_a_gradients_sparsity_is_refused_before_the_state_is_spent(sparse, error, words):
+    model, optimizer, step = sparse_setting(sparse=sparse)
+    state = ll.init_state(model, optimizer)
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            step(state, torch.tensor([1, 3, 3]))
+    assert torch.equal(state.params["0.weight"], before)
+
+
+def test_the_same_state_for_sparse_gradients_is_a_raw_loops_and_restores(tmp_path):
+    model, optimizer, step = sparse_setting(sparse="same")
+    raw = copy.deepcopy(model)
+    by_hand = Lazy(raw.parameters(), sparse="same")
+    state = ll.init_state(model, optimizer)
+    for _ in range(3):
+        state, _ = step(state, torch.tensor([1, 3, 3]))
+        by_hand.zero_grad()
+        raw(torch.tensor([1, 3, 3])).square().mean().backward()
+        by_hand.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), raw.parameters(), strict=True))
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state)
+    again, optimizer, _ = sparse_setting(sparse="same")
+    restored = ckpt.restore(ll.init_state(again, optimizer), quiet=True)
+    assert torch.equal(
+        restored.opt_state["state"]["0.weight"]["average"], state.opt_state["state"]["0.weight"]["average"]
+    )
+
+
+def test_a_class_that_keeps_more_in_a_late_update_is_refused_at_that_update(tmp_path):
+    model, optimizer, step = sparse_setting(sparse="same", later=5)
+    ckpt, state = ll.checkpoint_io(tmp_path), ll.init_state(model, optimizer)
+    for _ in range(4):
+        state, _ = step(state, torch.tensor([1, 3, 3]))
+        ckpt.save(state)
+    with pytest.raises(TypeError, match=r"Lazy keeps average, slow, step for 0\.weight.*average, step before"):
+        step(state, torch.tensor([1, 3, 3]))
+    again, optimizer, _ = sparse_setting(sparse="same", later=5)
+    assert ckpt.restore(ll.init_state(again, optimizer), quiet=True).step == 4

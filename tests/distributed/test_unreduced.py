@@ -1,0 +1,135 @@
+"""Gradients that no engine reduces are refused at the first step, on all ranks, with the state unchanged."""
+
+import pytest
+import torch
+from ranks import launch, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import looplib as ll
+
+SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def batch(rank):
+    return torch.linspace(-1, 1, 12).view(3, 4) * (rank + 1)
+
+
+def root_forgotten():
+    model = net()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    return model, loss, ["2.weight", "2.bias"]
+
+
+def inner_module():
+    model = DistributedDataParallel(net())
+    return model, lambda model, batch: loss(model.module, batch), ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def kept_module():
+    inside = net()
+    model = DistributedDataParallel(inside)
+    return model, lambda model, batch: loss(inside, batch), ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def added_later():
+    model = DistributedDataParallel(net())
+    model.module[2] = nn.Sequential(model.module[2], nn.Linear(2, 2))
+    return model, loss, ["2.1.weight", "2.1.bias"]
+
+
+def thawed_later():
+    inside = net()
+    inside[0].requires_grad_(False)
+    model = DistributedDataParallel(inside)
+    inside[0].requires_grad_(True)
+    return model, loss, ["0.weight", "0.bias"]
+
+
+def partly_wrapped():
+    model = net()
+    model[0] = DistributedDataParallel(model[0])
+    return model, loss, ["2.weight", "2.bias"]
+
+
+def ignored_by_ddp():
+    inside = net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inside, ["2.weight", "2.bias"])
+    return DistributedDataParallel(inside), loss, ["2.weight", "2.bias"]
+
+
+WAYS = [root_forgotten, inner_module, kept_module, added_later, thawed_later, partly_wrapped, ignored_by_ddp]
+
+
+def refused():
+    with ll.distributed.setup(timeout=60):
+        for way in WAYS:
+            model, loss_fn, names = way()
+            grad_fn = ll.make_grad_fn(model, loss_fn)
+            state = ll.init_state(model, SGD)
+            before = {name: tensor.clone() for name, tensor in whole(state.params).items()}
+            step = ll.make_train_step(grad_fn, SGD, donate=True)
+            for _ in range(2):  # a second attempt does not pass
+                with pytest.raises(RuntimeError, match="differ between the ranks") as error:
+                    step(state, batch(ll.distributed.rank()))
+                assert str(error.value).partition(": ")[2].startswith(", ".join(names)), (way, str(error.value))
+            assert all(torch.equal(value, before[name]) for name, value in whole(state.params).items())
+
+
+def test_parameters_that_no_engine_reduces_are_named_before_the_state_is_spent():
+    launch(2, refused)
+
+
+def alike():
+    """Loops that are right: DDP, FSDP2, a hybrid mesh, unused and frozen parameters, experts of each rank."""
+    with ll.distributed.setup(timeout=60):
+        rank = ll.distributed.rank()
+
+        def frozen():
+            model = net()
+            model[0].requires_grad_(False)
+            return model
+
+        def hybrid():
+            return fully_shard(net(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
+
+        models = {
+            "ddp": DistributedDataParallel(net()),
+            "unused": DistributedDataParallel(net(), find_unused_parameters=True),
+            "frozen": DistributedDataParallel(frozen()),
+            "fsdp": fully_shard(net(), mesh=init_device_mesh("cpu", (2,))),
+            "hybrid": hybrid(),
+        }
+        for name, model in models.items():
+            first = (lambda model, batch: model(batch)[:, :1].sum() * 0) if name == "unused" else loss
+            grad_fn = ll.accumulate(ll.make_grad_fn(model, first), 2)
+            step = ll.make_train_step(grad_fn, SGD, donate=True)
+            state = ll.init_state(model, SGD)
+            for _ in range(2):
+                state, _ = step(state, batch(rank))
+            ll.distributed.check_replicas(state)
+
+        model = net()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+        model = DistributedDataParallel(model)
+        grad_fn = ll.make_grad_fn(model, loss, per_rank=lambda name, param: name.startswith("2."))
+        state = ll.init_state(model, SGD)
+        state, _ = ll.make_train_step(grad_fn, SGD, donate=True)(state, batch(rank))
+        raw = net()  # the expert's own gradient: no average over ranks
+        loss(raw, batch(rank)).backward()
+        torch.testing.assert_close(state.params["2.bias"], raw[2].bias.detach() - 0.1 * raw[2].bias.grad)
+
+
+def test_right_loops_and_experts_that_differ_on_purpose_are_not_refused():
+    launch(2, alike)
