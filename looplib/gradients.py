@@ -80,7 +80,7 @@ def make_grad_fn(
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
             the batch has no samples, or the state belongs to a different model. The message gives the names.
-        TypeError: `loss_fn` returns anything else.
+        TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
 

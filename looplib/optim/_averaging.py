@@ -98,7 +98,9 @@ def ema(
         averaged = {"params": params}
         if settings["buffers"]:
             averaged["buffers"] = {
-                name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()
+                name: tensor
+                for name, tensor in (buffers or {}).items()
+                if tensor.is_floating_point() or tensor.is_complex()
             }
         return {
             kind: {name: _wide(tensor).clone() for name, tensor in tensors.items()}
