@@ -95,8 +95,8 @@ def add_noise(
     >>> gradients = grad_fn(ll.init_state(model), torch.randn(250, 2))
 
     The noise has a standard deviation of `noise_multiplier * max_norm` (of a complex parameter, in the real and in the
-    imaginary part) and is added to the sum once per step; the sum is then divided by the batch's size. It depends only on the state's `(seed, step)`. A compiled step draws different
-    numbers from a plain one.
+    imaginary part) and is added to the sum once per step; the sum is then divided by the batch's size. It depends only on
+    the state's `(seed, step)`. A compiled step draws different numbers from a plain one.
 
     To compute the privacy of a run from the noise multiplier, the sampling rate and the number of steps, use a
     library such as Opacus (`RDPAccountant`) or Google's `dp_accounting`. Most of these assume Poisson sampling, in

@@ -359,5 +359,5 @@ def test_recurrent_layers_have_the_gradients_of_each_sample_in_every_kind_of_ste
         step = ll.make_train_step(ll.contrib.clip_per_sample(grad_fn, 0.1), SGD)
         expected = step(state, batch)[0].params
         close(ll.compile_step(step, backend="eager")(state, batch)[0].params, expected)
-        stack, _ = ll.vmap_step(step)(ll.transforms.stack_states([state, state]), batch)
+        stack, _ = ll.vmap_step(step)(ll.transforms.stack_states([state, state], same_seeds=True), batch)
         close(ll.transforms.unstack_states(stack)[1].params, expected)

@@ -369,6 +369,26 @@ def test_a_pure_step_leaves_the_stack():
     assert torch.equal(torch.get_rng_state(), stream)
 
 
+def test_members_with_equal_seeds_share_their_masks_which_is_said_unless_it_is_meant(recwarn):
+    net = nn.Dropout(0.5)
+    sample = ll.vmap_step(ll.make_predict_step(net, lambda net, x: net(x), training=True))
+    one = ll.TrainState(seed=5)
+    forks = [ll.state.fold_in(one, number) for number in range(3)]
+    x = torch.ones(60)
+    for states, settings, message in (
+        ([one] * 3, {}, "members 0, 1, 2 have equal seeds (5)"),
+        ([forks[0], one, forks[0]], {}, f"members 0, 2 have equal seeds ({forks[0].seed})"),
+        ([one] * 3, {"same_seeds": True}, None),
+        (forks, {}, None),
+        ([one], {}, None),
+    ):
+        recwarn.clear()
+        masks = sample(stack_states(states, **settings), x)
+        assert len({tuple(mask.tolist()) for mask in masks}) == len({state.seed for state in states})
+        assert [str(warning.message).startswith(message) for warning in recwarn] == [True] * bool(message)
+    assert not recwarn
+
+
 # What is refused
 
 
