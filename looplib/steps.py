@@ -250,7 +250,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                     "report": report,
                     "buffers": new_buffers,
                     "seed": state.seed,
-                    "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
+                    "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch, bool(written)),
                 }
                 new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), step, info)
                 if replaced := new_tensors(new_params, owned, grads):  # by a functional update
@@ -323,12 +323,23 @@ def _with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples:
 
 
 def _evaluate(
-    grad_fn: GradFn, state: TrainState, owned: Params, buffers: Params, batch: Any, params: Mapping[str, Tensor]
+    grad_fn: GradFn,
+    state: TrainState,
+    owned: Params,
+    buffers: Params,
+    batch: Any,
+    writes: bool,
+    params: Mapping[str, Tensor],
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
+    """Loss and gradients of the step's batch at different parameters, for optimizers that request them.
+
+    If the forward pass writes to parameters, which it may in a donated step, so does this one.
+    """
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
-    out = grad_fn(now, batch, GradRequest())
+    kept = with_copies(buffers.values()) if writes else []
+    out = grad_fn(now, batch, GradRequest(donate=writes))
+    put_back(kept)
     return loss_over_ranks(out.metrics), out.grads
 
 

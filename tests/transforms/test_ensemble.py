@@ -375,7 +375,7 @@ def test_members_with_equal_seeds_share_their_masks_which_is_said_unless_it_is_m
     one = ll.TrainState(seed=5)
     forks = [ll.state.fold_in(one, number) for number in range(3)]
     x = torch.ones(60)
-    for states, settings, message in (
+    for states, told, message in (
         ([one] * 3, {}, "members 0, 1, 2 have equal seeds (5)"),
         ([forks[0], one, forks[0]], {}, f"members 0, 2 have equal seeds ({forks[0].seed})"),
         ([one] * 3, {"same_seeds": True}, None),
@@ -383,7 +383,7 @@ def test_members_with_equal_seeds_share_their_masks_which_is_said_unless_it_is_m
         ([one], {}, None),
     ):
         recwarn.clear()
-        masks = sample(stack_states(states, **settings), x)
+        masks = sample(stack_states(states, **told), x)
         assert len({tuple(mask.tolist()) for mask in masks}) == len({state.seed for state in states})
         assert [str(warning.message).startswith(message) for warning in recwarn] == [True] * bool(message)
     assert not recwarn
