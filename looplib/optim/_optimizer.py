@@ -205,10 +205,11 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
 
 
 def _members(key: str, value: Any, moving: Any) -> list[tuple[str, Any]]:
-    """A hyperparameter by name, or of a tuple such as `betas`, those of its members that change."""
-    if not isinstance(moving, (tuple, list)):
+    """A hyperparameter by name, or of a tuple such as `betas`, its members that change."""
+    if not isinstance(value, (tuple, list)):
         return [(key, value)]
-    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(moving) if callable(member)]
+    apart = moving if isinstance(moving, (tuple, list)) else [moving] * len(value)  # or a schedule of the whole tuple
+    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(apart) if callable(member)]
 
 
 Value = float | Tensor | Callable[[Tensor], float | Tensor]
