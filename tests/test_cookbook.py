@@ -34,6 +34,7 @@ CONTINUES = {  # the run that a block continues
 }
 TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
 TARGET, OF_CRITIC = (f"Train against a target network (DQN, TD3, SAC) {number}" for number in (1, 2))
+TRIALS = "Find a learning rate 2"
 MEMBERS = "Copy a state to several members (federated learning, population-based training)"
 CLIENTS = f"{MEMBERS} 1"
 SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batch size (gradient noise scale) 1"
@@ -210,6 +211,49 @@ def averaged_clients(names):
         average = {name: torch.stack([weights[name] for weights in trained]).mean(0) for name in average}
     assert len(client_masks) == 2 * 4 * 4
     return average
+
+
+def rows_stay(names):
+    """The rows that are not trained have their bits, and the others those of a raw loop with the gradient masked."""
+    before, after, mask = names["rows_before"].params, names["state"].params, names["trained_rows"]
+    start = ll.copy_state(names["rows_before"])
+    raw = nn.Sequential(nn.Embedding(12, 8), nn.Flatten(), nn.Linear(32, 12))
+    raw.load_state_dict(start.params)
+    kept = torch.optim.AdamW(
+        [{"params": [raw[0].weight], "weight_decay": 0.0}, {"params": raw[2].parameters()}],
+        lr=1e-2,
+        weight_decay=0.1,
+        fused=True,
+    )
+    for _ in range(10):
+        kept.zero_grad()
+        names["next_word_loss"](raw, names["tokens"]).backward()
+        raw[0].weight.grad *= mask
+        kept.step()
+    assert torch.equal(after["0.weight"][:10], before["0.weight"][:10])
+    assert not torch.equal(after["0.weight"][10:], before["0.weight"][10:])
+    return close(after, dict(raw.named_parameters()))
+
+
+def logged_without_overflows():
+    rows = ll.log.read_jsonl("runs/log.jsonl")
+    return all(row["train/grad_norm"] < float("inf") and row["train/loss"] < 3 for row in rows) and len(rows)
+
+
+def searched_alone(names):
+    """Losses of trials in raw loops that each begin with the first weights."""
+    found = {}
+    for lr in names["losses"]:
+        model = at_the_start(TRIALS, "optimizer = ")["model"]
+        raw, start = torch.optim.SGD(model.parameters(), lr=lr), ll.init_state(model, epoch_length=8)
+        for step in range(8):
+            raw.zero_grad()
+            names["loss_fn"](model, next(iter(names["loader"](start.replace(batch=step))))).backward()
+            raw.step()
+        with torch.no_grad():
+            x, y = names["test_set"].tensors
+            found[lr] = cross_entropy(model(x), y).item()
+    return found
 
 
 def looked_ahead(names):
@@ -420,6 +464,9 @@ HOLDS = {
     TARGET: lambda n: close(n["state"].params, bootstrapped(n)),
     CLIENTS: lambda n: close(n["server"].params, averaged_clients(n)),
     f"{MEMBERS} 2": lambda n: len({state.seed for state in n["members"]}) == 3,
+    "Train only some rows of an embedding 1": rows_stay,
+    "Use mixed precision on a GPU 2": lambda n: logged_without_overflows(),
+    TRIALS: lambda n: n["losses"] == pytest.approx(searched_alone(n), rel=1e-4),
     OF_CRITIC: lambda n: close(with_its_target(n), of_actor_and_critic(n)),
     "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
     "Train in float8 1": lambda n: (
