@@ -16,9 +16,7 @@ you write the loop, and everything that a Trainer does is a function that you ca
 """
 
 import sys as _sys
-from functools import partial as _partial
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -39,6 +37,7 @@ from looplib import (
     types,
     updates,
 )
+from looplib._core.hints import unknown as _unknown
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict, predict_to
@@ -151,30 +150,6 @@ _LATE = {
     "warmup_cosine": "schedules",
 }
 
-# What users of torch and of Trainers write -> what to write instead.
-_LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
-_SEEDS = "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model"
-_INSTEAD = {
-    "Trainer": _LOOP,
-    "fit": _LOOP,
-    "train": _LOOP,
-    "TrainingArguments": "each setting goes to the function that it concerns; recipes/FROM_TRANSFORMERS.md has them all",
-    "Callback": "what a callback does is a line of the loop, and when is a predicate, `if ll.every_n_steps(100)(state):`",
-    "DataLoader": "ll.make_loader makes a loader, also of a DataLoader",
-    "load": "it is ll.checkpoint_io(folder).restore(state)",
-    "save": "it is ll.checkpoint_io(folder).save(state)",
-    "clip_grad_norm_": "it is ll.clip_by_global_norm",
-    "gradient_accumulation": "it is ll.accumulate",
-    "GradScaler": "it is ll.optim.dynamic_loss_scale(optimizer)",
-    "amp": "ll.autocast(loss_fn) computes the loss in mixed precision",
-    "seed_everything": _SEEDS,
-    "set_seed": _SEEDS,
-    "AdamW": "write ll.optimizer(torch.optim.AdamW, lr=1e-3)",
-    "SGD": "write ll.optimizer(torch.optim.SGD, lr=0.1)",
-    "train_step": "ll.make_train_step makes one",
-    "loader": "ll.make_loader makes one",
-}
-
 
 def _looked_up(name: str) -> _Any:
     """A late room, or a name in one. Raises AttributeError for another name, and says where it is or what to write."""
@@ -183,14 +158,7 @@ def _looked_up(name: str) -> _Any:
         room = _import_module(f"{__name__}.{_LATE[name]}")
         setattr(package, name, room if name == _LATE[name] else getattr(room, name))
         return getattr(package, name)
-    advice = (
-        f": {_INSTEAD.get(name, 'recipes/WORDS.md and the search of the site know the words of other libraries')}"
-    )
-    # Names with an underscore are asked for by imports, and this imports the late rooms.
-    for room in () if name.startswith("_") else map(_partial(getattr, package), __all__):
-        if isinstance(room, _ModuleType) and name in room.__all__:
-            advice = f": it is ll.{room.__name__.rpartition('.')[2]}.{name}"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}", name=name, obj=package)
+    raise _unknown(package, name)
 
 
 # Type checkers, which would take any name for one that there is, do not see the functions under Python's names.

@@ -37,7 +37,7 @@ from looplib._core.ranks import (
     total_over_ranks,
 )
 from looplib._core.tracing import tracing
-from looplib.metrics._mean import Mean
+from looplib.metrics._mean import Mean, check_real
 from looplib.types import Gradients, Metric
 
 
@@ -109,6 +109,11 @@ def value_of(loss: Any) -> Tensor:
         raise ValueError(
             f"the loss has shape {tuple(value.shape)}; return a scalar: loss.mean(), for an exact average over what counts "
             "Mean(loss.sum(), weight), or if it is the model's output, a loss of it such as cross_entropy(output, labels)"
+        )
+    if value.is_complex():
+        raise TypeError(
+            "the loss is complex, and a gradient needs a real number: return its part that counts, such as loss.abs() or "
+            "loss.real"
         )
     if not value.requires_grad:
         raise ValueError(
@@ -195,8 +200,10 @@ def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
 def record(name: str, value: Any, samples: int) -> Metric:
     """Wrap a value of the loss function in a metric record, detached from the graph."""
     if isinstance(value, Mean):
+        check_real(repr(name), value.total, value.weight)
         return Mean(_detached(value.total), _detached(value.weight), value.times)
     if isinstance(value, Tensor) and value.numel() == 1:
+        check_real(repr(name), value)
         value = value if type(value) is Tensor else _gathered(value)
         return as_record(Mean, (value.detach(), 1, samples))
     if isinstance(value, (int, float)):

@@ -84,7 +84,7 @@ def make_grad_fn(
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
             the batch has no samples, or the state belongs to a different model. The message gives the names.
-        TypeError: `loss_fn` returns anything else.
+        TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
             with parameters that were added after it.
@@ -135,10 +135,10 @@ def make_grad_fn(
                 host.warn_of_flags()
             body = partial(passes_of, call, batches, seeds)
             grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
+            if sync is not None:  # before what only this rank may refuse, since all ranks compare
+                sync.check_reduced(grads, params, per_rank)
             if len(grads) < len(needed):
                 raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
-            if sync is not None:
-                sync.check_reduced(grads, params, per_rank)
         except BaseException as error:
             _hold_signals = True  # see `_core.interrupts`
             put_back(copies or ())

@@ -19,7 +19,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.checks import check_type
 from looplib._core.errors import fold
-from looplib._core.lease import trees_of
+from looplib._core.lease import put_back, trees_of, with_copies
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
@@ -207,12 +207,23 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
 
 
 def _evaluate(
-    grad_fn: GradFn, state: TrainState, batch: Any, owned: Params, buffers: Params, params: Mapping[str, Tensor]
+    grad_fn: GradFn,
+    state: TrainState,
+    batch: Any,
+    owned: Params,
+    buffers: Params,
+    writes: bool,
+    params: Mapping[str, Tensor],
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
+    """Loss and gradients of the step's batch at different parameters, for optimizers that request them.
+
+    If the forward pass writes to parameters, which it may in a donated step, so does this one.
+    """
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
-    out = grad_fn(now, batch, GradRequest())
+    copies = with_copies(buffers.values()) if writes else []
+    out = grad_fn(now, batch, GradRequest(donate=writes, copied=writes))
+    put_back(copies)
     return loss_over_ranks(out.metrics), out.grads
 
 

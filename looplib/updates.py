@@ -66,7 +66,8 @@ from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainStat
 
 __all__ = ["apply_gradients"]
 
-Evaluate = Callable[[Params, Params, Mapping[str, Tensor]], tuple[Any, Grads]]  # of all parameters, buffers, and new values
+# Of all parameters, the buffers, True if the forward pass writes to parameters, and the values to evaluate at.
+Evaluate = Callable[[Params, Params, bool, Mapping[str, Tensor]], tuple[Any, Grads]]
 
 
 def apply_gradients(
@@ -155,7 +156,7 @@ def apply_gradients(
     out = given._replace(grads=grads, buffers=new_buffers, samples=samples or 0)
     before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
     count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
-    at_any_point = evaluate and (lambda own, _, values: evaluate({**own, **values}))
+    at_any_point = evaluate and (lambda own, _, __, values: evaluate({**own, **values}))
     try:
         _hold_signals = True  # until this has returned: see `_core.interrupts`
         new, metrics = update(optimizer, state, out, before, count, at_any_point, copy_buffers=donate)
@@ -320,7 +321,7 @@ def update(
                 "report": report,
                 "buffers": new_buffers,
                 "seed": state.seed,
-                "evaluate": evaluate and partial(evaluate, owned, new_buffers),
+                "evaluate": evaluate and partial(evaluate, owned, new_buffers, bool(written)),
             }
             new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), state.step, info)
             if replaced := new_tensors(new_params, owned, grads):  # by a functional update

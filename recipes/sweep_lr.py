@@ -62,7 +62,9 @@ def main(
     def begin(lrs: list[float]) -> tuple[ll.types.TrainStep, ll.TrainState]:
         optimizer = ll.optimizer(torch.optim.SGD, lr=ll.transforms.per_member(lrs), momentum=momentum)
         start = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
-        return ll.vmap_step(ll.make_train_step(grad_fn, optimizer)), ll.transforms.stack_states([start] * len(lrs))
+        return ll.vmap_step(ll.make_train_step(grad_fn, optimizer)), ll.transforms.stack_states(
+            [start] * len(lrs), same_seeds=True
+        )
 
     def evaluated(stack: ll.TrainState) -> list[dict[str, float]]:
         return ll.transforms.compute_members(ll.evaluation.measure(eval_step, stack, test_batches))
@@ -105,7 +107,7 @@ def main(
         kept = sorted(range(len(left)), key=losses.__getitem__)[: max(1, len(left) // 2)]
         states = ll.transforms.unstack_states(stack)
         stack, left = (
-            ll.transforms.stack_states([states[member] for member in kept]),
+            ll.transforms.stack_states([states[member] for member in kept], same_seeds=True),
             [left[member] for member in kept],
         )
         train_step, _ = begin(left)

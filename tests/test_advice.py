@@ -3,11 +3,13 @@
 import copy
 import inspect
 import pickle
+import re
+from types import ModuleType
 
 import pytest
 import torch
 from public import public_names
-from shared import SGD
+from shared import SGD, mean_square
 from torch import nn
 
 import looplib as ll
@@ -48,7 +50,14 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
         (ll, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW"),
         (ll, "load", r"ll\.checkpoint_io\(folder\)\.restore"),
         (ll, "Callback", r"if ll\.every_n_steps"),
-        (ll, "StepLR", r"'StepLR': recipes/WORDS\.md"),
+        (ll, "StepLR", r"it is ll\.schedules\.step_decay"),
+        (ll, "NoSuchLR", r"'NoSuchLR': recipes/WORDS\.md"),
+        (ll.optim, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW, lr=1e-3\)"),
+        (ll.optim, "clip_by_global_norm", r"it is ll\.clip_by_global_norm$"),
+        (ll.schedules, "linear_warmup", r"it is ll\.schedules\.warmup_linear$"),
+        (ll.schedules, "get_cosine_schedule_with_warmup", r"it is ll\.warmup_cosine$"),
+        (ll.metrics, "confusion_matrix", r"it is ll\.metrics\.ConfusionMatrix$"),
+        (ll.predicates, "every_n_step", r"it is ll\.every_n_steps$"),
     ):
         with pytest.raises(AttributeError, match=answer):
             getattr(owner, name)
@@ -87,3 +96,74 @@ def test_a_signature_shows_only_arguments_that_can_be_given(name):
     except (TypeError, ValueError):  # a value, or a class without a signature
         return
     assert "NoReturn" not in text
+
+
+ROOMS = [
+    room for name in ll.__all__ if isinstance(room := getattr(ll, name), ModuleType) and hasattr(room, "__path__")
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_each_room_knows_the_optimizers_and_schedulers_of_torch_and_has_no_name_that_it_explains(room):
+    classes = [
+        cls for cls in vars(torch.optim).values() if isinstance(cls, type) and cls is not torch.optim.Optimizer
+    ]
+    for cls in classes:
+        with pytest.raises(AttributeError, match=rf"write ll\.optimizer\(torch\.optim\.{cls.__name__}, lr="):
+            getattr(room, cls.__name__)
+    for name in ("CosineAnnealingLR", "OneCycleLR", "get_wsd_schedule"):
+        with pytest.raises(AttributeError, match=r"it is ll\.schedules\.(\w+)$") as error:
+            getattr(room, name)
+        assert hasattr(ll.schedules, str(error.value).rpartition(".")[2])
+    for name in ("__wrapped__", "_private", "no_such_thing"):
+        assert not hasattr(room, name)
+
+
+def test_an_instance_is_answered_with_the_line_that_makes_the_same_update():
+    for cls, options in (
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.AdamW, {"lr": 0.02, "betas": (0.8, 0.95), "amsgrad": True}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Rprop, {"lr": 0.1, "etas": (0.4, 1.3)}),
+    ):
+        model, raw = (nn.Linear(3, 2) for _ in range(2))
+        raw.load_state_dict(model.state_dict())
+        theirs = cls(raw.parameters(), **options)
+        with pytest.raises(TypeError, match=r"needs an optimizer class") as error:
+            ll.optimizer(theirs)
+        optimizer = eval(re.search(r"write (ll\.optimizer\(.*?\)), without", str(error.value))[1])
+        train_step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer)
+        state = ll.init_state(model, optimizer)
+        for x in torch.randn(3, 4, 3):
+            state, _ = train_step(state, x)
+            theirs.zero_grad()
+            mean_square(raw, x).backward()
+            theirs.step()
+        torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
+    with pytest.raises(TypeError, match=r"groups=\[\(predicate, \{\.\.\.\}\)\]"):
+        ll.optimizer(torch.optim.SGD([{"params": [raw.weight]}, {"params": [raw.bias], "lr": 0.2}], lr=0.1))
+    for call in (lambda: ll.optimizer(torch.optim.AdamW), lambda: ll.optimizer(torch.optim.AdamW, lr=None)):
+        with pytest.raises(TypeError, match="lr is None; give a number such as 1e-3"):
+            call()
+
+
+def test_a_loss_function_in_the_place_of_a_gradient_function_is_refused_when_the_step_is_made():
+    def my_loss(policy, batch):
+        return policy(batch).mean()
+
+    for make in (
+        lambda: ll.make_train_step(my_loss, SGD),
+        lambda: ll.make_train_step(lambda m, b: my_loss(m, b), SGD),
+        lambda: ll.accumulate(my_loss, 2),
+        lambda: ll.clip_by_global_norm(my_loss, 1.0),
+        lambda: ll.grads.scale_loss(my_loss),
+        lambda: ll.contrib.sam(my_loss),
+    ):
+        with pytest.raises(
+            TypeError, match=r"got .*\(.*, b.*\), which cannot be called as grad_fn\(state, batch, request\)"
+        ):
+            make()
+    own = ll.make_grad_fn(nn.Linear(2, 1), mean_square)
+    for grad_fn in (lambda state, batch, request=None: own(state, batch), lambda *args: own(*args)):
+        ll.make_train_step(grad_fn, SGD)

@@ -34,7 +34,10 @@ CONTINUES = {  # the run that a block continues
     "Push to the Hugging Face Hub 2": "Push to the Hugging Face Hub 1",
 }
 TEACHER = "Train against a momentum teacher (DINO, BYOL, distillation) 1"
-TARGET = "Train against a target network (DQN, TD3, SAC) 1"
+TARGET, OF_CRITIC = (f"Train against a target network (DQN, TD3, SAC) {number}" for number in (1, 2))
+TRIALS = "Find a learning rate 2"
+MEMBERS = "Copy a state to several members (federated learning, population-based training)"
+CLIENTS = f"{MEMBERS} 1"
 SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batch size (gradient noise scale) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 INTERRUPT = "Interrupt and continue (Ctrl-C, the stop button)"
@@ -160,6 +163,98 @@ def bootstrapped(names):
         for slow, fast in zip(target.parameters(), q.parameters(), strict=True):
             slow.data.lerp_(fast.detach(), 1 - 0.995)
     return dict(q.named_parameters())
+
+
+def of_actor_and_critic(names):
+    """Both networks, and the critic's target, after a raw loop that moves it after each update of the critic."""
+    networks, follower = (at_the_start(OF_CRITIC, "adam = ")["networks"] for _ in range(2))
+    target = follower["critic"]
+    of_actor, of_critic = (torch.optim.Adam(networks[name].parameters(), lr=1e-3, fused=True) for name in networks)
+    state = ll.init_state(networks, epoch_length=10)
+    for step in range(10):
+        batch = next(iter(names["transitions"](state.replace(batch=step))))
+        networks.zero_grad()
+        names["critic_loss"](networks, (batch, dict(target.named_parameters()))).backward()
+        of_critic.step()
+        for slow, fast in zip(target.parameters(), networks["critic"].parameters(), strict=True):
+            slow.data.lerp_(fast.detach(), 1 - 0.995)
+        if step % 2:
+            networks.zero_grad()
+            names["actor_loss"](networks, batch).backward()
+            of_actor.step()
+    return {**dict(networks.named_parameters()), **{f"target {k}": v for k, v in target.named_parameters()}}
+
+
+def with_its_target(names):
+    target = names["with_target"](names["state"], None)[1]
+    return {**names["state"].params, **{f"target {name}": tensor for name, tensor in target.items()}}
+
+
+def averaged_clients(names):
+    """The server's weights after a raw loop over clients with masks of their own."""
+    net, client_masks = at_the_start(CLIENTS, "optimizer = ")["net"], set()
+    start = ll.init_state(net, epoch_length=4)
+    average = {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
+    for epoch in range(2):
+        trained = []
+        for number, client in enumerate(names["clients"]):
+            net.load_state_dict(average)
+            raw = torch.optim.SGD(net.parameters(), lr=0.1)
+            for batch in range(4):
+                # A client's number is folded into the seed of the server's state.
+                at = ll.state.fold_in(start, number).replace(step=4 * epoch + batch, epoch=epoch, batch=batch)
+                torch.manual_seed(ll.debug.step_seed(at))
+                raw.zero_grad()
+                names["loss_fn"](net, next(iter(client(at)))).backward()
+                raw.step()
+                client_masks.add((epoch, batch, ll.debug.step_seed(at)))
+            trained.append({name: tensor.detach().clone() for name, tensor in net.named_parameters()})
+        average = {name: torch.stack([weights[name] for weights in trained]).mean(0) for name in average}
+    assert len(client_masks) == 2 * 4 * 4
+    return average
+
+
+def rows_stay(names):
+    """The rows that are not trained have their bits, and the others those of a raw loop with the gradient masked."""
+    before, after, mask = names["rows_before"].params, names["state"].params, names["trained_rows"]
+    start = ll.copy_state(names["rows_before"])
+    raw = nn.Sequential(nn.Embedding(12, 8), nn.Flatten(), nn.Linear(32, 12))
+    raw.load_state_dict(start.params)
+    kept = torch.optim.AdamW(
+        [{"params": [raw[0].weight], "weight_decay": 0.0}, {"params": raw[2].parameters()}],
+        lr=1e-2,
+        weight_decay=0.1,
+        fused=True,
+    )
+    for _ in range(10):
+        kept.zero_grad()
+        names["next_word_loss"](raw, names["tokens"]).backward()
+        raw[0].weight.grad *= mask
+        kept.step()
+    assert torch.equal(after["0.weight"][:10], before["0.weight"][:10])
+    assert not torch.equal(after["0.weight"][10:], before["0.weight"][10:])
+    return close(after, dict(raw.named_parameters()))
+
+
+def logged_without_overflows():
+    rows = ll.log.read_jsonl("runs/log.jsonl")
+    return all(row["train/grad_norm"] < float("inf") and row["train/loss"] < 3 for row in rows) and len(rows)
+
+
+def searched_alone(names):
+    """Losses of trials in raw loops that each begin with the first weights."""
+    found = {}
+    for lr in names["losses"]:
+        model = at_the_start(TRIALS, "optimizer = ")["model"]
+        raw, start = torch.optim.SGD(model.parameters(), lr=lr), ll.init_state(model, epoch_length=8)
+        for step in range(8):
+            raw.zero_grad()
+            names["loss_fn"](model, next(iter(names["loader"](start.replace(batch=step))))).backward()
+            raw.step()
+        with torch.no_grad():
+            x, y = names["test_set"].tensors
+            found[lr] = cross_entropy(model(x), y).item()
+    return found
 
 
 def looked_ahead(names):
@@ -466,6 +561,12 @@ HOLDS = {
     "Let a loss depend on the step 1": lambda n: n["with_smoothing"](n["state"], ())[1] == 0.2 - 16 / 100,
     TEACHER: lambda n: close(n["state"].params, taught(n)),
     TARGET: lambda n: close(n["state"].params, bootstrapped(n)),
+    CLIENTS: lambda n: close(n["server"].params, averaged_clients(n)),
+    f"{MEMBERS} 2": lambda n: len({state.seed for state in n["members"]}) == 3,
+    "Train only some rows of an embedding 1": rows_stay,
+    "Use mixed precision on a GPU 2": lambda n: logged_without_overflows(),
+    TRIALS: lambda n: n["losses"] == pytest.approx(searched_alone(n), rel=1e-4),
+    OF_CRITIC: lambda n: close(with_its_target(n), of_actor_and_critic(n)),
     "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
     "Train in float8 1": lambda n: (
         beside("Train in float8 1", n, raw_adamw) and type(n["model"][0]).__name__ == "Float8Linear"

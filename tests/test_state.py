@@ -188,7 +188,7 @@ def test_a_step_refuses_parameters_with_a_graph_behind_them(options):
 
 def test_a_stack_with_a_graph_behind_it_is_refused_and_the_refused_state_is_good():
     step, state = training()
-    stack = ll.transforms.stack_states([state, state])
+    stack = ll.transforms.stack_states([state, state], same_seeds=True)
     leaves = {name: tensor.requires_grad_() for name, tensor in stack.params.items()}
     with pytest.raises(ValueError, match=r"the parameter 0.weight .* ll.transforms.differentiable\(train_step\)"):
         ll.vmap_step(step)(halved(stack.replace(params=leaves)), torch.ones(4, 3))

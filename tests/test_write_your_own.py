@@ -108,7 +108,7 @@ def test_it_is_the_loop_by_hand(donate, compiled):
 def test_each_member_of_a_stack_is_the_loop_by_hand():
     model = net()
     step, optimizer = OWN["make_step"](model, loss_fn)
-    stack = ll.transforms.stack_states([ll.init_state(net(seed), optimizer) for seed in (0, 5)])
+    stack = ll.transforms.stack_states([ll.init_state(net(seed), optimizer, seed=seed) for seed in (0, 5)])
     mapped, largest = ll.vmap_step(step), [[], []]
     for batch in batches():
         stack, metrics = mapped(stack, batch)

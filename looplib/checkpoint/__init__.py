@@ -1,5 +1,6 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
+from looplib._core.hints import give_hints
 from looplib.checkpoint._capture import capture, reinstate
 from looplib.checkpoint._checkpoints import Checkpoint
 from looplib.checkpoint._export import save_pretrained, save_safetensors
@@ -23,3 +24,5 @@ __all__ = [
     "save_safetensors",
     "state_dict",
 ]
+
+give_hints(globals())

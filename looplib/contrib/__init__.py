@@ -1,5 +1,6 @@
 """Published techniques: gradient functions and optimizers go in and come out."""
 
+from looplib._core.hints import give_hints
 from looplib.contrib._contrastive import make_contrastive_grad_fn
 from looplib.contrib._find_lr import LRCurve, find_lr
 from looplib.contrib._neftune import neftune
@@ -17,3 +18,5 @@ __all__ = [
     "neftune",
     "sam",
 ]
+
+give_hints(globals())

@@ -175,6 +175,11 @@ def _checked(embeddings: Any, count: int) -> Any:
                 f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {shape_or_type(leaf)}: "
                 "embed_fn must return tensors with one row for each sample"
             )
+        check(
+            not leaf.is_complex(),
+            f"{trees.named(path, 'embeddings')} is complex; give torch.view_as_real of it",
+            TypeError,
+        )
     message = "embed_fn returned no tensor of floating point, so there is nothing to take a gradient of"
     check(_floating(embeddings), message)
     return embeddings

@@ -70,6 +70,9 @@ def find_lr(
     can continue from the state. The learning rate grows by the same factor at each update, and the test ends early if
     the smoothed loss is far above its minimum. Each update waits for its loss.
 
+    In a search of your own with `donate=True`, give each trial a copy, `ll.copy_state(state)`, or a new module: donated
+    steps train the module that the state is bound to, so the next trial would continue from its weights.
+
     The suggestion is the rate at which the loss falls fastest: the steepest slope of a line fitted to a tenth of the
     points over the logarithm of the learning rate, before the minimum of the smoothed loss. Use it as a first guess
     for the peak of a schedule. It depends on batch size, weight decay and warmup, so look at a plot of the

@@ -71,10 +71,10 @@ def make_per_sample_grad_fn(
         batch_size: function that counts the samples in a batch.
 
     Raises:
-        ValueError: BatchNorm would normalize over a batch; the module is wrapped in DDP or FSDP2; the forward pass
-            writes a buffer; the loss is not a scalar or reaches no parameter; the function is used inside
-            `accumulate` or `scale_loss`; the state belongs to a different model; or the batch has tensors
-            of different lengths.
+        ValueError: the model recomputes or offloads activations; BatchNorm would normalize over a batch; the module is
+            wrapped in DDP or FSDP2; the forward pass writes a buffer; the loss is not a scalar or reaches no parameter;
+            the function is used inside `accumulate` or `scale_loss`; the state belongs to a different model; or the
+            batch has tensors of different lengths.
         TypeError: `loss_fn` returns anything else, or the batch contains a NumPy array.
 
     Source: `torch.func`'s tutorial on per-sample gradients.
@@ -107,6 +107,8 @@ def make_per_sample_grad_fn(
             host.explain(params, buffers)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
                 raise ValueError(_written(", ".join(buffers))) from error
+            if "saved tensor hooks" in str(error) or "setup_context" in str(error):
+                raise ValueError(_NOT_BY_FUNC) from error
             raise
         grads = {name: grad[:samples] for name, grad in grads.items()}
         metrics: dict[str, Metric] = {
@@ -207,6 +209,14 @@ def _check_part(request: GradRequest) -> None:
         "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
     )
     check(request.scale is None, PER_SAMPLE_SCALED)
+
+
+_NOT_BY_FUNC = (
+    "the model recomputes or offloads activations (ll.losses.recompute or offload, torch.utils.checkpoint, "
+    "gradient_checkpointing_enable()), or has an autograd.Function without setup_context, which torch.func cannot "
+    "differentiate, so there are no per-sample gradients: leave it out, and to need less memory, put accumulate(..., size=) "
+    "around clip_per_sample"
+)
 
 
 def _written(names: str) -> str:

@@ -94,9 +94,9 @@ def add_noise(
     >>> grad_fn = ll.contrib.add_noise(grad_fn, max_norm=1.0, noise_multiplier=1.1, expected_batch_size=256)
     >>> gradients = grad_fn(ll.init_state(model), torch.randn(250, 2))
 
-    The noise has a standard deviation of `noise_multiplier * max_norm` and is added to the sum once per step; the sum
-    is then divided by the batch's size. It depends only on the state's `(seed, step)`. A compiled step draws different
-    numbers from a plain one.
+    The noise has a standard deviation of `noise_multiplier * max_norm` (of a complex parameter, in the real and in the
+    imaginary part) and is added to the sum once per step; the sum is then divided by the batch's size. It depends only on
+    the state's `(seed, step)`. A compiled step draws different numbers from a plain one.
 
     To compute the privacy of a run from the noise multiplier, the sampling rate and the number of steps, use a
     library such as Opacus (`RDPAccountant`) or Google's `dp_accounting`. Most of these assume Poisson sampling, in
@@ -152,7 +152,11 @@ def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) 
         for device in map(attrgetter("device"), grads)
     }
     for grad in grads:
-        grad.add_(torch.empty_like(grad).normal_(generator=generators[grad.device]), alpha=deviation)
+        noise = torch.empty_like(grad)
+        # Of complex numbers, both parts are coordinates of the norm; normal_ would halve the variance of each.
+        parts = torch.view_as_real(noise) if noise.is_complex() else noise
+        parts.normal_(generator=generators[grad.device])
+        grad.add_(noise, alpha=deviation)
 
 
 def _check_norm(grad_fn: GradFn, max_norm: float) -> None:

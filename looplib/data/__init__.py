@@ -1,5 +1,6 @@
 """Data loading: a state goes in and the remaining batches of its epoch come out."""
 
+from looplib._core.hints import give_hints
 from looplib._core.trees import batch_size
 from looplib.data._growing import growing
 from looplib.data._loader import Loader, make_loader
@@ -36,3 +37,5 @@ __all__ = [
     "with_position",
     "with_replacement",
 ]
+
+give_hints(globals())

@@ -1,5 +1,6 @@
 """Debugging: two runs or a suspicious step go in and their differences or causes come out."""
 
+from looplib._core.hints import give_hints
 from looplib.debug._differences import Difference, LeafDifference, differences, first_difference
 from looplib.debug._fingerprint import fingerprint, read_fingerprints
 from looplib.debug._keep import keep, nbytes
@@ -21,3 +22,5 @@ __all__ = [
     "step_seed",
     "worst_samples",
 ]
+
+give_hints(globals())

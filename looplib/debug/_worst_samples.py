@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from looplib._core.checks import check
 from looplib._core.records import chain, check_kind
 from looplib._core.trees import batch_size, split
@@ -76,7 +78,9 @@ def worst_samples(
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
         out = grad_fn(state, sample)
-        norm = float(global_norm(grad.double() for grad in out.grads.values()))
+        norm = float(
+            global_norm(grad.to(torch.promote_types(grad.dtype, torch.float64)) for grad in out.grads.values())
+        )
         scores.append(SampleScore(row, positions[row], compute(out.metrics)["loss"], norm))
     return sorted(scores, key=_rank)
 

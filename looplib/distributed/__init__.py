@@ -1,5 +1,6 @@
 """Distributed training: join the processes that torchrun started, and combine their results."""
 
+from looplib._core.hints import give_hints
 from looplib.distributed._processes import (
     barrier,
     is_rank_zero,
@@ -27,3 +28,5 @@ __all__ = [
     "watch",
     "world_size",
 ]
+
+give_hints(globals())

@@ -1,5 +1,6 @@
 """Gradient wrappers: a `GradFn` goes in and a `GradFn` comes out (accumulation, clipping, loss scaling, ranks)."""
 
+from looplib._core.hints import give_hints
 from looplib.grads._accumulation import accumulate
 from looplib.grads._clipping import clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from looplib.grads._loss_scale import scale_loss
@@ -18,3 +19,5 @@ __all__ = [
     "scale_loss",
     "wrapper",
 ]
+
+give_hints(globals())

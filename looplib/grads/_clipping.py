@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check_number
+from looplib._core.checks import check, check_number, few
 from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 from looplib._core.records import with_repr
 from looplib._objective import multiply
 from looplib.grads._wrapper import check_whole, joined, of_whole_step
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, TrainState
 
 
 def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> GradFn:
@@ -45,7 +45,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
-        TypeError: `max_norm` or `norm_type` is not a number.
+        TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse.
         ValueError: `max_norm` is not above 0, or the wrapper is used inside `accumulate`, where it would clip each
             microbatch.
 
@@ -57,7 +57,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
 
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         out = grad_fn(state, batch, request)
-        norm = global_norm(out.grads.values(), norm_type)
+        norm = _norm_of(out.grads, norm_type, "clip_by_global_norm")
         if max_norm != math.inf:
             multiply(out.grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return out._replace(metrics=joined(out.metrics, {"grad_norm": Mean(norm)}))
@@ -86,7 +86,7 @@ def clip_by_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> Gr
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
-        TypeError: `max_norm` or `norm_type` is not a number.
+        TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse.
         ValueError: `max_norm` is not above 0, or the wrapper is used inside `accumulate`.
 
     Source: Keras' `clipnorm`; `tf.clip_by_norm`.
@@ -98,12 +98,31 @@ def clip_by_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> Gr
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         out = grad_fn(state, batch, request)
         for name, grad in out.grads.items():
-            norm = global_norm([grad], norm_type)
+            norm = _norm_of({name: grad}, norm_type, "clip_by_norm")
             multiply({name: grad}, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return out
 
     made = of_whole_step("clip_by_norm", clipped, grad_fn)
     return with_repr(made, clip_by_norm, grad_fn, max_norm, norm_type=norm_type)
+
+
+def _norm_of(grads: Grads, norm_type: float, who: str) -> Tensor:
+    try:
+        return _norm(list(grads.values()), norm_type)
+    except NotImplementedError:
+        _check_dense(grads, who)
+        raise
+
+
+def _check_dense(grads: Grads, who: str) -> None:
+    """Raise TypeError for sparse gradients, of which torch has no norm and no clamp."""
+    sparse = [name for name, grad in grads.items() if grad.is_sparse]
+    check(
+        not sparse,
+        f"{who} got the sparse gradient of {few(sparse)}, which torch cannot clip: leave out Embedding(sparse=True), or clip "
+        "the other parameters alone, in a gradient function of their own (trainable=)",
+        TypeError,
+    )
 
 
 def _is_an_order(norm_type: float) -> bool:
@@ -119,8 +138,23 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Args:
         tensors: tensors of any shapes. Those on other devices are copied to the first one's.
         norm_type: order of the norm, such as 2 or `math.inf`.
+
+    Raises:
+        TypeError: a tensor is sparse, for which torch has no norm.
     """
     tensors = list(tensors)
+    try:
+        return _norm(tensors, norm_type)
+    except NotImplementedError:
+        sparse = any(tensor.is_sparse for tensor in tensors)
+        advice = "give tensor.coalesce().values(), or leave out Embedding(sparse=True)"
+        check(
+            not sparse, f"the norm of a sparse tensor was asked for, which torch does not have: {advice}", TypeError
+        )
+        raise
+
+
+def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     if any_sharded(tensors):
         return _norm_of_shards(tensors, norm_type)
     if len({tensor.dtype for tensor in tensors}) > 1:
@@ -158,7 +192,7 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
         max_value: largest magnitude of an element, above 0.
 
     Raises:
-        TypeError: `max_value` is not a number.
+        TypeError: `max_value` is not a number; from the step, a gradient is sparse or complex.
         ValueError: `max_value` is not above 0, or the wrapper is used inside `accumulate`.
     """
     check_number("max_value", max_value, lambda value: value > 0, "give a magnitude above 0")
@@ -167,8 +201,19 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
     def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         out = grad_fn(state, batch, request)
         grads = list(out.grads.values())
-        torch_private.foreach_clamp_min_(grads, -max_value)
-        torch_private.foreach_clamp_max_(grads, max_value)
+        try:
+            torch_private.foreach_clamp_min_(grads, -max_value)
+            torch_private.foreach_clamp_max_(grads, max_value)
+        except NotImplementedError:
+            _check_dense(out.grads, "clip_by_value")
+            unordered = [name for name, grad in out.grads.items() if grad.is_complex()]
+            check(
+                not unordered,
+                f"clip_by_value got the complex gradient of {few(unordered)}, whose numbers have no order: use "
+                "clip_by_norm or clip_by_global_norm",
+                TypeError,
+            )
+            raise
         return out
 
     made = of_whole_step("clip_by_value", clipped, grad_fn)

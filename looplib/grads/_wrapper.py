@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,24 @@ def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
     """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
-    return check_kind(grad_fn, who, "grad_fn", advice=inside if kind_of(grad_fn) in steps else "")
+    checked = check_kind(grad_fn, who, "grad_fn", advice=inside if kind_of(grad_fn) in steps else "")
+    if inspect.isfunction(grad_fn) and (names := _too_few(grad_fn)):
+        shown = f"{grad_fn.__name__}({', '.join(names)})"
+        raise TypeError(
+            f"{who} got {shown}, which cannot be called as grad_fn(state, batch, request): give ll.make_grad_fn(model, "
+            "loss_fn) of a loss function loss_fn(model, batch), and let a gradient function of your own take the request"
+        )
+    return checked
+
+
+def _too_few(function: Any) -> list[str]:
+    """Names of a function's parameters, if it cannot be called with three arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, None, WHOLE)
+    except TypeError:
+        return [*signature.parameters]
+    return []
 
 
 def check_whole(grad_fn: GradFn, who: str) -> GradFn:

@@ -1,5 +1,6 @@
 """Logging: a state and its metrics go in and log files, tables, progress bars and plots come out."""
 
+from looplib._core.hints import give_hints
 from looplib.log._clients import TrackerClient
 from looplib.log._configuration import configuration
 from looplib.log._loggers import console, jsonl, read_columns, read_jsonl, record, tee
@@ -33,3 +34,5 @@ __all__ = [
     "tracker",
     "windowed",
 ]
+
+give_hints(globals())

@@ -114,7 +114,8 @@ def windowed(logger: Logger, when: Predicate, prefix: str = "") -> Logger:
         when: predicate that is asked after each step.
         prefix: string put before each name.
 
-    A name that only some steps of a window have is averaged over these, as by a `Window`.
+    A name that only some steps of a window have is averaged over these, as by a `Window`. Metrics of a skipped update, which
+    are often not finite, count like the others: to leave them out, write `if not state.skipped: log_metrics(state, metrics)`.
     """
     check_kind(logger, "windowed", "logger")
     check_kind(when, "windowed", "predicate")

@@ -1,5 +1,6 @@
 """Losses, which take tensors and return a scalar or a `Mean`, and wrappers, from one loss function to another."""
 
+from looplib._core.hints import give_hints
 from looplib.losses._activations import offload, recompute
 from looplib.losses._autocast import autocast
 from looplib.losses._model_loss import model_inputs, model_loss
@@ -15,3 +16,5 @@ __all__ = [
     "recompute",
     "restrict_grad",
 ]
+
+give_hints(globals())

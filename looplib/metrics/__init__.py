@@ -1,5 +1,6 @@
 """Metrics: outputs of batches go in and mergeable records come out."""
 
+from looplib._core.hints import give_hints
 from looplib.metrics._auc import AUC, GroupedAUC
 from looplib.metrics._collected import Cat, Corpus
 from looplib.metrics._confusion import ConfusionMatrix
@@ -27,3 +28,5 @@ __all__ = [
     "rmse",
     "torchmetric",
 ]
+
+give_hints(globals())

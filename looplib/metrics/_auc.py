@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core.mappings import wide_dtype
-from looplib.metrics._scores import _fit, _integers
+from looplib.metrics._scores import _fit, _integers, real
 
 
 class AUC(NamedTuple):
@@ -42,6 +42,7 @@ class AUC(NamedTuple):
 
         Raises:
             ValueError: the shapes do not match.
+            TypeError: scores or labels are complex.
         """
         return cls((_columns(scores, labels),))
 
@@ -100,6 +101,7 @@ class GroupedAUC(NamedTuple):
 
         Raises:
             ValueError: shapes or dtypes do not match.
+            TypeError: scores or labels are complex.
         """
         _fit(groups.shape, labels, None, "groups")
         _integers("groups", groups)
@@ -129,6 +131,8 @@ Columns = tuple[Tensor, ...]  # scores, labels, and groups if there are any
 def _columns(scores: Tensor, labels: Tensor) -> Columns:
     """Copies, since a slice would keep all of its logits alive, and a batch may be overwritten."""
     _fit(scores.shape, labels, None, "scores")
+    real("scores", scores)
+    real("labels", labels)
     kept = scores.detach().flatten()
     kept = kept.float() if kept.is_floating_point() and kept.dtype.itemsize < 4 else kept.clone()
     return kept, labels.flatten() > 0

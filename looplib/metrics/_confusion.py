@@ -63,6 +63,7 @@ class ConfusionMatrix(NamedTuple):
         Raises:
             ValueError: shapes or dtypes do not match. A class out of range is reported when the matrix is read,
                 because checking earlier would wait for the device.
+            TypeError: logits or weights are complex.
         """
         shape = tuple(predictions.shape)
         if fit_labels(predictions, labels, weights):

@@ -63,6 +63,7 @@ class Mean(NamedTuple):
 
     def __float__(self) -> float:
         value = self.compute()
+        check_real("this Mean", value)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"this Mean has the shape {tuple(value.shape)}, and not one value: for the step of a stack "
@@ -105,7 +106,18 @@ def _sum(values: Sequence[Tensor | float], times: Sequence[int]) -> Tensor | flo
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    check_real("the total or the weight of a Mean", tensor)
     return tensor.to(wide_dtype(tensor.device))
+
+
+def check_real(what: str, *values: Any) -> None:
+    """Raise TypeError for complex tensors, whose imaginary part would be lost."""
+    for value in values:
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(
+                f"{what} is complex, and a metric is a real number: give its parts as two metrics, value.real and "
+                "value.imag, or value.abs()"
+            )
 
 
 def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
@@ -196,6 +208,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
             "Corpus.of(lambda *columns: function(*columns)['rouge1'], *columns)",
             TypeError,
         )
+        check_real(repr(name), value)
     # One transfer for all values of a device instead of one for each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
@@ -242,6 +255,9 @@ class Window:
 
     A name that only some of the steps have, such as one that an update reports and a skipped update does not, is merged
     over these steps. `metrics()` raises ValueError if nothing was added.
+
+    One step whose loss or norm is infinite or NaN makes the mean of the window so. If updates may be skipped for it (float16
+    with a loss scale, `apply_if_finite`), add only the others: `if not state.skipped: window = window.add(metrics)`.
     """
 
     merged: tuple[Metrics, ...] = ()

@@ -70,6 +70,7 @@ def accuracy(
 
     Raises:
         ValueError: shapes or dtypes do not match, or `top_k` is larger than the number of classes.
+        TypeError: logits or weights are complex.
     """
     of_logits = fit_labels(predictions, labels, weights)
     # As int64, since torch would compare a uint8 with 156 instead of -100.
@@ -135,10 +136,13 @@ def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = No
 
     Raises:
         ValueError: the shapes do not match.
+        TypeError: an argument is complex.
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook", 2014, section 2.
     """
     _fit(predictions.shape, labels, weights, "predictions")
+    real("predictions", predictions)
+    real("labels", labels)
     return Mean(_weighted(predictions, weights).sum(), _weighted(labels, weights).sum())
 
 
@@ -150,14 +154,15 @@ def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
     {'mae': 1.0}
 
     Args:
-        predictions: of any shape.
+        predictions: of any shape; may be complex.
         targets: of the same shape.
         weights: of the same shape.
 
     Raises:
         ValueError: the shapes do not match.
+        TypeError: the weights are complex.
     """
-    return _mean(_errors(predictions, targets, weights).abs(), weights)
+    return _mean(_errors(predictions, targets, weights), weights)
 
 
 def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
@@ -168,19 +173,23 @@ def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
     {'mse': 2.0}
 
     Args:
-        predictions: of any shape.
+        predictions: of any shape; may be complex.
         targets: of the same shape.
         weights: of the same shape.
 
     Raises:
         ValueError: the shapes do not match.
+        TypeError: the weights are complex.
     """
     return _mean(_errors(predictions, targets, weights).square(), weights)
 
 
 def _errors(predictions: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Absolute errors, real numbers also for complex tensors."""
     _fit(predictions.shape, targets, weights, "predictions", "targets")
-    return _wide(predictions) - _wide(targets)
+    wide = torch.promote_types(wide_dtype(predictions.device), torch.promote_types(predictions.dtype, targets.dtype))
+    one, other = (tensor.detach().flatten().to(wide) for tensor in (predictions, targets))
+    return (one - other).abs()
 
 
 def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Reading:
@@ -191,12 +200,13 @@ def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) ->
     {'rmse': 2.0}
 
     Args:
-        predictions: of any shape.
+        predictions: of any shape; may be complex.
         targets: of the same shape.
         weights: of the same shape.
 
     Raises:
         ValueError: the shapes do not match.
+        TypeError: the weights are complex.
     """
     return Reading(mse(predictions, targets, weights), _root_of_mean)
 
@@ -220,8 +230,14 @@ def _wide(tensor: Tensor) -> Tensor:
 def _fit(shape: torch.Size, labels: Tensor, weights: Tensor | None, name: str, of: str = "labels") -> None:
     wanted = tuple(labels.shape)
     check(shape == wanted, f"{name} have shape {tuple(shape)} and {of} {wanted}; give both the same shape")
-    given = wanted if weights is None else tuple(weights.shape)
-    check(given == wanted, f"weights have shape {given}; {of} need {wanted}")
+    if weights is not None:
+        given = tuple(weights.shape)
+        check(given == wanted, f"weights have shape {given}; {of} need {wanted}")
+        real("weights", weights)
+
+
+def real(name: str, tensor: Tensor) -> None:
+    check(not tensor.is_complex(), f"{name} are {tensor.dtype}; give real numbers", TypeError)
 
 
 def fit_labels(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> bool:
@@ -230,6 +246,7 @@ def fit_labels(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> b
     of_logits = predictions.dim() == labels.dim() + 1
     if of_logits:
         _fit(predictions.shape[:-1], labels, weights, "logits without their last dimension")
+        real("logits", predictions)
     else:
         _fit(predictions.shape, labels, weights, "predicted classes")
         _integers("predicted classes", predictions, " such as logits > 0, or logits (..., classes)")

@@ -1,5 +1,6 @@
 """Optimizers: a `torch.optim` class or an `Optimizer` goes in and an `Optimizer` comes out."""
 
+from looplib._core.hints import give_hints
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
@@ -23,3 +24,5 @@ __all__ = [
     "swa",
     "where",
 ]
+
+give_hints(globals())

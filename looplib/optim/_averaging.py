@@ -49,6 +49,9 @@ def ema(
     `average.lerp_(weights, 1 - decay)`. The average is stored in `opt_state["average"]`, in float32 for half-precision
     weights. It takes one more copy of the weights, and one operation over them per step.
 
+    Around a `partition`, the average of every parameter moves in each update of any part. For a target network, which
+    follows the updates of one network, wrap the optimizer of that part instead.
+
     Args:
         optimizer: the optimizer that makes the updates.
         decay: float from 0 to 1, or a function of the number of averages so far, such as `ema_warmup(0.999)`. The first
@@ -98,7 +101,9 @@ def ema(
         averaged = {"params": params}
         if settings["buffers"]:
             averaged["buffers"] = {
-                name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()
+                name: tensor
+                for name, tensor in (buffers or {}).items()
+                if tensor.is_floating_point() or tensor.is_complex()
             }
         return {
             kind: {name: _wide(tensor).clone() for name, tensor in tensors.items()}

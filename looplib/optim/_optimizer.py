@@ -26,7 +26,9 @@ from looplib.optim._wrap import of_another
 from looplib.types import Optimizer, Params, TrainState, check_state
 
 
-def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+def optimizer(
+    cls: type, *parameters: NoReturn, lr: Any = None, groups: Groups = (), **hyperparameters: Any
+) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
@@ -129,6 +131,9 @@ def optimizer(cls: type, *parameters: NoReturn, lr: Any, groups: Groups = (), **
 
 _whole = inspect.signature(optimizer)
 _given = [one for one in _whole.parameters.values() if one.kind is not one.VAR_POSITIONAL]
+_given = [
+    one.replace(default=one.empty) if one.name == "lr" else one for one in _given
+]  # its default is refused by name
 vars(optimizer)["__signature__"] = _whole.replace(parameters=_given)  # as `help` shows it
 
 
@@ -153,9 +158,9 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     logs it, call this before the step: `rates = ll.optim.hyperparameters(optimizer, state)`.
 
     A plain name is the default group's value. `lr/0` is the value of the first entry of `groups` if it has its own,
-    `lr/matrices` that of the optimizer with this label in a `partition`. Constants other than `lr`, and tuples such as
-    `betas`, are left out. Schedules are evaluated on the host when you call this, so steps are not
-    slowed down.
+    `lr/matrices` that of the optimizer with this label in a `partition`. A member of a tuple that changes has its index,
+    such as `betas[0]`. Constants other than `lr` are left out. Schedules are evaluated on the host when you call this, so
+    steps are not slowed down.
 
     Args:
         optimizer: the optimizer that created `state.opt_state`, with its wrappers. For a custom `Optimizer`, the
@@ -190,10 +195,21 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     values = recipe.values_at(recipe.values, opt_state, step)
     for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):
-            value, own = values[number][key], key in given or isinstance(recipe.moving[number].get(key), injected)
-            if own and isinstance(value, (Real, Tensor)):
-                numbers[key if number < 0 else f"{key}/{number}"] = float(value)
+            value, moving = values[number][key], recipe.moving[number].get(key)
+            if key not in given and not isinstance(moving, injected):
+                continue
+            for name, member in _members(key, value, moving):
+                if isinstance(member, (Real, Tensor)):
+                    numbers[name if number < 0 else f"{name}/{number}"] = float(member)
     return numbers
+
+
+def _members(key: str, value: Any, moving: Any) -> list[tuple[str, Any]]:
+    """A hyperparameter by name, or of a tuple such as `betas`, its members that change."""
+    if not isinstance(value, (tuple, list)):
+        return [(key, value)]
+    apart = moving if isinstance(moving, (tuple, list)) else [moving] * len(value)  # or a schedule of the whole tuple
+    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(apart) if callable(member)]
 
 
 Value = float | Tensor | Callable[[Tensor], float | Tensor]

@@ -268,9 +268,8 @@ _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 def check_class(cls: Any, *parameters: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
     kind = cls if isinstance(cls, type) else type(cls)
-    name = kind.__name__ if issubclass(kind, torch.optim.Optimizer) else "AdamW"
     advice = (
-        f"write ll.optimizer(torch.optim.{name}, lr=...), without parameters. The parameters are in the state, "
+        f"write {_line_for(cls, kind)}, without parameters. The parameters are in the state, "
         "ll.init_state(model, optimizer)"
     )
     check(isinstance(cls, type), f"ll.optimizer needs an optimizer class, found {named(cls)}: {advice}", TypeError)
@@ -307,6 +306,23 @@ def check_class(cls: Any, *parameters: Any) -> None:
         "wraps; looplib's own wrappers are in ll.optim and ll.contrib",
         TypeError,
     )
+
+
+def _line_for(given: Any, kind: type) -> str:
+    """The line to write in place of an optimizer of torch's interface, or of something else."""
+    if not issubclass(kind, torch.optim.Optimizer):
+        return "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    name = f"torch.optim.{kind.__name__}" if getattr(torch.optim, kind.__name__, None) is kind else kind.__name__
+    values = {} if given is kind else given.defaults
+    settings = {"lr": values.get("lr", "..."), **values}
+    known = inspect.signature(kind).parameters
+    chosen = [f"lr={settings.pop('lr')}"] + [
+        f"{key}={value!r}"
+        for key, value in settings.items()
+        if key in known and value is not known[key].default and value != known[key].default
+    ]
+    groups = ", groups=[(predicate, {...})]" * (given is not kind and len(given.param_groups) > 1)
+    return f"ll.optimizer({name}, {', '.join(chosen)}{groups})"
 
 
 def check_lr(lr: Any) -> None:

@@ -59,6 +59,10 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int = 5) -> Optimizer
     row and in total. Each step waits for its gradients, because the host must know whether to skip. If one rank has
     to skip, all do.
 
+    A skipped update's metrics are returned like any others, and its loss or `grad_norm` is often not finite, which would
+    make the mean of a whole window so. To leave them out, write `if not state.skipped:` before `window.add(metrics)` or
+    `log_metrics(state, metrics)`.
+
     Args:
         optimizer: the optimizer that makes the updates when all gradients are finite.
         max_consecutive: number of skips in a row that are accepted, 0 or more.
@@ -146,6 +150,10 @@ def dynamic_loss_scale(
     The scale changes as in `torch.amp.GradScaler`. A skipped step changes nothing else: parameters, buffers, averaged
     weights and `state.step` stay, so schedules do not advance, and `state.skipped` is True. All ranks decide alike.
     Each step waits for its gradients, because the host must know whether to skip.
+
+    A skipped update's metrics are returned like any others, and its loss or `grad_norm` is often not finite, which would
+    make the mean of a whole window so. To leave them out, write `if not state.skipped:` before `window.add(metrics)` or
+    `log_metrics(state, metrics)`.
 
     Args:
         optimizer: the optimizer that makes the updates when all gradients are finite.

@@ -32,16 +32,31 @@ from looplib.types import Grads, Params
 # Classes whose plain step is operations on tensors, without a value that the host would have to read.
 _IN_GRAPHS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Muon", "NAdam", "RMSprop", "SGD")
 
+# What the others ask the host for, or have no operation for, and what to use instead.
+_NOT_IN_GRAPHS = {
+    "Adafactor": "its step size is a minimum of numbers that it reads",
+    "ASGD": "it reads its step size; ll.optim.swa around SGD averages weights as well",
+    "LBFGS": "it evaluates the loss as often as its numbers ask for",
+    "RAdam": "it reads whether its variance is known; AdamW or NAdam with a warmup begin as gently",
+    "Rprop": "it indexes by masks, and its step sizes begin with the learning rate",
+    "SparseAdam": "its gradients are sparse",
+}
+
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
     """Update these tensors in place, as operations of a graph."""
     _check(recipe, grads)
     states, tensors = opt_state["state"], pick(params, grads)
     instance, numbers = _lent(recipe, tensors, opt_state, step)
+    first: Sequence[str] = ()
+    if "started" in opt_state:
+        first, started = on_host(partial(_begun, (*states,), (*grads,)), opt_state["started"])
+        opt_state = {**opt_state, "started": started}
     if _tracing.takes_kernel(len(grads)):
         grads = pick(grads, _by_kernels(recipe, grads, states, tensors, instance.param_groups))
     for name, grad in grads.items():
-        state, tensors[name].grad = dict(states[name]), grad
+        # In its own first update, the class makes the state of a parameter.
+        state, tensors[name].grad = {} if name in first else dict(states[name]), grad
         if (
             count := state.get("step")
         ) is not None:  # in double precision, since bias corrections are computed from it
@@ -54,14 +69,21 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     return params, {**opt_state, "state": {**states, **made}}
 
 
+def _begun(names: Sequence[str], given: Sequence[str], started: Tensor) -> tuple[tuple[str, ...], Tensor]:
+    """Parameters whose first update this is, and the flags after it."""
+    first = [name for name, flag in zip(names, started.tolist(), strict=True) if name in given and not flag]
+    return (*first,), started | torch.tensor([name in given for name in names])
+
+
 def _check(recipe: Recipe, grads: Grads) -> None:
-    cls = recipe.cls
-    check(
-        recipe.is_torch_optim and cls.__name__ in _IN_GRAPHS and not recipe.makes_state_late,
-        f"a graph has the arithmetic of torch's {', '.join(_IN_GRAPHS)} without dampening; found {cls.__name__}: take the "
-        "step without ll.compile_step, ll.vmap_step or ll.transforms.differentiable",
-        UntraceableError,
-    )
+    name = recipe.cls.__name__
+    if not (recipe.is_torch_optim and name in _IN_GRAPHS):
+        why = f" ({_NOT_IN_GRAPHS[name]})" if recipe.is_torch_optim and name in _NOT_IN_GRAPHS else ""
+        raise UntraceableError(
+            f"a graph has the arithmetic of torch's {', '.join(_IN_GRAPHS)}; found {name}{why}. Take the step without "
+            "ll.compile_step, ll.vmap_step or ll.transforms.differentiable; the model's blocks can be compiled, "
+            "for block in model.blocks: block.compile()"
+        )
     sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
     check(
         not sparse,

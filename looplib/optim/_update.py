@@ -49,7 +49,7 @@ class Plan:
         values: for each group, its hyperparameters as completed by the class.
         parts: parameters that are updated together, each with its kernel.
         probe: what the class keeps; of torch's, for the first parameter of each group, as a tensor of one element.
-        keys: keys under which the class keeps the state of the first parameter of each group.
+        keys: for the first parameter of each group, a dict with the keys under which the class keeps its state.
         step: the class's step, for torch's classes without its hooks.
         sparse: parameters whose sparse gradients a third party's class has been found to take.
         attributes: those that the constructor of torch's classes gives an instance beside its state and its groups; None
@@ -72,7 +72,7 @@ class Plan:
             self.step = inspect.unwrap(recipe.cls.step)
         else:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
-        self.keys = {names[0]: self.probe.state[names[0]].keys() for names in self.members if names}
+        self.keys = {names[0]: dict.fromkeys(self.probe.state[names[0]]) for names in self.members if names}
         not_kept = {"state", "param_groups", "_params"}  # the last are LBFGS's parameters
         self.attributes = without(vars(made), not_kept) if recipe.is_torch_optim else None
 
@@ -197,7 +197,7 @@ def decide(
         )
     plan = plan_for(plans, recipe, params, states)
     for name, kept in plan.keys.items():
-        if (found := states[name].keys()) != kept and not _continues(recipe, found, kept):
+        if (found := states[name].keys()) != kept.keys() and not _continues(recipe, found, kept.keys()):
             raise wrong_state(opt_state, recipe.cls.__name__, kept)
     for part in plan.parts if recipe.has_plain_entries else ():
         check_entries(part, params, states, part.kernel and plan.values[part.group].get("fused"))

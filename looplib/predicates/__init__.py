@@ -1,5 +1,6 @@
 """Predicates: a state goes in and True or False comes out."""
 
+from looplib._core.hints import give_hints
 from looplib.predicates._best import BestSoFar, at_best, early_stopping, update_best
 from looplib.predicates._counts import (
     after_epochs,
@@ -33,3 +34,5 @@ __all__ = [
     "predicate",
     "update_best",
 ]
+
+give_hints(globals())

@@ -1,5 +1,6 @@
 """Schedules: a step number goes in and a hyperparameter's value comes out."""
 
+from looplib._core.hints import give_hints
 from looplib.schedules._cycles import cosine_restarts, cyclic, one_cycle
 from looplib.schedules._decay import (
     constant,
@@ -33,3 +34,5 @@ __all__ = [
     "warmup_linear",
     "warmup_stable_decay",
 ]
+
+give_hints(globals())

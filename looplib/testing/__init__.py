@@ -54,6 +54,7 @@ FSDP2 works only on its own tensors: pass the unwrapped module to the checks, an
 `assert_ranks_train_alike`.)
 """
 
+from looplib._core.hints import give_hints
 from looplib.testing._compilation import assert_compiles
 from looplib.testing._gradients import assert_all_gradients, assert_microbatches_equal_batch
 from looplib.testing._overfitting import assert_overfits
@@ -74,3 +75,5 @@ __all__ = [
     "assert_resumes",
     "assert_samples_independent",
 ]
+
+give_hints(globals())

@@ -1,5 +1,6 @@
 """Transforms: a step goes in and a step comes out (compiled, vectorized, differentiable)."""
 
+from looplib._core.hints import give_hints
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_step import compile_step
 from looplib.transforms._differentiable import differentiable
@@ -24,3 +25,5 @@ __all__ = [
     "unstack_states",
     "vmap_step",
 ]
+
+give_hints(globals())

@@ -94,7 +94,9 @@ def compile_step(
     **The limits of graphs.** The graph is what the step's Python did when it was traced:
 
     - Tensor values cannot be read (`if loss > 1`, `.item()`). The error names the line.
-    - The optimizer is one of torch's, without dampening, and not Adafactor, ASGD, LBFGS, RAdam, Rprop or SparseAdam.
+    - The optimizer is one of torch's, and not Adafactor, ASGD, LBFGS, RAdam, Rprop or SparseAdam, whose updates read
+      numbers. With these, take the step without a graph and compile the model's blocks, `for block in model.blocks:
+      block.compile()`. In place of RAdam, AdamW with a warmup begins as gently; in place of ASGD, use `ll.optim.swa`.
     - Python that only observes (hooks, prints) runs once, during tracing.
     - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
       Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one

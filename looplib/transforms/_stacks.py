@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from looplib._core.checks import check, few
+from looplib._core.checks import check, few, warn
 from looplib._core.mappings import fields_of
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
@@ -23,7 +23,7 @@ from looplib.types import TREES, Metric, TrainState
 _MOMENT = ("step", "epoch", "batch", "epoch_length", "samples")  # counts that all members share
 
 
-def stack_states(states: Sequence[TrainState]) -> TrainState:
+def stack_states(states: Sequence[TrainState], *, same_seeds: bool = False) -> TrainState:
     """Stack states into one, to train with `vmap_step`: each tensor gets a first dimension of members.
 
     >>> import looplib as ll, torch
@@ -38,8 +38,12 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     The members are copied. Predicates, `eval_state`, `checkpoint_io` and everything that uses counts or whole trees
     accept a stack as a state. Its `seed` is the tuple of the members' seeds.
 
+    Members with equal seeds draw the same random numbers (dropout, noise, samples) in every step, so this warns of them.
+    Copies of one state need seeds of their own: `[ll.state.fold_in(state, i) for i in range(4)]`.
+
     Args:
         states: states at the same step and position in the data, with the same names, shapes and dtypes.
+        same_seeds: if True, members may have equal seeds, as in a sweep over learning rates with the same masks for all.
 
     Raises:
         ValueError: there are no states, or they differ (the message says where).
@@ -54,7 +58,15 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
             "one moment",
         )
     trees = {name: _stacked([*map(attrgetter(name), states)], name) for name in TREES}
-    return first.replace(**trees, seed=tuple(state.seed for state in states))
+    seeds = tuple(state.seed for state in states)
+    alike = [number for number, seed in enumerate(seeds) if seeds.count(seed) > 1]
+    if alike and not same_seeds:
+        warn(
+            f"members {few(alike)} have equal seeds ({few(dict.fromkeys(seeds[number] for number in alike))}), so they draw "
+            "the same random numbers in every step, such as dropout masks: give each its own, stack_states("
+            "[ll.state.fold_in(state, i) for i, state in enumerate(states)]), or say same_seeds=True"
+        )
+    return first.replace(**trees, seed=seeds)
 
 
 def _stacked(trees: Sequence[Any], name: str) -> Any:
@@ -111,7 +123,7 @@ def members_of(stack: TrainState) -> int:
     """Number of members of a stack.
 
     >>> import looplib as ll, torch
-    >>> ll.transforms.members_of(ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3))
+    >>> ll.transforms.members_of(ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3, same_seeds=True))
     3
 
     Args:

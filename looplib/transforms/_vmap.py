@@ -99,8 +99,9 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
         TypeError: `step` is a different function, or is compiled already (compile the step of the stack).
         ValueError: the state is not a stack; the wrappers of different members would do different things (for example
             average only some of them); or the number of `per_member` values is not the number of members.
-        UntraceableError: sparse gradients; random numbers whose distribution depends on tensors in a way that cannot
-            be mapped; and the cases listed in `ll.compile_step`.
+        UntraceableError: an optimizer that graphs do not have (Adafactor, ASGD, LBFGS, RAdam, Rprop, SparseAdam, a third
+            party's: train its members one after another); sparse gradients; random numbers whose distribution depends on
+            tensors in a way that cannot be mapped; and the cases listed in `ll.compile_step`.
 
     **Accuracy.** The result equals that of separate runs except for the last bits, because batched kernels round
     differently. Dropout on a GPU is a further exception, since torch uses a different kernel there. A member whose

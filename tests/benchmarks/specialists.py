@@ -284,7 +284,9 @@ def members(count: int) -> Contenders:
     def looplib() -> Prepared:
         optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
         each = models()
-        stack = ll.transforms.stack_states([ll.init_state(model, optimizer) for model in each])
+        stack = ll.transforms.stack_states(
+            [ll.init_state(model, optimizer, seed=seed) for seed, model in enumerate(each)]
+        )
         train_step = ll.make_train_step(ll.make_grad_fn(each[0], classify), optimizer, donate=True)
         step = stepping(ll.vmap_step(train_step), stack, batch)
         return step, lambda: values_of([step() for _ in range(3)][-1].params)

@@ -117,7 +117,7 @@ PATHS = {
     "donated steps": donated_steps,
     "replace": lambda state: state.replace(step=1, extra={"note": 1}, opt_state=state.opt_state),
     "bind": lambda state: ll.bind(nn.Linear(3, 2), state),
-    "stack": lambda state: ll.transforms.stack_states([state, state]),
+    "stack": lambda state: ll.transforms.stack_states([state, state], same_seeds=True),
     "pickle": lambda state: pickle.loads(pickle.dumps(state)),
 }
 

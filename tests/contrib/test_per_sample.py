@@ -11,6 +11,7 @@ from shared import SGD, both_states, mean_square
 from shared import classify as mean_loss
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import looplib as ll
 
@@ -324,6 +325,10 @@ def with_auc(model, batch):
     return mean_loss(model, batch), {"auc": ll.metrics.AUC()}
 
 
+def checkpointed(**options):
+    return lambda model, batch: F.cross_entropy(checkpoint(model, batch[0], **options), batch[1])
+
+
 def test_what_cannot_be_is_refused_when_it_is_called():
     m, _, (x, y) = a_model_and_batch("perceptron")
     scaled = ll.types.GradRequest(scale=torch.tensor(2.0))
@@ -335,6 +340,9 @@ def test_what_cannot_be_is_refused_when_it_is_called():
         (ll.contrib.clip_per_sample(whole(m), 1.0), (x, y), None, r"\(6, 5\) for 0.weight"),
         (per_sample(m), (x, np.zeros(7)), None, "ndarray"),
         (per_sample(m, with_auc), (x, y), None, "auc.*AUC"),
+        (per_sample(m, ll.losses.recompute(mean_loss, nn.Linear)), (x, y), None, "recomputes or offloads"),
+        (per_sample(m, ll.losses.offload(mean_loss, nn.Linear)), (x, y), None, "recomputes or offloads"),
+        (per_sample(m, checkpointed(use_reentrant=False)), (x, y), None, r"recomputes.*accumulate\(\.\.\., size=\)"),
     ):
         with pytest.raises(TypeError if named in ("ndarray", "auc.*AUC") else ValueError, match=named):
             grad_fn(ll.init_state(m), batch, request or ll.types.GradRequest())
@@ -359,5 +367,5 @@ def test_recurrent_layers_have_the_gradients_of_each_sample_in_every_kind_of_ste
         step = ll.make_train_step(ll.contrib.clip_per_sample(grad_fn, 0.1), SGD)
         expected = step(state, batch)[0].params
         close(ll.compile_step(step, backend="eager")(state, batch)[0].params, expected)
-        stack, _ = ll.vmap_step(step)(ll.transforms.stack_states([state, state]), batch)
+        stack, _ = ll.vmap_step(step)(ll.transforms.stack_states([state, state], same_seeds=True), batch)
         close(ll.transforms.unstack_states(stack)[1].params, expected)

@@ -49,7 +49,7 @@ def counted(row, device, donate):
     step = step or ll.make_train_step(names["grad_fn"], names["optimizer"], donate=donate)
     state = ll.init_state(model, names["optimizer"])
     if "vmap" in row.code:
-        state = ll.transforms.stack_states([state, ll.copy_state(state)])
+        state = ll.transforms.stack_states([state, ll.copy_state(state)], same_seeds=True)
     reads = []
     for number in range(WARM + 2):
         with host_reads() as made_now:

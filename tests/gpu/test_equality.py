@@ -192,7 +192,7 @@ def test_members_of_a_stack_agree_with_their_own_runs(compiling_device, donate, 
     for seed in range(3):
         torch.manual_seed(seed)
         models.append(mlp().to(device))
-    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=5) for model in models])
+    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=5) for model in models], same_seeds=True)
     step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(models[0], classify), optimizer, donate=donate))
     if compiled and device.type != "cpu":
         step = ll.compile_step(step, mode=None if donate else "reduce-overhead")

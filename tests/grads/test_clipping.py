@@ -143,3 +143,49 @@ def test_the_norm_of_shards_and_whole_tensors_is_that_of_all_elements(one_proces
         norm = ll.grads.global_norm([distribute_tensor(whole[0], mesh, [Shard(0)]), whole[1]], norm_type)
         expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole]), norm_type)
         torch.testing.assert_close(norm, expected)
+
+
+def test_gradients_that_torch_cannot_clip_are_refused_by_name_and_the_state_stays():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.rows(x))
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x * self.weight).abs()
+
+    sparse, numbers = (Rows(), torch.tensor([1, 1, 3])), (Complex(), torch.randn(4, 3))
+    for (model, x), clip, named in (
+        (sparse, lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1.0), r"clip_by_global_norm got the sparse .* rows"),
+        (sparse, lambda grad_fn: ll.grads.clip_by_norm(grad_fn, 1.0), r"clip_by_norm got the sparse .* rows\.weight"),
+        (
+            sparse,
+            lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0),
+            r"clip_by_value got the sparse .* rows\.weight",
+        ),
+        (numbers, lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0), r"clip_by_value got the complex .* weight"),
+    ):
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        state = ll.init_state(model, optimizer)
+        before = ll.copy_state(state)
+        grad_fn = clip(ll.make_grad_fn(model, mean_square))
+        with pytest.raises(TypeError, match=named):
+            ll.make_train_step(grad_fn, optimizer, donate=True)(state, x)
+        assert not ll.debug.differences(state, before)
+    (model, x), state = sparse, ll.init_state(sparse[0])
+    grad_fn = ll.make_grad_fn(model, mean_square)
+    for call in (
+        lambda: ll.grads.global_norm(grad_fn(state, x).grads.values()),
+        lambda: ll.contrib.sam(grad_fn)(state, x),
+        lambda: ll.debug.worst_samples(grad_fn, state, x),
+    ):
+        with pytest.raises(TypeError, match=r"norm of a sparse tensor .*coalesce"):
+            call()

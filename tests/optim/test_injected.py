@@ -199,6 +199,10 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
         "weight_decay": 0.1,
         "lr/1": 0.1 * lr(step),
         "weight_decay/1": 0.1,
+        "betas[0]": beta(step),
+        "betas[1]": 0.99,
+        "betas[0]/1": 0.5,
+        "betas[1]/1": beta(step),
     }
     for optimizer in (plain, ll.optim.apply_if_finite(ll.ema(plain), 3)):
         state = ll.init_state(model(), optimizer).replace(step=step)
@@ -242,3 +246,28 @@ def test_a_rate_that_the_class_itself_changes_is_told():
         found.append(ll.optim.hyperparameters(optimizer, state)["lr"])
         state, _ = step(state, x)
     assert found == [0.8, 0.4, 0.2]
+
+
+def test_members_of_a_tuple_that_change_are_shown_as_the_update_takes_them():
+    def ramp(step):
+        return 0.8 + 0.01 * step
+
+    groups = [(lambda name, tensor: tensor.ndim < 2, {"betas": (0.7, ramp)})]
+    adam = ll.optimizer(torch.optim.Adam, lr=0.1, betas=(ramp, 0.99), groups=groups)
+    optimizer = ll.ema(ll.optim.partition({"all": adam}, lambda name, tensor: "all"))
+    net, raw = model(), model()
+    raw.load_state_dict(net.state_dict())
+    parts = [[p for p in raw.parameters() if (p.ndim < 2) is vector] for vector in (True, False)]
+    theirs = torch.optim.Adam([{"params": part} for part in parts], lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(net, lambda net, x: net(x).square().mean()), optimizer)
+    state = ll.init_state(net, optimizer)
+    for x in torch.randn(4, 5, 3).double():
+        shown = ll.optim.hyperparameters(optimizer, state)
+        assert shown.keys() == {"lr/all", "betas[0]/all", "betas[1]/all/0"}
+        theirs.param_groups[0]["betas"] = 0.7, shown["betas[1]/all/0"]
+        theirs.param_groups[1]["betas"] = shown["betas[0]/all"], 0.99
+        theirs.zero_grad()
+        raw(x).square().mean().backward()
+        theirs.step()
+        state, _ = step(state, x)
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))

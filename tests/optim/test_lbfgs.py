@@ -210,3 +210,43 @@ def on_two_ranks():
 @pytest.mark.slow
 def test_ranks_decide_by_the_loss_of_the_global_batch():
     launch(2, on_two_ranks)
+
+
+class Clamped(nn.Module):
+    """A layer that bounds its weight in each forward pass, and counts its passes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2).double()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.1, 0.1)
+            self.passes += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_a_forward_pass_that_writes_a_parameter_does_so_in_each_evaluation_of_a_donated_step(line_search_fn):
+    options = {"lr": 0.5, "max_iter": 6, "line_search_fn": line_search_fn}
+    raw, model = Clamped(), Clamped()
+    theirs, optimizer = torch.optim.LBFGS(raw.parameters(), **options), ll.optimizer(torch.optim.LBFGS, **options)
+    state = ll.init_state(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"wrote to the parameter layer\.weight .* donate=True"):
+        step_of(model, optimizer, False, loss_fn)(ll.copy_state(state), data()[0])
+    step = step_of(model, optimizer, True, loss_fn)
+    for count, batch in enumerate(data(), 1):
+
+        def closure(batch=batch):
+            theirs.zero_grad()
+            loss = loss_fn(raw, batch)
+            loss.backward()
+            return loss
+
+        theirs.step(closure)
+        state, _ = step(state, batch)
+        assert equal(state.params, raw.named_parameters())
+        assert state.buffers["passes"] == count  # buffers are those of the first evaluation
+        assert model.passes is state.buffers["passes"]

@@ -1,5 +1,6 @@
 """Optimizers: groups and schedules against a raw loop, purity, kernels, and what is refused."""
 
+import copy
 import importlib
 import warnings
 
@@ -257,3 +258,24 @@ def test_a_state_of_more_rows_is_refused(compile):
     step = ll.compile_step(step, **compile) if compile else step
     with pytest.raises(ValueError, match=r"shape \(5, 4\) on cpu for weight, and the parameter .* shape \(6, 4\)"):
         step(state, torch.tensor([5]))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adamw(),
+        ll.ema(ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), 3)),
+        ll.optimizer(torch.optim.LBFGS, lr=0.1),
+        ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.1),
+        ll.optim.partition({"all": adamw()}, lambda name, tensor: "all"),
+    ],
+    ids=["AdamW", "wrapped", "LBFGS", "third party", "partition"],
+)
+def test_an_optimizer_that_has_been_used_can_be_copied_and_sent_with_its_configuration(optimizer):
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    grad_fn = ll.make_grad_fn(net, lambda net, x: net(x).square().mean())
+    state, _ = ll.make_train_step(grad_fn, optimizer)(ll.init_state(net, optimizer), x)
+    copied = copy.deepcopy({"optimizer": optimizer, "epochs": 3})["optimizer"]
+    (one, _), (other, _) = (ll.make_train_step(grad_fn, each)(state, x) for each in (optimizer, copied))
+    assert equal(one.params, other.params)
+    assert repr(copied) == repr(optimizer)

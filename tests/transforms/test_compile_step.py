@@ -120,7 +120,7 @@ def test_results_of_a_graph_stay_when_a_donated_step_overwrites_the_state(transf
     )
     state, x = ll.copy_state(ll.init_state(model, SGD)), torch.ones(2, 3)
     if transform == "vmap_step":
-        state = ll.transforms.stack_states([state, state])
+        state = ll.transforms.stack_states([state, state], same_seeds=True)
         made, values_of = ll.vmap_step, ll.transforms.compute_members
     else:
         made, values_of = partial(ll.compile_step, **QUICK), ll.compute

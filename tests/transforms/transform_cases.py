@@ -60,6 +60,7 @@ OPTIMIZERS = {
     "SGD": (optim.SGD, 0.1, {"weight_decay": 0.01}),
     "SGD, momentum": (optim.SGD, 0.1, {"momentum": 0.9}),
     "SGD, nesterov": (optim.SGD, 0.1, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    "SGD, dampening": (optim.SGD, 0.1, {"momentum": 0.9, "dampening": 0.3}),
     "Adam": (optim.Adam, 0.02, {"weight_decay": 0.1}),
     "AdamW": (optim.AdamW, 0.02, {}),
     "AMSGrad": (optim.AdamW, 0.02, {"amsgrad": True}),
