@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
-from looplib._core.lease import trees_of
+from looplib._core.lease import overwritten, trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
@@ -118,10 +118,10 @@ def make_grad_fn(
         if ranks > 1 or host.engine is not None:
             in_place = request.donate and host.holds(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
-        call = _Call(params, names, request, sync)
+        guarded = None if request.donate else host.unwritten.begin(params)
+        call = _Call(params if guarded is None else guarded.params, names, request, sync)
         indexes = indices(request, len(batches))
         seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
-        writes = None if request.donate else host.unwritten.begin(params)
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
@@ -130,6 +130,8 @@ def make_grad_fn(
             body = partial(passes_of, call, batches, seeds)
             grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
         except Exception as error:
+            if guarded is not None and overwritten(state, (params,)) is None:
+                host.unwritten.end(guarded, params)
             batch = batches[min(len(call.outs), len(batches) - 1)]
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
@@ -137,13 +139,13 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
-        if len(grads) < len(needed):
-            raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
-        if writes is not None:
+        if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
-            host.unwritten.check(params, writes)
+            host.unwritten.check(guarded, params)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
+        if len(grads) < len(needed):
+            raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         last = call.outs[-1]
         call.outs[-1] = Gradients(grads, last.metrics, after, last.samples, last.weight, last.scale)
         return call.outs

@@ -158,11 +158,11 @@ class FunctionalModule:
         self.devices: set[torch.device] = set()
         self.generators = _generators()
         self.modes: dict[nn.Module, bool] = {}
+        self.unwritten = Unwritten()
         self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
         self._read()
         self.called = False
         self.engine = engine_of(model)
-        self.unwritten = Unwritten()
 
     def _read(self) -> None:
         """Learn which modules there are, and what they hold."""
@@ -177,6 +177,8 @@ class FunctionalModule:
         }
         self.children = self._children()
         self.flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
+        shortened = {id(own_parameters(module)) for module in self.modes if _shortens_rows(module)}
+        self.unwritten.names |= {slot.name for slot in self.slots.params if id(slot.owner) in shortened}
 
     def _children(self) -> list[list[nn.Module | None]]:
         return [[*torch_private.own_modules(module).values()] for module in self.modes]
@@ -435,6 +437,11 @@ def _differs(module: nn.Module) -> bool:
     if isinstance(module, torch_private.Dropout):
         return module.p > 0
     return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
+
+
+def _shortens_rows(module: nn.Module) -> bool:
+    """True for an embedding whose forward pass writes its weight."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:
