@@ -26,7 +26,7 @@ from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.tracing import around_loss, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import padding_batch
-from looplib._core.watches import Reach
+from looplib._core.watches import Reach, left_behind
 from looplib._objective import (
     LabelWatch,
     apart,
@@ -89,7 +89,8 @@ def make_grad_fn(
     trainable parameters, a warning names it: models from `from_pretrained` come in eval mode, and stay in it inside a
     peft wrapper. If the module itself is in eval mode, that is taken for an oversight: all of it runs in training mode,
     submodules too, and a warning names its batch norm and dropout layers. Of layers that go into eval mode later, while
-    the module itself is in training mode, a warning says that they still run in training mode.
+    the module itself is in training mode, or with all of it before the first call, a warning says that they still run in
+    training mode. `model.eval()` between two steps is taken for an evaluation of your own.
 
     **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
     restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A
@@ -139,6 +140,8 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
+        if request.donate and host.lent:
+            left_behind(model, state)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(guarded, params)
