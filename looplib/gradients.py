@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
-from looplib._core.lease import put_back, trees_of, with_copies
+from looplib._core.lease import overwritten, put_back, trees_of, with_copies
 from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
@@ -26,7 +26,7 @@ from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.tracing import around_loss, differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import padding_batch
-from looplib._core.watches import Reach
+from looplib._core.watches import Reach, left_behind
 from looplib._objective import (
     LabelWatch,
     apart,
@@ -94,7 +94,8 @@ def make_grad_fn(
     trainable parameters, a warning names it: models from `from_pretrained` come in eval mode, and stay in it inside a
     peft wrapper. If the module itself is in eval mode, that is taken for an oversight: all of it runs in training mode,
     submodules too, and a warning names its batch norm and dropout layers. Of layers that go into eval mode later, while
-    the module itself is in training mode, a warning says that they still run in training mode.
+    the module itself is in training mode, or with all of it before the first call, a warning says that they still run in
+    training mode. `model.eval()` between two steps is taken for an evaluation of your own.
 
     **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
     restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A
@@ -123,10 +124,10 @@ def make_grad_fn(
         if ranks > 1 or host.engine is not None:
             in_place = request.donate and host.holds(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
-        call = _Call(params, names, request, sync)
+        guarded = None if request.donate else host.unwritten.begin(params)
+        call = _Call(params if guarded is None else guarded.params, names, request, sync)
         indexes = indices(request, len(batches))
         seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
-        writes = None if request.donate else host.unwritten.begin(params)
         copies = with_copies(buffers.values()) if request.donate and not request.copied else None
         grad_mode = torch.is_grad_enabled()
         try:
@@ -135,15 +136,15 @@ def make_grad_fn(
                 host.warn_of_flags()
             body = partial(passes_of, call, batches, seeds)
             grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
-            if sync is not None:  # before what only this rank may refuse, since all ranks compare
+            if sync is not None:
                 sync.check_reduced(grads, params, per_rank)
-            if len(grads) < len(needed):
-                raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         except BaseException as error:
             _hold_signals = True  # see `_core.interrupts`
             put_back(copies or ())
             if not isinstance(error, Exception):
                 raise
+            if guarded is not None and overwritten(state, (params,)) is None:
+                host.unwritten.end(guarded, params)
             batch = batches[min(len(call.outs), len(batches) - 1)]
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
@@ -151,11 +152,16 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
-        if writes is not None:
+        if request.donate and host.lent:
+            left_behind(model, state)
+        if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
-            host.unwritten.check(params, writes)
+            host.unwritten.check(guarded, params)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
+        if len(grads) < len(needed):
+            put_back(copies or ())
+            raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
         last = call.outs[-1]
         call.outs[-1] = Gradients(grads, last.metrics, after, last.samples, last.weight, last.scale, copies)
         return call.outs

@@ -19,7 +19,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.checks import check_type
 from looplib._core.errors import fold
-from looplib._core.lease import put_back, trees_of, with_copies
+from looplib._core.lease import overwritten, put_back, trees_of, with_copies
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
@@ -244,8 +244,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
     >>> sorted(metrics)
     ['accuracy', 'loss']
 
-    The module runs in eval mode and without gradients, with copies of the state's buffers, so state and module are
-    left unchanged.
+    The module runs in eval mode and without gradients, with copies of the state's buffers and of parameters that its
+    forward pass writes (`nn.Embedding(max_norm=...)`, `weight.clamp_()`), so state and module are left unchanged.
 
     On several ranks, call it on all of them, most easily through `ll.evaluate`: DDP sends the buffers of BatchNorm in the
     forward pass and waits for every rank. For a validation on the first rank alone, call
@@ -330,14 +330,17 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
         grad_mode = torch.is_grad_enabled()
         if grad_mode:
             check_history(params, EVALUATED)
+        guarded = None
         try:
             torch_private.set_grad_enabled(False)
-            before = host.unwritten.begin(params)
-            out = host.run(params, buffers, seed, lambda: function(model, batch))
+            guarded = host.unwritten.begin(params)
+            out = host.run(guarded.params, buffers, seed, lambda: function(model, batch))
             trees_of(state)  # raises if another thread has written it since
-            host.unwritten.check(params, before)
+            host.unwritten.check(guarded, params, of_state=True)
             return out if tracing() else apart_from(out, (*params.values(), *buffers.values()))
         except Exception as error:
+            if guarded is not None and overwritten(state, (params,)) is None:
+                host.unwritten.end(guarded, params)
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
             torch_private.set_grad_enabled(grad_mode)

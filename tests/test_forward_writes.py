@@ -1,5 +1,7 @@
 """In-place writes of a forward pass: made as in a raw loop by donated steps, refused by name in pure ones."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,16 +44,114 @@ def skipping(optimizer):
 GOOD, BAD = (ROWS, torch.tensor(1.0)), (OTHER_ROWS, torch.tensor(torch.inf))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_function_that_writes_the_given_state_is_refused_by_name(function):
-    model = Renormed(function)
-    state = ll.copy_state(ll.init_state(model, SGD))
-    message = r"wrote to the parameter embedding\.weight in place, as F\.embedding\(max_norm"
-    with pytest.raises(RuntimeError, match=message):
-        step_of(model, SGD, loss_fn=loss_fn)(state, GOOD)
-    for make in (ll.make_eval_step, ll.make_predict_step):
+class Writer(nn.Module):
+    """A model whose forward pass writes its weight in place: as a layer, or as published models do."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        if kind in ("Embedding", "EmbeddingBag"):
+            self.layer = getattr(nn, kind)(6, 3, max_norm=0.5)
+        elif kind == "F.embedding":
+            self.layer = nn.Embedding(6, 3)
+        else:
+            self.layer = nn.Linear(3, 1)
+        with torch.no_grad():
+            self.layer.weight.mul_(10)
+
+    def forward(self, x):
+        weight = self.layer.weight
+        match self.kind:
+            case "F.embedding":
+                return F.embedding(x, weight, max_norm=0.5)
+            case "clamp_":
+                with torch.no_grad():
+                    weight.clamp_(-0.01, 0.01)
+            case "data.clamp_":
+                weight.data.clamp_(-0.01, 0.01)
+            case "data =":
+                weight.data = torch.renorm(weight.data, 2, 0, 0.1)
+        return self.layer(x)
+
+
+WRITERS = ["Embedding", "EmbeddingBag", "F.embedding", "clamp_", "data.clamp_", "data ="]
+
+
+def values(state):
+    """Values of the parameters, and where they are."""
+    return {name: (tensor.detach().clone(), tensor.data_ptr()) for name, tensor in state.params.items()}
+
+
+def assert_intact(state, before):
+    for name, (value, address) in before.items():
+        assert torch.equal(state.params[name], value), name
+        assert state.params[name].data_ptr() == address
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_writes_the_given_state_is_refused_by_name_and_the_state_is_intact(kind, bound):
+    model, batch = Writer(kind), torch.randn(4, 3) if "mb" not in kind else ROWS
+    state = ll.init_state(model, SGD)
+    if not bound:
+        state = ll.copy_state(state)
+    before = values(state)
+    grad_fn = ll.make_grad_fn(model, mean_square)
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD)
+    message = r"wrote to the parameter layer\.weight in place, as F\.embedding\(max_norm.*its values are as they were"
+    for function in (grad_fn, step, step):
         with pytest.raises(RuntimeError, match=message):
-            make(model, lambda model, rows: {"loss": model(rows).mean()})(state, OTHER_ROWS)
+            function(state, batch)
+        assert_intact(state, before)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_evaluations_and_predictions_run_on_copies_of_what_they_write(kind, bound):
+    model, batch = Writer(kind), torch.randn(4, 3) if "mb" not in kind else ROWS
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": mean_square(model, batch)})
+    predict_step = ll.make_predict_step(model, lambda model, batch: model(batch))
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), SGD, donate=True)
+    state = ll.init_state(model, SGD)
+    state = state if bound else ll.copy_state(state)
+    raw = Writer(kind)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for _ in range(3):
+        before, expected = values(state), copy.deepcopy(raw).eval()(batch).detach()
+        torch.testing.assert_close(predict_step(state, batch), expected)
+        found = ll.evaluate(eval_step, state, [batch])["loss"]
+        assert found == pytest.approx(expected.square().mean().item(), rel=1e-5)
+        assert_intact(state, before)
+        state, _ = step(state, batch)
+        sgd.zero_grad()
+        mean_square(raw, batch).backward()
+        sgd.step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
+
+
+def test_an_evaluation_that_fails_after_it_has_written_leaves_the_state_intact():
+    model = Writer("clamp_")
+
+    def failing(model, x):
+        model(x)
+        raise KeyError("the function's own")
+
+    state = ll.init_state(model, SGD)
+    before = values(state)
+    for function in (ll.make_predict_step(model, failing), ll.make_grad_fn(model, failing)):
+        with pytest.raises(KeyError):
+            function(state, torch.ones(4, 3))
+        assert_intact(state, before)
+
+
+def test_a_layer_with_max_norm_that_the_loss_leaves_out_is_no_reason_to_refuse():
+    model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Embedding(6, 3, max_norm=0.5)})
+    step = step_of(model, SGD, loss_fn=lambda model, x: model["used"](x).square().mean(), allow_unused=True)
+    state, _ = step(ll.copy_state(ll.init_state(model, SGD)), torch.ones(4, 3))
+    assert state.step == 1
 
 
 @pytest.mark.parametrize("batches", [[GOOD, BAD], [BAD, GOOD]])
@@ -108,9 +208,9 @@ class Clamped(nn.Module):
 def test_pure_steps_find_writes_to_data_though_torch_does_not_count_them():
     model = Clamped()
     grad_fn = ll.make_grad_fn(model, mean_square)
-    message = r"wrote to the parameter linear\.weight in place"
-    for step in (ll.make_train_step(grad_fn, SGD), ll.make_predict_step(model, lambda model, x: model(x))):
-        with pytest.raises(RuntimeError, match=message):
+    step = ll.make_train_step(grad_fn, SGD)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"wrote to the parameter linear\.weight in place"):
             step(ll.copy_state(ll.init_state(model, SGD)), torch.ones(4, 3))
 
 

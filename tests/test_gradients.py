@@ -86,8 +86,13 @@ def test_a_layer_that_goes_into_eval_mode_too_late_is_named_once():
     model.backbone[1].eval()  # in the middle of a run
     with pytest.warns(UserWarning, match="went into eval mode"):
         grad_fn(ll.init_state(model), torch.randn(4, 2))
-    model.eval()  # all of it, as for an evaluation by hand
-    ll.make_grad_fn(model.train(), mean_output)(ll.init_state(model.eval()), torch.randn(4, 2))
+    grad_fn(ll.init_state(model.eval()), torch.randn(4, 2))  # all of it, as for an evaluation by hand
+    grad_fn = ll.make_grad_fn(model.train(), mean_output)
+    with pytest.warns(
+        UserWarning, match=r"^backbone\.1 \(BatchNorm1d\) went into eval mode"
+    ):  # before the first step
+        grad_fn(ll.init_state(model.eval()), torch.randn(4, 2))
+    grad_fn(ll.init_state(model), torch.randn(4, 2))
 
 
 @both_steps

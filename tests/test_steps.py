@@ -207,6 +207,7 @@ def everything(model, state, batch):
     ), random.getstate()
 
 
+@pytest.mark.filterwarnings("ignore:.* went into eval mode")
 @pytest.mark.parametrize("case", CASES)
 def test_a_pure_step_leaves_everything_and_repeats(case):
     model, loss_fn, batches = make(case, 3)

@@ -11,7 +11,7 @@ has what the module has.
 
 A forward pass may write as well. A donated step runs on the state's own buffers: if it is skipped, or fails before its
 update, they get their values back from copies. Parameters that it writes stay written, as in a raw loop, and the state
-is spent. A pure step runs on copies, and checks that its forward pass has left the parameters alone.
+is spent. A pure step, an evaluation and a prediction leave the state as it is: see `Unwritten`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -392,36 +392,91 @@ def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
             tensor.copy_(copy)
 
 
-class Unwritten:
-    """Check that forward passes leave the parameters of a state unchanged.
+class Guarded(NamedTuple):
+    """The parameters on which a forward pass runs, and what is known of them before it."""
 
-    torch counts writes to a tensor, but not those to `tensor.data`, so the first call also compares the values.
+    params: dict[str, Tensor]
+    counts: list[int]
+    sums: dict[str, tuple[int, int]]
+    copies: dict[str, tuple[Tensor, Tensor]]  # by name: the memory of a parameter and a copy of its values
+
+
+class Unwritten:
+    """Guard of a state's parameters against the forward passes of one function, which leave them as they are.
+
+    Parameters that are known to be written, those of layers with `max_norm` and those found written by an earlier call,
+    are copied for each pass. The first call finds others: it compares their values, since torch counts writes to a
+    tensor, but not those to `tensor.data`, and undoes the writes from copies. It takes no copies of models above 1 GiB,
+    whose memory may not hold them. Later calls find what torch counts, and undo nothing.
     """
 
     def __init__(self) -> None:
-        self.compared = False
+        self.called = False
+        self.names: set[str] = set()  # of parameters that are written
 
-    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
-        """Record what `check` compares after the forward pass."""
-        return versions(params), {} if self.compared or tracing() else _sums(params)
+    def begin(self, params: dict[str, Tensor]) -> Guarded:
+        """The parameters for a forward pass."""
+        if tracing():
+            return Guarded(params, versions(params), {}, {})
+        if self.names:
+            written = {name: tensor for name, tensor in params.items() if name in self.names and _is_leaf(tensor)}
+            copies = clones([*written.values()])
+            params = {**params, **dict(zip(written, copies, strict=True))}
+            for copy, tensor in zip(copies, written.values(), strict=True):
+                copy.requires_grad_(tensor.requires_grad)
+        if self.called:
+            return Guarded(params, versions(params), {}, {})
+        plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
+        kept: dict[str, tuple[Tensor, Tensor]] = {}
+        if sum(tensor.nbytes for tensor in plain.values()) <= _MOST_COPIED:
+            copied = zip(plain.values(), clones([*plain.values()]), strict=True)
+            kept = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
+        return Guarded(params, versions(params), _sums(plain), kept)
 
-    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:
-        """Raise if a parameter was written."""
-        counts, sums = before
+    def end(self, guarded: Guarded, given: Mapping[str, Tensor]) -> tuple[list[str], bool]:
+        """Names of the parameters that were written, and True if those of the state have their values.
+
+        To be called only if no step has written the state since.
+        """
+        params, counts, sums, copies = guarded
         names = written_since(params, counts)
-        if sums and not names:
-            now = _sums(params)
-            names = [name for name, value in sums.items() if now[name] != value]
-            self.compared = not names
-        if names:
-            raise RuntimeError(_WROTE.format(names=", ".join(names)))
+        if sums:
+            now = _sums({name: params[name] for name in sums})
+            names = [name for name in params if name in {*names} or (name in sums and now[name] != sums[name])]
+        self.names.update(names)
+        changed = [name for name in names if params[name] is given[name]]
+        with torch.no_grad():
+            for name in changed:
+                if name in copies:
+                    memory, copy = copies[name]
+                    if params[name].data_ptr() != memory.data_ptr():
+                        params[name].data = memory
+                    params[name].copy_(copy)
+        return names, tracing() or all(name in copies for name in changed)
+
+    def check(self, guarded: Guarded, given: Mapping[str, Tensor], of_state: bool = False) -> None:
+        """Raise if a parameter was written; with `of_state`, only if one of the state has other values now."""
+        names, intact = self.end(guarded, given)
+        refused = bool(names) and not (of_state and intact and not tracing())
+        self.called |= not (refused or tracing())
+        if refused:
+            raise RuntimeError(_WROTE.format(names=", ".join(names), state=_INTACT if intact else _HAS_CHANGED))
+
+
+_MOST_COPIED = 1 << 30  # bytes
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return tensor.is_leaf and has_values(tensor)
 
 
 _WROTE = (
     "the forward pass wrote to the parameter {names} in place, as F.embedding(max_norm=...), weight.clamp_() or "
-    "weight.data does, so the state that was given has changed. Compute new values (weight.clamp(), torch.renorm). A train "
-    "step with donate=True that is not compiled may write to parameters, as a raw loop does"
+    "weight.data does. {state}. Compute new values (weight.clamp(), torch.renorm). A train step with donate=True that is "
+    "not compiled may write to parameters, as a raw loop does"
 )
+_INTACT = "A pure step does not change the state that it is given, and its values are as they were"
+_HAS_CHANGED = "So the state that was given has changed: no earlier call wrote there, and nothing was copied"
 
 
 def versions(params: Mapping[str, Tensor]) -> list[int]:
@@ -442,9 +497,10 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
     return [name for name, old, new in pairs(params, before, now) if old != new]
 
 
-def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
-    plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
-    return dict(zip(plain, checksums(plain.values()), strict=True))
+def _sums(params: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """The address and the checksum of each parameter."""
+    addresses = [tensor.data_ptr() for tensor in params.values()]
+    return dict(zip(params, zip(addresses, checksums(params.values()), strict=True), strict=True))
 
 
 def has_values(tensor: Tensor) -> bool:

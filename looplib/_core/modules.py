@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -158,11 +159,14 @@ class FunctionalModule:
         self.devices: set[torch.device] = set()
         self.generators = _generators()
         self.modes: dict[nn.Module, bool] = {}
-        self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
-        self._read()
-        self.called = False
-        self.engine = engine_of(model)
         self.unwritten = Unwritten()
+        self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
+        self.made_in_training = model.training
+        self._read()
+        self.held = tensors(self.slots.params)  # parameters that the module is known to hold
+        self.ran = False
+        self.lent = False  # True if the last call ran in place on tensors that are not the module's
+        self.engine = engine_of(model)
 
     def _read(self) -> None:
         """Learn which modules there are, and what they hold."""
@@ -175,20 +179,21 @@ class FunctionalModule:
             module: self.modes.get(module, self.training and (everything or module.training))
             for module in self.model.modules()
         }
+        self.parents = [children for module in self.modes if (children := torch_private.own_modules(module))]
         self.children = self._children()
         self.flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
+        shortened = {id(own_parameters(module)) for module in self.modes if _shortens_rows(module)}
+        self.unwritten.names |= {slot.name for slot in self.slots.params if id(slot.owner) in shortened}
 
-    def _children(self) -> list[list[nn.Module | None]]:
-        return [[*torch_private.own_modules(module).values()] for module in self.modes]
+    def _children(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(_values, self.parents))]
 
     def check(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Raise ValueError for tensors with other names than the module's, as it is now."""
-        # A loss that misses replaced layers is noticed by their gradients, so only the first call looks for these.
-        if not (self.called and self.backward) and self._children() != self.children:
+        if self._children() != self.children:
             if self.backward and _places(members(self.model)) != _places(self.slots):
                 raise ValueError(_CHANGED)
             self._read()
-        self.called = True
         if params.keys() != self.param_names or buffers.keys() != self.buffer_names:
             self.explain(params, buffers)
 
@@ -262,19 +267,27 @@ class FunctionalModule:
             running.models = (*hosted, self.model)
             if engine is not None:
                 lent = engine.swap_in(params, self.params)
-            swaps = _differing(self.slots.params, params if lent is None else self.params())
+            swaps = self._differing(params if lent is None else self.params())
             if swaps:
+                if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
+                    self._check_held(swaps)
                 self._check_swaps(swaps, params)
+            else:
+                self.held = dict(params)
+            self.lent = in_place and bool(swaps)
             if buffers:
                 for_good = in_place and self.backward and not swaps
                 swaps += _differing(self.slots.buffers, buffers)
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
             if modes != [*self.modes.values()]:
-                if modes != self.found_modes and self.model.training:  # not all in eval mode, as after an evaluation
+                # After the first call, a module that is in eval mode as a whole was evaluated.
+                began_in_eval = self.made_in_training and self.backward and not self.ran
+                if modes != self.found_modes and (self.model.training or began_in_eval):
                     self.found_modes = modes
                     self._warn_of_layers_in_eval_mode(_LATE_EVAL)
                 _set_modes(self.modes, self.modes.values())
+            self.ran = True
             out = body()
             if filled := [name for owner, key, name in self.slots.empty if owner[key] is not None]:
                 raise ValueError(_FILLED.format(names=", ".join(filled)))
@@ -290,6 +303,24 @@ class FunctionalModule:
                 engine.restore(lent)
             if modes != [*map(_is_training, self.modes)]:
                 _set_modes(self.modes, modes)
+
+    def _differing(self, params: Mapping[str, Tensor]) -> list[Swap]:
+        try:
+            return _differing(self.slots.params, params)
+        except KeyError:  # a parametrization or pruning has put others into its place
+            raise ValueError(_CHANGED) from None
+
+    def _check_held(self, swaps: Sequence[Swap]) -> None:
+        """Raise ValueError if the module holds parameters that came after the state."""
+        replaced = [(name, tensor) for _, _, name, own, tensor in swaps if own is not self.held[name]]
+        if not replaced:
+            return
+        # Before the first call, the state may have been made after the parameters were replaced, and then copied.
+        if self.ran or any(tensor is self.held[name] for name, tensor in replaced):
+            names = few(dict.fromkeys(name for name, _ in replaced))
+            raise ValueError(_REPLACED.format(names=names, model=type(self.model).__name__))
+        self._read()
+        self.held = tensors(self.slots.params)
 
     def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters that cannot take the places of the module's own."""
@@ -313,7 +344,10 @@ class FunctionalModule:
 
     def warn_of_flags(self) -> None:
         """Warn of parameters of the module's own whose `requires_grad` has changed since this was made."""
-        flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
+        try:
+            flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
+        except (KeyError, AttributeError):
+            raise ValueError(_CHANGED) from None
         if flags != self.flags:
             slots = zip(self.slots.params, flags, self.flags, strict=True)
             warn(_TOGGLED.format(names=few([slot.name for slot, one, other in slots if one is not other])))
@@ -374,11 +408,18 @@ _ALL_IN_EVAL = (
 )
 _LATE_EVAL = (
     "{layers} went into eval mode after this function was made from the {model}, which runs each layer in the mode that it "
-    "had then, here training mode: call eval() before make_grad_fn"
+    "had then, here training mode: call eval() before make_grad_fn, and model.train() after an evaluation of your own"
 )
 _CHANGED = (
-    "layers of the model were replaced or added after make_grad_fn, which chose then what is trained: call ll.make_grad_fn "
+    "layers or parameters of the model were replaced or added after make_grad_fn, which chose then what is trained: call ll.make_grad_fn "
     "again, and ll.init_state, after you change the model"
+)
+_REPLACED = (
+    "{names} of the {model} is another tensor than when the state was made (a new nn.Parameter, tied weights, or "
+    "load_state_dict(assign=True)). The state still has the old one, which steps would use in its place: make such changes "
+    "before ll.make_grad_fn and ll.init_state, or call both again; to give a parameter other values, write them in place "
+    "(weight.copy_(...) under torch.no_grad()) and donate, or into a new state, "
+    "state.replace(params={{**state.params, name: value}})"
 )
 _TOGGLED = (
     "requires_grad of {names} changed after make_grad_fn, which chose then what this step trains. To train other layers "
@@ -408,6 +449,7 @@ _FILLED = (
 
 
 _is_training = attrgetter("training")
+_values = methodcaller("values")
 
 
 def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
@@ -435,6 +477,11 @@ def _differs(module: nn.Module) -> bool:
     if isinstance(module, torch_private.Dropout):
         return module.p > 0
     return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
+
+
+def _shortens_rows(module: nn.Module) -> bool:
+    """True for an embedding whose forward pass writes its weight."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:

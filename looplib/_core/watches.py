@@ -7,9 +7,10 @@ gradients of the other networks that looplib trains, and of the leaves that are 
 a checkpoint or FSDP2 reaches a network, and no gradient function was made of it, its gradients are filled, as in a raw
 loop.
 
-None of the mistakes raises an error. A loop without `state =` trains the initial state forever. The module of a pure run
-keeps its initial weights, which `torch.save(model.state_dict())` then saves, `model(x)` runs, and the loss of another
-network trains against. Each gets one warning.
+None of the mistakes raises an error. A loop without `state =` trains the initial state forever. The module of a pure run,
+or of a donated run whose state is not bound to it, keeps its initial weights: `torch.save(model.state_dict())` then saves
+them, `model(x)` runs them, the loss of another network trains against them, and what you write to them has no effect. Each
+gets one warning.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
 from looplib._core.checks import warn
+from looplib._core.checksums import checksums
 from looplib._core.lease import has_values, last_write
-from looplib._core.modules import LATE_CHECKPOINT, running
+from looplib._core.modules import LATE_CHECKPOINT, members, running, tensors
 from looplib._core.records import chain
 from looplib._core.torch_private import version
 from looplib._core.tracing import tracing
@@ -142,8 +144,8 @@ class Watch:
     def see(self, state: Any, batch: Any) -> None:
         """Record a call of the step."""
         if self._state is None or self._state() is not state:
-            if self._model is not None and self._model not in _stale and not tracing():
-                _watch_module(self._model)
+            if self._model is not None:
+                left_behind(self._model, state)
             if self._reach is not None and self._reach.others:
                 warn_of_reached(self._reach.other_tensors())
             self._state, self._batch, self._repeats = weakref.ref(state), id(batch), 0
@@ -159,11 +161,62 @@ class Watch:
                 )
 
 
-class _Stale(NamedTuple):
-    """A module as it was before pure steps, and its hooks."""
+class _Stale:
+    """A module as it was before steps on other tensors, and its hooks."""
 
-    writes: list[tuple[int, int, int]]  # empty once its user has been warned
-    hooks: list[RemovableHandle]
+    def __init__(self, module: nn.Module, state: Any) -> None:
+        self.params = {
+            name: tensor for name, tensor in tensors(members(module).params).items() if _is_trained(tensor)
+        }
+        self.writes = _writes(module)  # empty once its user has been warned of a use
+        self.hooks: list[RemovableHandle] = []
+        self.run = state.seed, state.step
+        self.marks: list[tuple[int, int]] | None = self._marks()  # None if writes are not looked for
+        self.sums: list[int] | None = checksums(self.params.values())  # until the second step has compared them
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(tensor.data_ptr(), _counted(tensor)) for tensor in self.params.values()]
+
+    def used(self, module: nn.Module) -> None:
+        """Its user has called or saved it: if it was written before, that was meant."""
+        if self.marks != self._marks() and self._is_of(module):
+            self.marks = None
+
+    def _is_of(self, module: nn.Module) -> bool:
+        """True if the module holds these parameters now, and not others for a call, or since they were replaced."""
+        held = tensors(members(module).params)
+        return all(held.get(name) is tensor for name, tensor in self.params.items())
+
+    def look(self, module: nn.Module, state: Any) -> None:
+        """Warn once if it was written since the step that led to this state, with values of its own.
+
+        torch does not count writes to `tensor.data`, so the second step compares values.
+        """
+        follows = (state.seed, state.step - 1) == self.run
+        self.run = state.seed, state.step
+        if self.marks is None or not self.writes:
+            return
+        marks, before, sums = self._marks(), self.marks, self.sums
+        self.marks, self.sums = marks, None
+        written = follows and (marks != before or (sums is not None and checksums(self.params.values()) != sums))
+        # By a donated step, or with the state's own values.
+        times = [last_write(tensor) for tensor in self.params.values()]
+        if (
+            written
+            and times == [time for *_, time in self.writes]
+            and self._is_of(module)
+            and not self._has_values_of(state)
+        ):
+            self.marks = None
+            warn(_NO_EFFECT.format(type=type(module).__name__))
+
+    def _has_values_of(self, state: Any) -> bool:
+        return all(
+            (value := state.params.get(name)) is not None
+            and value.shape == tensor.shape
+            and torch.equal(value.to(tensor), tensor)
+            for name, tensor in self.params.items()
+        )
 
 
 class _Hook:
@@ -176,6 +229,8 @@ class _Hook:
         # Steps and looplib's exports know whose weights they use.
         if any(module is each for wrapper in running.models for each in wrapper.modules()):
             return
+        if not running.models:  # not in the loss of another network
+            stale.used(module)
         # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
         if _writes(module) == stale.writes:
             stale.writes.clear()
@@ -188,23 +243,34 @@ class _Hook:
 
 
 _STALE = (
-    "this {type} still has the weights of before training: its steps were pure, so the trained weights are in the state "
-    "that the last step returned. Call ll.bind(model, state) before you call or save the module. To run it on a state, use "
+    "this {type} still has the weights of before training: its steps were pure, or donated with a state that is not bound to "
+    "it, so the trained weights are in the state that the last step returned. Call ll.bind(model, state) before you call or save the module. To run it on a state, use "
     "ll.make_predict_step or ll.make_eval_step; to save a state, ll.checkpoint.state_dict(model, state) or "
     "ll.checkpoint.save_pretrained(model, state, folder). In the loss of another network, make the steps of both with "
     "donate=True, or hand this one's state.params on in the batch and call torch.func.functional_call(model, params, x). "
     "If you mean the weights that the module has, ignore this warning"
 )
+_NO_EFFECT = (
+    "the parameters of this {type} were written between two steps (clipped, perturbed, loaded or initialized), which has no "
+    "effect: the steps are pure, or their state is not bound to the module, so the weights that they train are those of "
+    "the state. Write these, `state = state.replace(params={{name: param.clamp(-c, c) for name, param in "
+    "state.params.items()}})` under torch.no_grad(), or take donate=True and a bound state (from ll.init_state, or state = "
+    "ll.bind(model, state)), which has the module's own. If you mean the module and not the run, ignore this warning"
+)
 _warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 
 
-def _watch_module(module: nn.Module) -> None:
-    hooks = []
+def left_behind(module: nn.Module, state: Any) -> None:
+    """Record a step on tensors that are not the module's."""
+    if tracing():
+        return
+    if (stale := _stale.get(module)) is not None:
+        return stale.look(module, state)
+    _stale[module] = stale = _Stale(module, state)
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
-        hooks.append(module.register_state_dict_pre_hook(_warn_if_stale))  # type: ignore[no-untyped-call]
-        hooks.append(module.register_forward_pre_hook(_warn_if_stale))
-    _stale[module] = _Stale(_writes(module), hooks)
+        stale.hooks.append(module.register_state_dict_pre_hook(_warn_if_stale))  # type: ignore[no-untyped-call]
+        stale.hooks.append(module.register_forward_pre_hook(_warn_if_stale))
 
 
 def bound(module: nn.Module) -> None:
@@ -228,7 +294,15 @@ def _writes(module: nn.Module) -> list[tuple[int, int, int]]:
     If one differs later, it was written. torch does not count what fused kernels write.
     """
     return [
-        (tensor.data_ptr(), 0 if tensor.is_inference() else version(tensor), last_write(tensor))
+        (tensor.data_ptr(), _counted(tensor), last_write(tensor))
         for tensor in module.parameters()
-        if tensor.requires_grad and has_values(tensor)
+        if _is_trained(tensor)
     ]
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.requires_grad and has_values(tensor)
+
+
+def _counted(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version(tensor)

@@ -1,0 +1,327 @@
+"""Edits of a module between two steps: they count as in a raw loop, or are named."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from shared import SGD, both_states, both_steps
+from torch import nn
+from torch.nn.utils import parametrizations, parameters_to_vector, prune, vector_to_parameters
+
+import looplib as ll
+
+BATCHES = torch.randn(5, 8, 4, generator=torch.Generator().manual_seed(1))
+X = BATCHES[0]
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def begin(donate=False, bound=True, model=None):
+    model = net() if model is None else model
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=donate)
+    state = ll.init_state(model, SGD)
+    return model, step, state if bound else ll.copy_state(state)
+
+
+# Parameters and layers that are replaced
+
+
+def tied(model):
+    model[2].weight = model[0].weight
+
+
+def replaced(model):
+    model[2].weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def assigned(model):
+    model.load_state_dict(net(seed=2).state_dict(), assign=True)
+
+
+def appended(model):
+    model.append(nn.Linear(4, 4))
+
+
+def frozen_layer_swapped(model):
+    model[0] = nn.Linear(4, 4).requires_grad_(False)
+
+
+def without_bias(model):
+    model[0].bias = None
+
+
+def with_spectral_norm(model):
+    parametrizations.spectral_norm(model[0])
+
+
+def pruned(model):
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+
+
+OTHER_TENSORS = {tied: "2.weight", replaced: "2.weight", assigned: "0.weight"}
+OTHER_LAYERS = [appended, frozen_layer_swapped, without_bias, with_spectral_norm, pruned]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("edit", OTHER_TENSORS)
+@both_steps
+def test_parameters_that_are_replaced_after_init_state_are_named(donate, edit, steps):
+    model, step, state = begin(donate)
+    for x in BATCHES[:steps]:
+        state, _ = step(state, x)
+    edit(model)
+    with pytest.raises(ValueError, match=rf"{OTHER_TENSORS[edit]}.* is another tensor than when the state was made"):
+        step(state, X)
+    _ = state.params  # it is not spent
+    model, step, state = begin(donate, model=model)
+    step(state, X)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("edit", OTHER_LAYERS)
+@both_steps
+def test_layers_and_parametrizations_that_are_added_later_are_named(donate, edit, steps):
+    model, step, state = begin(donate)
+    for x in BATCHES[:steps]:
+        state, _ = step(state, x)
+    edit(model)
+    with pytest.raises(
+        ValueError, match="layers or parameters of the model were replaced or added after make_grad_fn"
+    ):
+        step(state, X)
+    model, step, state = begin(donate, model=model)
+    step(state, X)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("edit", [tied, replaced, assigned, frozen_layer_swapped])
+def test_predictions_with_the_old_tensors_are_refused(edit):
+    model, _, state = begin()
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    predict_step(state, X)
+    edit(model)
+    with pytest.raises(ValueError, match="is another tensor than when the state was made"):
+        predict_step(state, X)
+
+
+@both_states
+@both_steps
+def test_a_state_that_is_made_after_the_change_is_fine(donate, bound):
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=donate)
+    assigned(model)
+    state = ll.init_state(model, SGD)
+    state = state if bound else ll.copy_state(state)
+    raw = copy.deepcopy(model)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for x in BATCHES:
+        state, _ = step(state, x)
+        sgd.zero_grad()
+        loss_fn(raw, x).backward()
+        sgd.step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
+    assigned(model)
+    state = ll.bind(model, state) if not donate else ll.init_state(model, SGD)
+    for x in BATCHES:
+        state, _ = step(state, x)
+
+
+def test_the_same_module_may_run_on_another_state_within_the_loss():
+    model = net()
+    teacher_step = ll.make_predict_step(model, lambda model, x: model(x))
+    teacher = ll.copy_state(ll.init_state(model))
+
+    def distilled(model, x):
+        return (model(x) - teacher_step(teacher, x)).square().mean()
+
+    for donate in (False, True):
+        step, state = (
+            ll.make_train_step(ll.make_grad_fn(model, distilled), SGD, donate=donate),
+            ll.init_state(model, SGD),
+        )
+        for x in BATCHES:
+            state, _ = step(state, x)
+        assert state.step == len(BATCHES)
+
+
+class Pooled(nn.Module):
+    """Replaces a layer without parameters in each forward pass, as published models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.pool = nn.Linear(4, 4), nn.Identity()
+
+    def forward(self, x):
+        self.pool = nn.AvgPool1d(2)
+        return self.pool(self.linear(x))
+
+
+@both_steps
+def test_layers_without_parameters_may_be_replaced(donate):
+    model, step, state = begin(donate, model=Pooled())
+    for x in BATCHES:
+        state, _ = step(state, x)
+    assert state.step == len(BATCHES)
+
+
+# Values that are written into the module
+
+
+def clipped(model):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def perturbed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.ones_like(parameter), alpha=0.1)
+
+
+def reset(model):
+    model[2].reset_parameters()
+
+
+def loaded(model):
+    model.load_state_dict(net(seed=2).state_dict())
+
+
+def from_a_vector(model):
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+def in_another_dtype(model):
+    model.bfloat16()
+
+
+EDITS = [clipped, perturbed, reset, loaded, from_a_vector]
+NO_EFFECT = "were written between two steps .*, which has no effect"
+
+
+def raw_run(edit):
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in BATCHES:
+        sgd.zero_grad()
+        loss_fn(model, x).backward()
+        sgd.step()
+        torch.manual_seed(3)
+        edit(model)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_donated_step_on_a_bound_state_trains_what_is_written_into_the_module(edit):
+    model, step, state = begin(donate=True)
+    for x in BATCHES:
+        state, _ = step(state, x)
+        torch.manual_seed(3)
+        edit(model)
+    torch.testing.assert_close(dict(state.params), raw_run(edit))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("donate, bound", [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("edit", [*EDITS, in_another_dtype])
+def test_writes_into_a_module_that_the_steps_do_not_train_are_warned_of_once(edit, donate, bound):
+    model, step, state = begin(donate, bound)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in BATCHES:
+            state, _ = step(state, x)
+            edit(model)
+    assert len(caught) == 1
+    assert "which has no effect" in str(caught[0].message)
+    assert "state.replace(params=" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("edit", [perturbed, clipped])
+def test_a_critic_that_is_written_is_warned_of_once_though_the_generators_loss_calls_it(edit):
+    critic, critic_step, critic_state = begin()
+    generator = nn.Linear(4, 4)
+    generator_step = ll.make_train_step(ll.make_grad_fn(generator, lambda model, x: critic(model(x)).mean()), SGD)
+    generator_state = ll.init_state(generator, SGD)
+    with pytest.warns(UserWarning, match=f"{NO_EFFECT}|still has the weights of before training") as caught:
+        for x in BATCHES:
+            critic_state, _ = critic_step(critic_state, x)
+            edit(critic)
+            generator_state, _ = generator_step(generator_state, x)
+    assert len(caught) == 1
+
+
+def copied(model, state):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state.params[name])
+
+
+def loaded_with_buffers(model, state):
+    model.load_state_dict({**state.params, **state.buffers})
+
+
+def average_evaluated(model, state):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state.params[name] * 0.5)
+    model(X)
+
+
+def called_with_its_params(model, state):
+    torch.func.functional_call(model, state.params, X)
+
+
+def bound_to_the_module(model, state):
+    ll.bind(model, ll.copy_state(state))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "use", [copied, loaded_with_buffers, average_evaluated, called_with_its_params, bound_to_the_module]
+)
+def test_writes_that_serve_the_module_are_not_warned_of(use):
+    model, step, state = begin(bound=False)
+    for x in BATCHES:
+        state, _ = step(state, x)
+        use(model, state)
+
+
+def test_members_and_runs_of_one_module_are_not_warned_of():
+    model, step, _ = begin()
+    members = []
+    for seed in range(3):
+        model.load_state_dict(net(seed).state_dict())
+        members.append(ll.copy_state(ll.init_state(model, SGD, seed=seed)))
+    for x in BATCHES:
+        members = [step(member, x)[0] for member in members]
+    for seed in range(3):
+        model.load_state_dict(net(seed).state_dict())
+        state = ll.copy_state(ll.init_state(model, SGD))
+        for x in BATCHES:
+            state, _ = step(state, x)
+    donated = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=True)
+    state = ll.init_state(model, SGD)
+    for number, x in enumerate(BATCHES):
+        state, _ = (donated if number % 2 else step)(state, x)
+
+
+def test_a_module_that_a_donated_run_on_a_copied_state_leaves_behind_is_warned_of_when_it_is_saved():
+    model, step, state = begin(donate=True, bound=False)
+    for x in BATCHES:
+        state, _ = step(state, x)
+    assert not torch.equal(model[0].weight, state.params["0.weight"])
+    with pytest.warns(UserWarning, match=r"still has the weights of before training.*not bound"):
+        model.state_dict()
+    ll.bind(model, state)
+    torch.testing.assert_close(model.state_dict()["0.weight"], state.params["0.weight"].detach())
