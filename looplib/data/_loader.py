@@ -43,6 +43,7 @@ class Reading:
         epoch, batch, epoch_length, step: of the state at which it began.
         drawn: number of batches drawn so far.
         ended: True once there are no more.
+        asked: descriptions of the loaders, by identity, that were asked for batches of this epoch, this one last.
     """
 
     epoch: int = 0
@@ -51,13 +52,15 @@ class Reading:
     step: int = 0
     drawn: int = 0
     ended: bool = False
+    asked: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
     """Data loader returned by `make_loader`: batches as a function of the state.
 
-    `loader(state)` returns an iterator over the remaining batches of the state's epoch. `len(loader)` is the number
+    `loader(state)` returns an iterator over the remaining batches of the state's epoch. There are none if a run whose
+    epochs `end_epoch` ends was saved after the last one: the restarted loop then ends the epoch. `len(loader)` is the number
     of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
     `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
     warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
@@ -98,9 +101,14 @@ class Loader:
                 stacklevel=2,
             )
         warn_of_position(state)
-        reading = Reading(state.epoch, state.batch, state.epoch_length, state.step)
+        last = provenance_of(state).reading
+        others = last.asked if last is not None and last.epoch == state.epoch else ()
+        again = any(each is self.description for each in others)
+        asked = others if again else (*others, self.description)[-_KEPT:]
+        reading = Reading(state.epoch, state.batch, state.epoch_length, state.step, asked=asked)
+        batches = self._batches(state, reading, pairs=False, again=again)
         _note(state, reading, self.description)
-        return self._batches(state, reading, pairs=False)
+        return batches
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -128,7 +136,9 @@ class Loader:
         """
         if isinstance(self.source, Streamed):
             return None
-        keys: Tensor = next(self.source.jobs(state, *(rank_and_size() if self.divide else (0, 1)))).keys
+        check_state(state, "loader.indices(state)")
+        job = next(self.source.jobs(state, *(rank_and_size() if self.divide else (0, 1)), again=True))
+        keys: Tensor = job.keys
         return keys
 
     def resume(self, state: TrainState) -> TrainState:
@@ -206,7 +216,7 @@ class Loader:
             return repr(order)
         return f"{order!r}, checksum {crc32(checked):08x}"
 
-    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool) -> Iterator[Any]:
+    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True) -> Iterator[Any]:
         rank, ranks = rank_and_size() if self.divide else (0, 1)
 
         def delivered(read: tuple[Any, int]) -> Any:
@@ -216,7 +226,7 @@ class Loader:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks)
 
-        return _closable(map(delivered, self.source.read(state, rank, ranks)), reading)
+        return _closable(map(delivered, self.source.read(state, rank, ranks, again=again)), reading)
 
     def __len__(self) -> int:
         if isinstance(self.source, Streamed):

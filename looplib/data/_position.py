@@ -22,13 +22,17 @@ from looplib.types import TrainState, check_state
 KEY = "stream"  # of `state.extra`
 
 
-def check_position(state: TrainState, count: int, length: int) -> None:
+def check_position(state: TrainState, count: int, length: int, *, again: bool = False) -> None:
     """Raise ValueError if a state is not at a batch of this loader.
+
+    A state whose epochs `end_epoch` ends may stand after the last batch: a run that was saved there, and is restarted,
+    has no batches left in the epoch.
 
     Args:
         state: the state to read from.
         count: batches in the state's epoch.
         length: batches in epoch 0, which is `len(loader)`.
+        again: True if the loader has been asked for this epoch before, so that the epoch was not ended.
     """
     check(
         state.epoch_length in (None, length),
@@ -43,10 +47,10 @@ def check_position(state: TrainState, count: int, length: int) -> None:
         "epoch_length out of init_state, and call state = ll.end_epoch(state) after the for loop",
     )
     check(
-        state.batch < count,
+        state.batch < count or (state.batch == count and state.epoch_length is None and not again),
         f"the state is at batch {state.batch} of epoch {state.epoch}, which has {count} batches: at the end of an epoch, "
-        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop; "
-        "else, is this the loader, with the data and the batch_size, that the run began with?",
+        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop "
+        "(now, if the loop was interrupted before that line); else, is this the loader, with the data and the batch_size, that the run began with?",
     )
 
 

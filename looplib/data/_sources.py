@@ -40,16 +40,19 @@ class Samples:
     length: int
     batched: bool
 
-    def jobs(self, state: TrainState, rank: int, ranks: int) -> Iterator[Job]:
-        """Jobs of the rest of the state's epoch, after checking that the state is at one of its batches."""
+    def jobs(self, state: TrainState, rank: int, ranks: int, *, again: bool = False) -> Iterator[Job]:
+        """Jobs of the rest of the state's epoch, after checking that the state is at one of its batches or at its end."""
         plan = self.plan(state.epoch)
-        check_position(state, len(plan), self.length)
+        check_position(state, len(plan), self.length, again=again)
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
         return _jobs(plan, state.epoch, state.batch, rank, ranks, self.batched)
 
-    def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
-        """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch."""
-        return self.engines.read(state.epoch, self.jobs(state, rank, ranks))
+    def read(self, state: TrainState, rank: int, ranks: int, *, again: bool) -> Iterator[Any]:
+        """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
+
+        There are none at the end of an epoch, except that this raises ValueError if it was asked for `again`.
+        """
+        return self.engines.read(state.epoch, self.jobs(state, rank, ranks, again=again))
 
 
 def _jobs(plan: Plan, epoch: int, first: int, rank: int, ranks: int, batched: bool) -> Iterator[Job]:
@@ -151,11 +154,12 @@ class Streamed:
         self.yielded = 0, 0
         self.moved = False
 
-    def read(self, state: TrainState, rank: int, ranks: int) -> Iterator[Any]:
+    def read(self, state: TrainState, rank: int, ranks: int, *, again: bool) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
 
         A pass begins at the position that `with_position` has kept, if it is that of the state's batch, or at the stream's
-        start. It ends with the stream or after `epoch_length` batches.
+        start. It ends with the stream or after `epoch_length` batches. It may have no batches left, but not if the epoch
+        was asked for `again`, which would never end.
         """
         epoch, first, length = state.epoch, state.batch, state.epoch_length
         position = stored_position(state, self.name, self.divide) if self.keeps_position else None
@@ -178,15 +182,22 @@ class Streamed:
                             yield part
                 self.moved = False  # the dataset stands where it would without the position
             check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
+            lost = (
+                ""
+                if position is None
+                else " (It was read from a kept position: samples of a shuffle buffer are not seen again. To leave out the "
+                f"rest of this epoch: state.replace(epoch={epoch + 1}, batch=0).)"
+            )
             check(
                 length is None or count >= length,
                 f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream longer, "
-                "or leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for loop",
+                f"or leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for loop{lost}",
             )
             check(
-                count > first,
+                count > first or (count == first and not again),
                 f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; call "
-                "state = ll.end_epoch(state) after the for loop over a stream",
+                "state = ll.end_epoch(state) after the for loop over a stream (now, if the loop was interrupted before "
+                "that line)",
             )
 
         return batches()  # which holds no state: a loop would keep it alive until the end of the epoch
