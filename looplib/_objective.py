@@ -134,12 +134,33 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
         if len(out) == 2 and isinstance(out[1], Mapping):
             if "loss" in out[1]:
                 raise ValueError('the aux of loss_fn has a "loss"; that name is the loss itself: choose another')
+            check_no_counts(out[1])
             return out
         raise TypeError(
             f"loss_fn returned a {type(out).__name__} of {', '.join(type(item).__name__ for item in out)}; "
             "return a scalar loss, a Mean(total, weight), or (loss, aux) with a dict aux"
         )
     return out, {}
+
+
+def check_no_counts(values: Mapping[str, Any]) -> None:
+    """Raise if a plain value is a count, which would be averaged over the samples as a mean is."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            count = value.dtype in _COUNTS and value.numel() == 1
+        else:
+            count = isinstance(value, int) and not isinstance(value, bool)
+        if count:
+            found = f"an integer tensor ({value.dtype})" if isinstance(value, Tensor) else f"the integer {value}"
+            raise TypeError(
+                f"{name!r} is {found}, and a plain value is taken for a mean over the samples, so a count would be averaged "
+                f"to a wrong number. For the share of what is counted, give ll.Mean(total, weight), such as ll.Mean({name}, "
+                f'len(labels)); for the sum over all batches, ll.metrics.Reading(ll.Mean({name}), operator.attrgetter("total")); '
+                f"for a mean over the samples that is an integer here, float({name})"
+            )
+
+
+_COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def with_own_weight(loss: Mean) -> Mean:

@@ -53,7 +53,7 @@ from looplib._core.updates import (
     update_where,
 )
 from looplib._core.watches import Watch
-from looplib._objective import aux_records, loss_over_ranks, record, split_loss
+from looplib._objective import aux_records, check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
@@ -391,7 +391,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
             loss is the metric `loss`, next to those of its aux.
 
     Raises:
-        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
+        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`, or an integer, which would be averaged: for a count,
+            return a `Mean`, or `ll.metrics.Reading(ll.Mean(count), operator.attrgetter("total"))` for the sum over all batches.
         ValueError: a value is no metric, a parameter of the state carries a graph, or the state belongs to a different
             model.
     """
@@ -403,6 +404,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
         if not isinstance(values, Mapping):
             loss, aux = split_loss(values)
             values = {"loss": loss, **aux}
+        check_no_counts(values)
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
