@@ -39,6 +39,7 @@ from looplib._core.lease import (
 )
 from looplib._core.random import mix
 from looplib._core.ranks import rank
+from looplib._core.loss_watch import LossWatch
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size, map_tensors
@@ -398,6 +399,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_gradients(model, metric_fn)
+    watch = LossWatch()
 
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
         values = forward(state, batch)
@@ -406,6 +408,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
             values = {"loss": loss, **aux}
         check_no_counts(values)
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
+        if samples and isinstance(values.get("loss"), Mean):
+            watch.look_beside(values["loss"], values, samples)
         return {name: record(name, value, samples) for name, value in values.items()}
 
     step = with_spec(eval_step, StepSpec("eval", _unchanging(eval_step), (model, metric_fn)))
