@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import check, named, warn
+from looplib._core.checks import check, named
 from looplib._core.engines import RunningSum, Sync
 from looplib._core.mappings import as_record, mapped, wide_dtype, without
 from looplib._core.ranks import (
@@ -36,7 +36,6 @@ from looplib._core.ranks import (
     shards,
     total_over_ranks,
 )
-from looplib._core.tracing import tracing
 from looplib.metrics._mean import Mean, check_real
 from looplib.types import Gradients, Metric
 
@@ -139,12 +138,33 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
         if len(out) == 2 and isinstance(out[1], Mapping):
             if "loss" in out[1]:
                 raise ValueError('the aux of loss_fn has a "loss"; that name is the loss itself: choose another')
+            check_no_counts(out[1])
             return out
         raise TypeError(
             f"loss_fn returned a {type(out).__name__} of {', '.join(type(item).__name__ for item in out)}; "
             "return a scalar loss, a Mean(total, weight), or (loss, aux) with a dict aux"
         )
     return out, {}
+
+
+def check_no_counts(values: Mapping[str, Any]) -> None:
+    """Raise if a plain value is a count, which would be averaged over the samples as a mean is."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            count = value.dtype in _COUNTS and value.numel() == 1
+        else:
+            count = isinstance(value, int) and not isinstance(value, bool)
+        if count:
+            found = f"an integer tensor ({value.dtype})" if isinstance(value, Tensor) else f"the integer {value}"
+            raise TypeError(
+                f"{name!r} is {found}, and a plain value is taken for a mean over the samples, so a count would be averaged "
+                f"to a wrong number. For the share of what is counted, give ll.Mean(total, weight), such as ll.Mean({name}, "
+                f'len(labels)); for the sum over all batches, ll.metrics.Reading(ll.Mean({name}), operator.attrgetter("total")); '
+                f"for a mean over the samples that is an integer here, float({name})"
+            )
+
+
+_COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def with_own_weight(loss: Mean) -> Mean:
@@ -157,39 +177,6 @@ def with_own_weight(loss: Mean) -> Mean:
             f"the weight of the loss has shape {tuple(weight.shape)}; return one number, Mean(total, weight.sum())"
         )
     return loss._replace(weight=weight.clone())
-
-
-_IGNORED = -100  # default `ignore_index` of torch and of transformers' models
-_LABEL_DTYPES = (torch.int16, torch.int32, torch.int64)
-
-_LABELS_MESSAGE = (
-    "the batch has labels of -100 ({path}) and the loss is a plain scalar, within accumulate or on several ranks. Such "
-    "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
-    "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
-    "weight): the sum of the losses, and the number of labels that are not -100. ll.next_token_loss does so, and "
-    "ll.losses.model_loss for the loss of a transformers model"
-)
-
-
-class LabelWatch:
-    """Warn once if a batch contains ignored labels and the loss is a plain scalar.
-
-    Checking takes a pass over the labels, and on an accelerator a wait. So it checks the first microbatch, the
-    second, the fourth, the eighth and so on.
-    """
-
-    def __init__(self) -> None:
-        self._calls, self._warned = 0, False
-
-    def look(self, batch: Any) -> None:
-        self._calls += 1
-        if self._calls & (self._calls - 1) or self._warned or tracing():
-            return
-        for path, leaf in trees.leaves(batch):
-            if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):
-                self._warned = True
-                warn(_LABELS_MESSAGE.format(path=trees.named(path, "batch")))
-                return
 
 
 def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:

@@ -19,6 +19,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import RunningSum, Sync, sync_over_ranks
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
+from looplib._core.loss_watch import LossWatch
 from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
@@ -28,7 +29,6 @@ from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import padding_batch
 from looplib._core.watches import Reach, left_behind
 from looplib._objective import (
-    LabelWatch,
     apart,
     aux_records,
     objective_of,
@@ -236,7 +236,7 @@ _NOTHING = nullcontext()
 
 def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[..., Gradients]:
     """Forward and backward pass of one microbatch, a function of its own so that its graph is freed before the next."""
-    watch = LabelWatch()
+    watch = LossWatch()
 
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
@@ -246,9 +246,11 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):
             loss = with_own_weight(loss) if samples else without_weight(loss)
-        elif total is not None or call.sync is not None:
-            watch.look(batch)
+            if aux and samples:
+                watch.look_beside(loss, aux, samples)
         value, factor, weight = objective_of(loss, samples, total, call.sync)
+        if samples and not isinstance(loss, Mean) and (total is not None or call.sync is not None):
+            watch.look(batch, value, samples)
         call.loss = value
         if not (reach.known or call.traced):
             reach.learn(value, batch, call.params, call.leaves)

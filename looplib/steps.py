@@ -20,6 +20,7 @@ from looplib._core import torch_private
 from looplib._core.checks import check_type
 from looplib._core.errors import fold
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
+from looplib._core.loss_watch import LossWatch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
@@ -27,7 +28,7 @@ from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
 from looplib._core.updates import any_of, call_decide, flags_in_graph, update_where
 from looplib._core.watches import Watch
-from looplib._objective import loss_over_ranks, record, split_loss
+from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
 from looplib.grads._wrapper import check_whole
 from looplib.metrics._mean import Mean
@@ -260,19 +261,24 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
             loss is the metric `loss`, next to those of its aux.
 
     Raises:
-        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
+        TypeError: `metric_fn` returns a tuple other than `(loss, aux)`, or an integer, which would be averaged: for a count,
+            return a `Mean`, or `ll.metrics.Reading(ll.Mean(count), operator.attrgetter("total"))` for the sum over all batches.
         ValueError: a value is no metric, a parameter of the state carries a graph, or the state belongs to a different
             model.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_gradients(model, metric_fn)
+    watch = LossWatch()
 
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
         values = forward(state, batch)
         if not isinstance(values, Mapping):
             loss, aux = split_loss(values)
             values = {"loss": loss, **aux}
+        check_no_counts(values)
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
+        if samples and isinstance(values.get("loss"), Mean):
+            watch.look_beside(values["loss"], values, samples)
         return {name: record(name, value, samples) for name, value in values.items()}
 
     step = with_spec(eval_step, StepSpec("eval", _unchanging(eval_step), (model, metric_fn)))

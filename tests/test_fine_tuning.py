@@ -14,7 +14,7 @@ from shared import InDouble
 from torch.nn.utils.rnn import pad_sequence
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "recipes/FINE_TUNING.md").read_text(), re.S)
-TASK, SAMPLES, PACKING, LORA, TRAIN, WRITE, SAVE = BLOCKS
+TASK, SAMPLES, PACKING, LORA, CHECK, TRAIN, WRITE, SAVE = BLOCKS
 # peft asks transformers for an attribute by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 

@@ -120,6 +120,22 @@ def is_differentiated(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None or functorch.is_gradtrackingtensor(tensor)
 
 
+def reduction_of(node: Any) -> str | None:
+    """The `reduction=` of one of torch's losses, by the function of its graph; None for another function."""
+    return {0: "none", 1: "mean", 2: "sum"}.get(getattr(node, "_saved_reduction", None))  # type: ignore[arg-type]
+
+
+def class_weights_of(node: Any) -> Tensor | None:
+    """The class weights of a cross-entropy, by the function of its graph."""
+    is_nll = hasattr(node, "_saved_total_weight")
+    return node._saved_weight if is_nll else None
+
+
+def mean_shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of what a mean is of, by the function of its graph."""
+    return tuple(node._saved_self_sym_sizes)
+
+
 def mps_generator() -> torch.Generator:
     """Random number generator of an Apple GPU."""
     return torch.mps._get_default_mps_generator()

@@ -306,3 +306,44 @@ def _is_trained(tensor: Tensor) -> bool:
 
 def _counted(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version(tensor)
+
+
+# Models whose batches were looked at for packed rows: the number of calls. One that was warned of is at -1.
+_looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) -> None:
+    """Warn once of a model that does not keep the documents of packed rows apart, whose `forward` has these arguments.
+
+    transformers finds them by the `position_ids`, and only without an `attention_mask` of two dimensions. Positions are
+    read at the 1st, 2nd, 4th, ... call of a model that has such a mask or ignores them: reading waits for an accelerator.
+    """
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    ignored = "position_ids" not in takes and takes != {"**"}
+    masked = isinstance(mask, Tensor) and mask.dim() == 2
+    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)) or tracing():
+        return
+    calls = _looks.get(model, 0)
+    if calls < 0:
+        return
+    _looks[model] = calls = calls + 1
+    if calls & (calls - 1):
+        return
+    restarts = positions[:, 1:] <= positions[:, :-1]
+    if masked and mask.shape[1] == positions.shape[1]:  # type: ignore[union-attr]
+        seen = mask != 0
+        restarts = restarts & seen[:, 1:] & seen[:, :-1]  # padding has any position
+    if bool(restarts.any()):
+        _looks[model] = -1
+        warn(_PACKED.format((_IGNORES_POSITIONS if ignored else _HAS_MASK).format(type(model).__name__)))
+
+
+_PACKED = (
+    "the position_ids of the batch begin again within a row, as for documents packed into one row, and {}. So the "
+    "documents of a row see each other, and the loss is another than that of each document alone. "
+    "looplib.testing.assert_samples_independent finds out, as on the page FINE_TUNING"
+)
+_HAS_MASK = "it has an attention_mask (b, length), with which {} does not keep the documents apart: leave the mask out of the batch"
+_IGNORES_POSITIONS = (
+    "{}.forward takes no position_ids: give rows of one document each, with padding, or a model that takes them"
+)

@@ -46,10 +46,14 @@ def accumulate(
     >>> torch.testing.assert_close(ragged.grads, full.grads)
 
     The result is the gradient of the whole batch, even if the microbatches differ in size or in their number of
-    tokens: a loss `Mean(total, weight)` is averaged over the weight of the whole batch, such as its tokens. A scalar loss
-    is taken for the mean over the samples of its microbatch and counts by their number, as in a raw loop that calls
-    `(loss * (len(microbatch) / len(batch))).backward()`. A microbatch may have zero weight. Metrics are merged from their
-    totals and weights. Peak memory is that of one microbatch.
+    tokens. A scalar loss is taken for the mean over the samples of its microbatch and counts by their number, as in a raw
+    loop that calls `(loss * (len(microbatch) / len(batch))).backward()`. So a sum (`reduction="sum"`), a mean over tokens and
+    a mean by class weights (`cross_entropy(weight=...)`) are wrong as plain scalars: return `Mean(total, weight)`, which is
+    averaged over the weight of the whole batch: its samples, tokens, or `weight[labels].sum()`. Where torch's own loss
+    functions show it, a warning says so; `ll.testing.assert_microbatches_equal_batch` finds it in any loss.
+
+    A microbatch may have zero weight. Metrics are merged from their totals and weights. Peak memory is that of one
+    microbatch.
 
     Dropout draws different masks for each microbatch, as a function of the state's seed and step and the microbatch's
     index, so with dropout the result depends on how the batch is split. BatchNorm normalizes each microbatch

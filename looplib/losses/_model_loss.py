@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from looplib._core.checks import check, warn
 from looplib._core.mappings import without
+from looplib._core.watches import warn_of_packed
 from looplib.metrics._mean import Mean
 
 
@@ -54,9 +55,15 @@ def check_columns(batch: Any) -> None:
 
 def innermost(model: Any) -> Any:
     """The model within peft, DDP or torch.compile."""
-    while (inner := _inner(model)) is not None:
-        model = inner
-    return model
+    return _layers(model)[-1]
+
+
+def _layers(model: Any) -> list[Any]:
+    """The model and what it wraps, from the outside in."""
+    layers = [model]
+    while (inner := _inner(layers[-1])) is not None:
+        layers.append(inner)
+    return layers
 
 
 def _inner(model: Any) -> Any:
@@ -96,7 +103,13 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     `model_inputs` warns about such columns.
 
     The weight is the number of labels that are not -100. Causal models predict the next token, so the first label of
-    each row is not counted. For regression and for several labels per sample, it is the number of samples.
+    each row is not counted, but within peft's prompt tuning and p-tuning, whose virtual tokens predict it. For regression
+    and for several labels per sample, the weight is the number of samples. Microbatches and ranks without labels do not
+    count. If there are no labels in a whole step, its gradient is zero and its loss is 0 / 0, NaN in the log.
+
+    In rows of several documents, models keep these apart only if they take `position_ids` and get no `attention_mask`
+    (b, length). A warning says if a batch has both, or if the `forward` of the model names no `position_ids`. It looks at
+    the first, second, fourth, ... batch of a model.
 
     Args:
         model: a transformers model for causal or masked language modeling, sequence-to-sequence generation, or the
@@ -104,8 +117,9 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
         batch: arguments of the model by name, `labels` among them.
 
     Raises:
-        TypeError: the model is of another kind, so the count is unknown: write a loss function that returns
-            `ll.Mean(loss * count, count)`. Or the batch is not a mapping.
+        TypeError: the model is of another kind, or peft changes its labels in another way, so the count is unknown: write a
+            loss function that returns `ll.Mean(torch.where(count > 0, loss * count, 0.0), count)`, since the mean over no
+            labels may be NaN. Or the batch is not a mapping.
         KeyError: the batch has no labels.
 
     Source: transformers' `num_items_in_batch`, as its Trainer counts it, but for one case. If a causal model's class sets no
@@ -114,29 +128,48 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     `model.loss_type = "ForCausalLM"` is set before the Trainer is made.
     """
     check_columns(batch)
-    base = innermost(model)
-    count = _count_of(base)(base, batch).clamp(min=1)
+    layers = _layers(model)
+    base = layers[-1]
+    count = _count_of(layers)(base, batch)
     arguments = dict(batch)
     takes = arguments_of(type(base).forward)
+    warn_of_packed(base, batch, takes)
     if takes & {"num_items_in_batch", "**"} and getattr(base, "accepts_loss_kwargs", True):
-        arguments["num_items_in_batch"] = count
+        arguments["num_items_in_batch"] = count.clamp(min=1)
     if "use_cache" in takes:  # with a cache, transformers lets documents that are packed into a row see each other
         arguments.setdefault("use_cache", False)
-    return Mean(model(**arguments).loss * count, count)
+    loss = model(**arguments).loss
+    count = count.to(loss.device)
+    return Mean(torch.where(count > 0, loss * count, 0.0), count)  # a mean over no labels may be NaN
 
 
-def _count_of(model: Any) -> Callable[[Any, Mapping[str, Any]], Tensor]:
+def _count_of(layers: list[Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
     """Function that counts what the model's loss averages over."""
+    model = layers[-1]
     cls: Any = type(model)
     calls_function = "loss_function" in _names_in(cls.forward)
     rule = _BY_FUNCTION.get(model.loss_function.__name__) if calls_function else _BY_CLASS.get(_kind_of(model))
+    name = cls.__name__
+    if prompts := _prompts_of(layers):
+        name = f"{name} with {prompts} of peft"
+        rule = None if rule is None or prompts not in _WITH_PROMPTS else _WITH_PROMPTS[prompts].get(rule, rule)
     if rule is not None:
         return rule
     raise TypeError(
-        f"model_loss cannot know what the loss of {cls.__name__} averages over; write\n    def loss_fn(model, batch):\n"
-        "        loss = model(**batch).loss\n        count = ...  # the labels, tokens or samples that it averages over\n"
-        "        return ll.Mean(loss * count, count)"
+        f"model_loss cannot know what the loss of {name} averages over; write\n    def loss_fn(model, batch):\n"
+        "        loss = model(**batch).loss\n"
+        "        count = ...  # the labels, tokens or samples that it averages over, as a tensor\n"
+        "        return ll.Mean(torch.where(count > 0, loss * count, 0.0), count)"
     )
+
+
+def _prompts_of(layers: list[Any]) -> str:
+    """The kind of peft's prompt learning that is around the model, if any."""
+    for layer in layers:
+        config = getattr(layer, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False) and not layer._adapters_disabled:
+            return str(config.peft_type.value)
+    return ""
 
 
 def _kind_of(model: Any) -> str:
@@ -174,6 +207,17 @@ _BY_FUNCTION = {
     "ForMaskedLMLoss": _all_labels,
     "ForTokenClassification": _all_labels,
     "ForSequenceClassificationLoss": _samples,
+}
+
+# Kinds of peft's prompt learning, with rules that they change. Virtual tokens of inputs predict each row's first label;
+# those of a cache predict none. Another kind, such as CPT, has a loss of its own.
+_PREDICTED = {_next_labels: _all_labels}
+_WITH_PROMPTS: dict[str, dict[Any, Any]] = {
+    "PROMPT_TUNING": _PREDICTED,
+    "MULTITASK_PROMPT_TUNING": _PREDICTED,
+    "P_TUNING": _PREDICTED,
+    "PREFIX_TUNING": {},
+    "CARTRIDGE": {},
 }
 
 # Models with a cross-entropy of their own. Those for causal language modeling are missing: some shift the labels.

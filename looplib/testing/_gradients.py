@@ -125,9 +125,8 @@ def assert_microbatches_equal_batch(
         f"microbatches is {microbatches}, and the batch has {count} samples: give 2 or more, up to that",
     )
     with streams_kept(state), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="the batch has labels of -100"
-        )  # reported by the comparison if it matters
+        # Reported by the comparison if it matters.
+        warnings.filterwarnings("ignore", message="the (batch has labels of -100|loss is a (sum|plain scalar))")
         wide, rows, whole = in_float64(grad_fn, state, batch)
         reseeded = grad_fn(wide.replace(seed=wide.seed + 1), copied(rows))
         drawn = differing({"grads": whole.grads}, {"grads": reseeded.grads}, tolerance)
@@ -153,7 +152,7 @@ def _usual_cause(written: list[str]) -> str:
             "GroupNorm or LayerNorm does not; on ranks, torch.nn.SyncBatchNorm sees all; or put the layer in eval mode."
         )
     return (
-        "Usually a loss that is a mean over something else than the samples (tokens, pixels, what a mask leaves) "
+        "Usually a loss that is a mean over something else than the samples (tokens, pixels, what a mask leaves, class weights) "
         "returned as a plain scalar, which weighs by its samples: return ll.Mean(total, weight), the sum and the "
         "number of what counts. Or a sum over the samples: return a mean, or ll.Mean(total, number of samples). Or a "
         "term that looks across samples, such as a contrastive loss or a balance of experts, which microbatches cannot "

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import looplib as ll
+from looplib import testing
 
 
 def ragged(seed=0, rows=6):
@@ -95,3 +96,221 @@ def test_ignored_labels_that_come_later_are_found_and_others_are_not():
         ll.accumulate(ll.make_grad_fn(model, exact_loss), 2)(state, ragged())
         of_floats = ll.make_grad_fn(model, mean_square)
         ll.accumulate(of_floats, 2)(state, torch.full((4, 4), -100.0).double())
+
+
+def images(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(6, 4, generator=generator, dtype=torch.double),
+        "y": torch.tensor([0, 0, 0, 1, 2, 2]),
+        "target": torch.rand(6, 3, generator=generator, dtype=torch.double),
+    }
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 20.0]).double()
+SUMS = {
+    "cross_entropy": lambda out, b: F.cross_entropy(out, b["y"], reduction="sum"),
+    "of each, then the sum": lambda out, b: F.cross_entropy(out, b["y"], reduction="none").sum(),
+    "pixels": lambda out, b: F.cross_entropy(out[..., None], b["y"][:, None], reduction="none").sum(),
+    "mse": lambda out, b: nn.MSELoss(reduction="sum")(out, b["target"]),
+    "a term": lambda out, b: (
+        F.binary_cross_entropy_with_logits(out, b["target"], reduction="sum") + 0.1 * out.square().sum()
+    ),
+}
+NOT_SUMS = {
+    "divided": lambda out, b: F.cross_entropy(out, b["y"], reduction="sum") / len(out),
+    "multiplied": lambda out, b: F.mse_loss(out, b["target"], reduction="sum") * (1 / len(out)),
+    "mean": lambda out, b: F.cross_entropy(out, b["y"], label_smoothing=0.1),
+    "mean of sums": lambda out, b: F.mse_loss(out, b["target"], reduction="none").sum(1).mean(),
+    "sum of means": lambda out, b: torch.stack([F.mse_loss(out, b["target"]), out.square().mean()]).sum(),
+    "a Mean": lambda out, b: ll.Mean(F.cross_entropy(out, b["y"], reduction="sum"), len(out)),
+}
+MEANS_BY_CLASS = {
+    "cross_entropy": lambda out, b: F.cross_entropy(out, b["y"], CLASS_WEIGHTS),
+    "smoothed": lambda out, b: 2 * F.cross_entropy(out, b["y"], CLASS_WEIGHTS, label_smoothing=0.1),
+    "beside another": lambda out, b: nn.NLLLoss(CLASS_WEIGHTS)(out.log_softmax(1), b["y"]) + out.square().mean(),
+}
+
+
+def both(loss, batch, microbatches=3):
+    """The gradient function around a loss of the outputs, and the gradients of the whole batch by torch alone."""
+    model = nn.Linear(4, 3).double()
+
+    def loss_fn(model, batch):
+        return loss(model(batch["x"]), batch)
+
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    value = loss_fn(model, batch)
+    value = value.compute() if isinstance(value, ll.Mean) else value
+    raw = dict(zip(["weight", "bias"], torch.autograd.grad(value, [model.weight, model.bias]), strict=True))
+    return ll.accumulate(grad_fn, microbatches), grad_fn, ll.init_state(model), raw
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", SUMS)
+def test_a_plain_sum_is_warned_of_once_under_accumulate(kind):
+    batch = images()
+    grad_fn, whole, state, raw = both(SUMS[kind], batch, 2)
+    with pytest.warns(UserWarning, match=r"the loss is a sum over the samples.*ll\.Mean\(total, number") as caught:
+        split = grad_fn(state, batch).grads
+    assert [one.filename for one in caught] == [__file__]
+    torch.testing.assert_close({name: 2 * grad for name, grad in split.items()}, raw)  # the warning is right
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(whole(state, batch).grads, raw)  # where it means what it says
+        for _ in range(5):
+            grad_fn(state, batch)
+    fresh = both(SUMS[kind], batch)[1]  # one that has not warned
+    with pytest.raises(AssertionError, match=r"Or a sum over the samples: return a mean"):
+        testing.assert_microbatches_equal_batch(fresh, state, batch)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", NOT_SUMS)
+def test_a_mean_that_is_written_with_a_sum_is_not_warned_of(kind):
+    batch = images()
+    grad_fn, whole, state, raw = both(NOT_SUMS[kind], batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(grad_fn(state, batch).grads, raw)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", MEANS_BY_CLASS)
+def test_class_weights_in_a_plain_mean_are_warned_of_once_under_accumulate(kind):
+    batch = images()
+    grad_fn, whole, state, raw = both(MEANS_BY_CLASS[kind], batch)
+    with pytest.warns(UserWarning, match=r"class weights.*weight\[labels\]\.sum\(\)"):
+        split = grad_fn(state, batch).grads
+    assert max((split[name] - raw[name]).abs().max() for name in raw) > 1e-2  # the warning is right
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole(state, batch)
+        for _ in range(5):
+            grad_fn(state, batch)
+    fresh = both(MEANS_BY_CLASS[kind], batch)[1]
+    with pytest.raises(AssertionError, match="what a mask leaves, class weights"):
+        testing.assert_microbatches_equal_batch(fresh, state, batch)
+
+
+def test_what_the_warning_of_class_weights_says_gives_the_gradient_of_the_whole_batch():
+    def loss(out, batch):
+        total = F.cross_entropy(out, batch["y"], weight=CLASS_WEIGHTS, reduction="sum")
+        return ll.Mean(total, CLASS_WEIGHTS[batch["y"]].sum())
+
+    batch = images()
+    torch.manual_seed(0)
+    _, _, _, raw = both(MEANS_BY_CLASS["cross_entropy"], batch)
+    torch.manual_seed(0)  # the same weights
+    exact, _, state, _ = both(loss, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(exact(state, batch).grads, raw)
+
+
+def pairs():
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 11, (2, 6, 7), generator=generator)
+    labels = ids.masked_fill(torch.arange(7) < torch.tensor([[1], [2], [3], [4], [5], [2]]), -100)
+    return {"chosen": ids[0], "chosen_labels": labels[0], "rejected": ids[1], "rejected_labels": labels[1]}
+
+
+class Policy(nn.Module):
+    """Log probabilities of the labels of each row that are not -100."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, ids, labels):
+        logps = self.head(self.embed(ids[:, :-1])).log_softmax(-1)
+        labels = labels[:, 1:]
+        seen = labels != -100
+        return (logps.gather(2, labels.clamp(min=0)[..., None])[..., 0] * seen).sum(1)
+
+
+def dpo_loss(policy, batch, beta=0.1):
+    margin = policy(batch["chosen"], batch["chosen_labels"]) - policy(batch["rejected"], batch["rejected_labels"])
+    return -F.logsigmoid(beta * margin).mean(), {"margin": margin.mean()}
+
+
+def test_a_mean_over_pairs_with_ignored_labels_is_right_and_not_warned_of():
+    policy, batch = Policy().double(), pairs()
+    grad_fn = ll.make_grad_fn(policy, dpo_loss)
+    state = ll.init_state(policy)
+    raw = torch.autograd.grad(dpo_loss(policy, batch)[0], list(policy.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split = ll.accumulate(grad_fn, 4)(state, batch).grads
+        torch.testing.assert_close(split, dict(zip(state.params, raw, strict=True)))
+
+    def with_sft(policy, batch):  # a term that is a mean over the labels
+        loss, _ = dpo_loss(policy, batch)
+        logits = policy.head(policy.embed(batch["chosen"][:, :-1]))
+        return loss + 0.2 * F.cross_entropy(logits.flatten(0, 1), batch["chosen_labels"][:, 1:].flatten())
+
+    def selected(policy, batch):  # a mean over what a mask leaves
+        logps = policy.head(policy.embed(batch["chosen"])).log_softmax(-1)[..., 0]
+        return -logps[batch["chosen_labels"] != -100].mean()
+
+    for loss_fn in (with_sft, selected):
+        with pytest.warns(UserWarning, match="labels of -100"):
+            ll.accumulate(ll.make_grad_fn(policy, loss_fn), 4)(state, batch)
+
+
+def beside(value_of):
+    def loss_fn(model, batch):
+        loss = exact_loss(model, batch)
+        return loss, {"other": value_of(model, batch, loss)}
+
+    return loss_fn
+
+
+def evaluated(model, loss_fn, batch):
+    step = ll.make_eval_step(model, loss_fn)
+    halves = [{name: column[part] for name, column in batch.items()} for part in (slice(3), slice(3, 6))]
+    return lambda state: ll.evaluate(step, state, halves)
+
+
+@pytest.mark.parametrize("where", ["accumulate", "evaluate"])
+def test_a_plain_scalar_beside_a_loss_over_tokens_is_warned_of_once(where):
+    model, batch = nn.Linear(4, 3).double(), ragged()
+    state = ll.init_state(model)
+    loss_fn = beside(lambda model, batch, loss: plain_loss(model, batch))  # the same quantity
+
+    def calls(loss_fn):
+        if where == "evaluate":
+            return evaluated(model, loss_fn, batch)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), 2)
+        return lambda state: ll.compute(grad_fn(state, batch).metrics)
+
+    call = calls(loss_fn)
+    with pytest.warns(UserWarning, match=r"'other' beside the loss.*return ll.Mean\(total, weight\)") as caught:
+        values = call(state)
+    assert [one.filename for one in caught] == [__file__]
+    assert abs(values["loss"] - values["other"]) > 5e-3  # the warning is right
+    assert values["loss"] == pytest.approx(plain_loss(model, batch).item())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            call(state)
+        by_tokens = beside(lambda model, batch, loss: ll.Mean(loss.total.detach(), loss.weight))
+        of_samples = beside(
+            lambda model, batch, loss: ll.Mean(model(batch["x"]).mean(), 1, times=len(batch["labels"]))
+        )
+        for right in (by_tokens, of_samples, beside(lambda *_: 0.5)):
+            calls(right)(state)
+        if where == "accumulate":  # where the graph tells
+            calls(beside(lambda model, batch, loss: model(batch["x"]).mean()))(state)
+
+
+def test_a_plain_scalar_beside_a_loss_over_samples_is_not_warned_of():
+    model, x = nn.Linear(4, 3).double(), torch.randn(6, 4).double()
+
+    def loss_fn(model, x):
+        out = model(x)
+        return ll.Mean(out.square().sum(), len(x)), {"norm": out.detach().norm()}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ll.accumulate(ll.make_grad_fn(model, loss_fn), 3)(ll.init_state(model), x)

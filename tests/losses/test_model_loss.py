@@ -1,7 +1,10 @@
 """Losses that models compute themselves, against the whole batch and against the real Trainer."""
 
+import textwrap
+
 import pytest
 import torch
+from ranks import launch
 from torch import nn
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -172,3 +175,120 @@ def test_models_whose_average_is_unknown_are_refused_by_name():
             ll.losses.model_loss(model, tokens())
     with pytest.raises(KeyError, match="labels"):
         ll.losses.model_loss(llama(), {"input_ids": torch.ones(1, 3, dtype=torch.long)})
+
+
+def without_labels(batch, rows):
+    """The batch, whose first rows have no labels."""
+    labels = batch["labels"].clone()
+    labels[:rows] = -100
+    return batch | {"labels": labels}
+
+
+OF_EACH_KIND = ["causal", "masked", "encoder-decoder", "sequence classifier", "token classifier"]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_a_microbatch_without_labels_does_not_count(name):
+    model, batch = made(name)
+    model.double()
+    batch = without_labels(batch, 4)  # all of the first microbatch
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    loss = model(**batch).loss
+    expected = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    state = ll.init_state(model)
+    out = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 2)(state, batch)
+    torch.testing.assert_close(out.metrics["loss"].compute().item(), loss.item(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.grads, dict(zip(trained, expected, strict=True)), rtol=1e-4, atol=1e-7)
+
+    # In the log and in an evaluation, each label counts once, too.
+    eval_step = ll.make_eval_step(model, ll.losses.model_loss)
+    model.eval()
+    halves = [{key: column[part] for key, column in batch.items()} for part in (slice(4), slice(4, 8))]
+    value = ll.evaluate(eval_step, state, halves)["loss"]
+    assert value == pytest.approx(loss.item(), rel=1e-6)
+    window = ll.Window()
+    for half in halves:
+        window = window.add(eval_step(state, half))
+    assert ll.compute(window.metrics())["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+    # A step without any has no gradient, and a loss of 0 / 0.
+    none = ll.make_grad_fn(model, ll.losses.model_loss)(state, halves[0])
+    assert none.metrics["loss"].weight == 0 and all((grad == 0).all() for grad in none.grads.values())
+
+
+def ranks_of_which_one_has_no_labels():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, batch = made("causal")
+    batch = without_labels(batch, 4)
+    loss = model(**batch).loss.item()
+    own = slice(4) if dist.get_rank() == 0 else slice(4, 8)
+    grad_fn = ll.make_grad_fn(nn.parallel.DistributedDataParallel(model), ll.losses.model_loss)
+    step = ll.make_train_step(grad_fn, ll.optimizer(torch.optim.SGD, lr=0.1), donate=True)
+    state = ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1))
+    _, metrics = step(state, {key: column[own] for key, column in batch.items()})
+    assert ll.compute(ll.distributed.reduce(metrics))["loss"] == pytest.approx(loss, rel=1e-5)
+    dist.destroy_process_group()
+
+
+def test_a_rank_without_labels_does_not_count():
+    launch(2, ranks_of_which_one_has_no_labels)
+
+
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_the_loss_function_that_the_refusal_dictates_is_right_without_labels(name):
+    with pytest.raises(TypeError) as refused:
+        ll.losses.model_loss(Tiny(), tokens())
+    lines = str(refused.value).partition("write\n")[2]
+    model, batch = made(name)
+    code = lines.replace("count = ...", f"count = (batch['labels'][..., {int(name == 'causal')}:] != -100).sum()")
+    names = {"ll": ll, "torch": torch}
+    exec(textwrap.dedent(code), names)  # as a user copies it
+    whole = model.eval()(**(batch := without_labels(batch, 4))).loss.item()
+    halves = [{key: column[part] for key, column in batch.items()} for part in (slice(4), slice(4, 8))]
+    first, second = (names["loss_fn"](model, half) for half in halves)
+    assert first.weight == 0
+    assert first.merge(second).compute().item() == pytest.approx(whole, rel=1e-5)
+
+
+def prompted(model, task_type="CAUSAL_LM", kind="PromptTuningConfig", **settings):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, getattr(peft, kind)(task_type=task_type, num_virtual_tokens=3, **settings))
+
+
+PROMPTS = {
+    "prompt tuning": {},
+    "p-tuning": {"kind": "PromptEncoderConfig", "encoder_hidden_size": 8},
+    "prefix tuning": {"kind": "PrefixTuningConfig"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompt_learning_counts_what_the_wrapped_model_averages_over(name):
+    model, batch = llama().double(), tokens()
+    model = prompted(model, **PROMPTS[name])
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    loss = model(**batch).loss
+    expected = torch.autograd.grad(loss, list(trained.values()))
+    state = ll.init_state(model)
+    for grad_fn in (
+        ll.make_grad_fn(model, ll.losses.model_loss),
+        ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 3),
+    ):
+        out = grad_fn(state, batch)
+        torch.testing.assert_close(out.metrics["loss"].compute().item(), loss.item(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(out.grads, dict(zip(trained, expected, strict=True)), rtol=1e-4, atol=1e-7)
+    with model.disable_adapter():  # without virtual tokens, as for a reference model
+        loss = ll.losses.model_loss(model, batch)
+        torch.testing.assert_close(loss.total / loss.weight, model(**batch).loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
+def test_prompt_learning_whose_loss_is_its_own_is_refused_by_name():
+    settings = {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
+    with pytest.raises(TypeError, match="CPT"):
+        ll.losses.model_loss(prompted(llama(), kind="CPTConfig", **settings), tokens())
