@@ -344,14 +344,14 @@ def load_objects(
     chosen = {name: _of_rank(entry, ranks) for name, entry in entries.items()}
     kept = {name for name in optional if name not in objects or chosen.get(name) is None}
     misfits = _misfits(without(objects, kept), without(chosen, kept), reader)
-    check(not misfits, _in_words(path, misfits))
+    check(not misfits, _in_words(path, misfits, optional))
     nodes = {name: chosen[name] for name in objects if name not in kept}
     notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
     likes = {each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)}
     made = _made(reader.read({each: likes.get(each) for each in notes}), notes, likes, reader)
     states = {name: _original(node["state"], made) for name, node in nodes.items()}
     misfits = dict.fromkeys(_misfits_of_states(subset(objects, states), states), "")
-    check(not misfits, _in_words(path, misfits))
+    check(not misfits, _in_words(path, misfits, optional))
     changed = differences(manifest["made_with"], settings.described)
     warning = other_settings(path, changed) if changed else ""
 
@@ -400,10 +400,11 @@ def _misfits(objects: Objects, chosen: Mapping[str, Any], reader: Reader) -> dic
     return misfits
 
 
-def _in_words(path: Path, misfits: Mapping[str, str]) -> str:
+def _in_words(path: Path, misfits: Mapping[str, str], optional: Collection[str]) -> str:
     names = [name for name in misfits.values() if name]
     advice = "Give the objects of the run that it was saved from, or use another directory"
     if names:
+        names = [*optional, *names]
         listed = ", ".join(map(repr, names)) + "," * (len(names) == 1)
         advice += f". If you mean to restore the others alone: ckpt.restore(..., optional=({listed}))"
     return f"{path} does not fit what is given:\n  {few(misfits, 10, chr(10) + '  ')}\n{advice}"
@@ -428,7 +429,7 @@ def _is_torchs(*classes: str) -> bool:
 
 def _words_of(name_of_class: str) -> str:
     bare = name_of_class.rpartition(".")[2]
-    return f"{'an' if bare[0] in 'AEIOaeio' else 'a'} {bare}"
+    return f"{'an' if bare[0] in 'AEIOaeio' or bare == 'SGD' else 'a'} {bare}"
 
 
 def _differences_of_module(new: Mapping[str, Any], state: Any, reader: Reader) -> list[str]:
