@@ -1,7 +1,7 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
 from looplib._core.hints import give_hints
-from looplib.checkpoint._capture import capture, reinstate
+from looplib.checkpoint._capture import RandomStreams, capture, reinstate
 from looplib.checkpoint._checkpoints import Checkpoint
 from looplib.checkpoint._export import save_pretrained, save_safetensors
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointIO",
     "CheckpointVersionError",
     "DamagedCheckpointError",
+    "RandomStreams",
     "capture",
     "checkpoint_io",
     "load_optimizer_state_dict",

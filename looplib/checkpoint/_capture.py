@@ -84,6 +84,58 @@ def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
         each.load_state_dict(_original(states[name]))
 
 
+class RandomStreams:
+    """The global random streams, as an object with a `state_dict` to save in a checkpoint of your own loop.
+
+    >>> import looplib as ll, tempfile, torch
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> ckpt, run = ll.checkpoint_io(folder.name), {"random": ll.checkpoint.RandomStreams(), "step": 3}
+    >>> path = ckpt.save(run)
+    >>> first = torch.rand(())
+    >>> run = ckpt.restore(run, quiet=True)
+    >>> torch.equal(first, torch.rand(()))
+    True
+    >>> folder.cleanup()
+
+    They are those of Python's `random`, of `numpy.random` if it has been imported, and torch's generators of the CPU and
+    of the accelerators that this process sees. Dropout in a loop of your own draws from them. A restore loads them last. A
+    `DataLoader` draws from torch's stream when its iteration begins, which is after a restore, so give it a
+    `generator` of its own if a run that resumes within an epoch is to draw what an unbroken one draws.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the streams' states."""
+        state: dict[str, Any] = {
+            "torch": [generator.get_state() for generator in _all_generators()],
+            "random": random.getstate(),
+        }
+        if (numpy := sys.modules.get("numpy")) is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the streams back to where `state_dict` found them.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ValueError: this process sees a different number of devices.
+        """
+        for problem in self.misfits(state):
+            raise ValueError(f"the streams {problem}")
+        for generator, stream in zip(_all_generators(), state["torch"], strict=True):
+            generator.set_state(stream.cpu())
+        random.setstate(state["random"])
+        if "numpy" in state:
+            import_module("numpy.random").set_state(state["numpy"])
+
+    def misfits(self, state: Mapping[str, Any]) -> list[str]:
+        """Reasons, in words, why a state cannot be loaded."""
+        saved, here = len(state["torch"]), len(_all_generators())
+        return [] if saved == here else [f"were saved of {saved} devices, with the CPU, and this process sees {here}"]
+
+
 def _all_generators() -> tuple[torch.Generator, ...]:
     """The generator of the CPU, and those of the accelerators of this process."""
     return _generators(*map(torch.device, range(torch.accelerator.device_count())))

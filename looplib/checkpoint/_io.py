@@ -11,11 +11,11 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from looplib._core import errors
 from looplib._core.checks import check, check_type, few, warn
@@ -28,6 +28,8 @@ from looplib._core.replicas import checksums_by_name, different
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, numbers_of
+from looplib.checkpoint._objects import check_objects, load_objects, take
+from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, trees_to_save
 from looplib.checkpoint._write import Parts
@@ -173,7 +175,7 @@ class CheckpointIO:
     def __repr__(self) -> str:
         return f"CheckpointIO({str(self._listing.folder)!r})"
 
-    def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
+    def save(self, state: TrainState | Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> Path:
         """Save a checkpoint, then delete those that no policy keeps.
 
         If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
@@ -202,20 +204,29 @@ class CheckpointIO:
             OSError: the disk is full, or the directory cannot be written. Earlier checkpoints are left unchanged.
             DonatedStateError: the state was donated to a step.
         """
-        check_state(state, "ckpt.save(state)")
-        warn_of_position(state)
+        if isinstance(state, Mapping):
+            check_objects(state, "ckpt.save")
+        else:
+            check_state(state, "ckpt.save(state)")
+            warn_of_position(state)
         check_type(
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )
         ranks = self._barrier()
-        parts, about = ranks.all_or_raise(partial(self._taken_apart, state, metrics, ranks.first))
+        if isinstance(state, Mapping):
+            objects, trees = take(state, ranks)
+            taken_apart = partial(self._objects_taken_apart, state, objects, trees)
+        else:
+            taken_apart = partial(self._taken_apart, state)
+        parts, about = ranks.all_or_raise(partial(taken_apart, metrics, ranks.first))
         if ranks.is_distributed:
             # A count, a plain value, a dtype or a shape may not differ.
             facts = {**about["counts"], **parts.values, **parts.about, "sharded": sorted(parts.sharded)}
             ranks.check_alike(facts, _DIFFERS, in_words, _ONE_FOR_ALL, 4)
-            together_with_data().check_alike(numbers_of({"extra": state.extra}), _DIFFERS, str, _ONE_FOR_ALL, 4)
-            self._warn_of_params_that_differ(state)
-        target = ranks.on_rank0(partial(self._begin, state.step))
+            if not isinstance(state, Mapping):
+                together_with_data().check_alike(numbers_of({"extra": state.extra}), _DIFFERS, str, _ONE_FOR_ALL, 4)
+                self._warn_of_params_that_differ(state)
+        target = ranks.on_rank0(partial(self._begin, about["counts"]["step"]))
 
         def write(ranks: RankGroup) -> None:
             write_entry(ranks, target, parts, about)
@@ -229,6 +240,7 @@ class CheckpointIO:
             write(ranks)
         return target
 
+    @overload
     def restore(
         self,
         state: TrainState,
@@ -236,7 +248,27 @@ class CheckpointIO:
         *,
         weights_only: bool = False,
         quiet: bool = False,
-    ) -> TrainState:
+    ) -> TrainState: ...
+
+    @overload
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        which: Literal["latest", "best"] | int = "latest",
+        *,
+        optional: Collection[str] = (),
+        quiet: bool = False,
+    ) -> dict[str, Any]: ...
+
+    def restore(
+        self,
+        state: TrainState | Mapping[str, Any],
+        which: Literal["latest", "best"] | int = "latest",
+        *,
+        weights_only: bool = False,
+        optional: Collection[str] = (),
+        quiet: bool = False,
+    ) -> TrainState | dict[str, Any]:
         """Restore a checkpoint into the structure of a state and onto its devices.
 
         >>> import looplib as ll, tempfile, torch
@@ -280,14 +312,22 @@ class CheckpointIO:
         **Tied weights.** If leaves that share a tensor in `state` were saved with different values, they are
         separated: the module's leaves keep their tensors, and the others get new ones.
         """
-        check_state(state, "ckpt.restore(state)")
+        reading: Callable[[Path], Any]
+        if isinstance(state, Mapping):
+            check_objects(state, "ckpt.restore")
+            check(not weights_only, "weights_only is for a state: give the module alone, with optional=", TypeError)
+            is_several = isinstance(optional, Collection) and not isinstance(optional, str)
+            check(is_several, f"optional is {optional!r}; give names, such as optional=('ema',)", TypeError)
+            reading = partial(load_objects, objects=state, optional=optional, settings=self._settings, ranks=together())
+        else:
+            check_state(state, "ckpt.restore(state)")
+            check(not optional, "optional= is for objects by name; a state is restored with all that is in it", TypeError)
+            reading = partial(load, template=state, weights_only=weights_only, settings=self._settings)
         ranks = self._barrier()
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             try:
-                restored, checksum, warning = ranks.all_or_raise(
-                    partial(load, path, state, weights_only, self._settings)
-                )
+                restored, checksum, warning = ranks.all_or_raise(partial(reading, path))
             except DamagedCheckpointError as error:
                 if not ranks.on_rank0(partial(self._listing.is_damaged, path)):
                     continue  # it has been removed since it was chosen
@@ -301,13 +341,17 @@ class CheckpointIO:
             )
             if warning and ranks.first:
                 warnings.warn(warning, stacklevel=2)
-            state = restored()
-            if ranks.first and not quiet:
+            if isinstance(state, Mapping):
+                state = ranks.all_or_raise(restored)
+                title = f"step {state['step']}"
+            else:
+                state = restored()
                 title = "weights" if weights_only else f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
+            if ranks.first and not quiet:
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
             return state
-        return state
+        return dict(state) if isinstance(state, Mapping) else state
 
     def steps(self) -> list[Checkpoint]:
         """List all checkpoints, oldest first. `pandas.DataFrame(ckpt.steps())` is a table. It needs no other rank."""
@@ -353,11 +397,44 @@ class CheckpointIO:
         self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
     ) -> tuple[Parts, dict[str, Any]]:
         """The tensors of a state, copied if they are written in the background, and its manifest."""
+        scores = self._scores(metrics)
+        if metrics is not None:
+            warn_of_records(state.extra, scores)
+        trees, left_out = trees_to_save(state, self._select)
+        return self._parts(trees, first), {
+            "counts": counts_of(state),
+            "metrics": mapped(described, scores),
+            "made_with": self._settings.description(state),
+            "loaders": provenance_of(state).loaders,
+            "left_out": left_out,
+        }
+
+    def _objects_taken_apart(
+        self,
+        objects: Mapping[str, Any],
+        entries: Mapping[str, Any],
+        trees: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        first: bool,
+    ) -> tuple[Parts, dict[str, Any]]:
+        """The same of objects by name, with what `take` has made of them."""
+        check(self._select is None, "select= is for the parameters of a state: leave out what you do not want to save")
+        return self._parts(trees, first), {
+            "counts": counts_of_objects(objects),
+            "metrics": mapped(described, self._scores(metrics)),
+            "made_with": self._settings.described,
+            "loaders": [],
+            "left_out": {},
+            "objects": entries,
+        }
+
+    def _scores(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
-            warn_of_records(state.extra, scores)
-        trees, left_out = trees_to_save(state, self._select)
+        return scores
+
+    def _parts(self, trees: Any, first: bool) -> Parts:
         parts = Parts(trees, first)
         check(
             not (parts.sharded and is_alone()),
@@ -365,13 +442,7 @@ class CheckpointIO:
         )
         if self._asynchronous:
             parts.copy()
-        return parts, {
-            "counts": counts_of(state),
-            "metrics": mapped(described, scores),
-            "made_with": self._settings.description(state),
-            "loaders": provenance_of(state).loaders,
-            "left_out": left_out,
-        }
+        return parts
 
     def _warn_of_params_that_differ(self, state: TrainState) -> None:
         """Warn at the first save of several ranks if these train different parameters, of which one rank's are saved."""

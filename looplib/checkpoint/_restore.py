@@ -39,6 +39,9 @@ def load(
     read the same checkpoint; and a warning about settings that differ from those saved, or "".
     """
     manifest = read_manifest(path)
+    objects = manifest.get("objects", {})
+    advice = f"give ckpt.restore(...) a mapping of the objects {few(objects)}"
+    check(not objects, f"{path} was saved from objects by name and not from a state: {advice}")
     reader, tree = Reader(path, manifest), trees_of(template)
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)

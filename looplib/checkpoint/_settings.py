@@ -36,13 +36,13 @@ class Settings:
         advice = 'give a mapping of names to settings, such as {"loader": loader, **vars(args)}'
         check_type("describe is", describe, (Mapping, type(None)), advice)
         settings = {str(name): setting for name, setting in (describe or {}).items()}
-        self._described: dict[str, Any] = without_secrets(mapped(described, settings))
+        self.described: dict[str, Any] = without_secrets(mapped(described, settings))
         self._loaders = [name for name, setting in settings.items() if hasattr(setting, "resume")]
 
     def description(self, state: TrainState) -> dict[str, Any]:
         """Settings as stored in a manifest, without the loaders that a state knows, which are compared when called."""
         optimizer = provenance_of(state).optimizer
-        return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
+        return {**({} if optimizer is None else {"optimizer": optimizer}), **self.described}
 
     def continued(
         self, path: Path, manifest: Mapping[str, Any], template: TrainState
