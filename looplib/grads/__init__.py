@@ -1,6 +1,7 @@
 """Gradient wrappers: a `GradFn` goes in and a `GradFn` comes out (accumulation, clipping, loss scaling, ranks)."""
 
 from looplib.grads._accumulation import accumulate
+from looplib.grads._backward import backward
 from looplib.grads._clipping import clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from looplib.grads._loss_scale import scale_loss
 from looplib.grads._map_batch import map_batch
@@ -9,6 +10,7 @@ from looplib.grads._wrapper import wrapper
 
 __all__ = [
     "accumulate",
+    "backward",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
