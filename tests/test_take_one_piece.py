@@ -185,7 +185,7 @@ def test_a_loader_yields_what_is_left_of_an_epoch(loops):
 
 
 def script(folder, workers, stop):
-    """The page's script in a new process, which is gone after so many batches."""
+    """The page's script in a new process, which ends after `stop` batches."""
     loader = LOADER.partition("\n")[0].replace("num_workers=2", f"num_workers={workers}")
     with contextlib.chdir(folder):
         run({}, LOOP, loader, RESUME + f"        if step == {stop}:\n            os._exit(0)\n")
