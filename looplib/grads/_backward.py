@@ -47,6 +47,9 @@ def backward(
     loop draws the same dropout masks. Two calls with the same `step` draw the same ones: if you call it twice in a step, give
     each a `seed` of its own. If it raises, `.grad` is as it was.
 
+    Hooks of the module and of its parameters run in each pass, and see the gradient of that pass alone. A hook that updates
+    a parameter in the backward pass and sets its `.grad` to None needs `make_grad_fn(..., allow_unused=True)`.
+
     Args:
         grad_fn: from `make_grad_fn`, with or without wrappers.
         model: the module of `grad_fn`, with or without torch's wrappers.

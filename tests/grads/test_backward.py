@@ -421,6 +421,8 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
 
 
 def wrapped(engine, model):
+    if engine == "reduce":
+        return model
     if engine == "fsdp":
         fully_shard(model[0])
         fully_shard(model[4])
@@ -441,9 +443,11 @@ def train_on_two_ranks(engine):
         model, raw, in_two = (wrapped(engine, net()) for _ in range(3))
         grad_fn = ll.make_grad_fn(model, loss_fn)
         halves = ll.accumulate(ll.make_grad_fn(in_two, loss_fn), microbatches=2)
+        if engine == "reduce":
+            grad_fn, halves = map(ll.grads.reduce_gradients, (grad_fn, halves))
 
-        def train(model, backward, each=1, kind=torch.optim.AdamW):
-            """So many batches in each update, whose gradients add up in `.grad`."""
+        def train(model, backward, kind=torch.optim.AdamW):
+            """`each` batches for an update, whose gradients add up in `.grad`."""
             optimizer, scheduler = torch_optimizer(model, kind)
             for step, batch in enumerate(batches):
                 if step % each == 0:
@@ -460,13 +464,17 @@ def train_on_two_ranks(engine):
         def by_hand(step, batch):
             seed(step, rank=rank)
             loss_fn(raw, batch).backward()
+            if engine == "reduce" and step % each == each - 1:
+                for param in raw.parameters():
+                    torch.distributed.all_reduce(param.grad)
+                    param.grad /= 2
 
+        each = 1
         found, expected = train(model, by_looplib), train(raw, by_hand)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+        each = 3
         # torch's DDP takes the mean over ranks of the sum, and so rounds in another order.
-        found, expected = (
-            train(*both, each=3, kind=torch.optim.SGD) for both in ((model, by_looplib), (raw, by_hand))
-        )
+        found, expected = (train(*both, kind=torch.optim.SGD) for both in ((model, by_looplib), (raw, by_hand)))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         found = train(in_two, lambda step, batch: ll.grads.backward(halves, in_two, batch, step=step, seed=7))
         assert next(value for name, value in found.items() if "num_batches" in name) == 12
@@ -474,6 +482,6 @@ def train_on_two_ranks(engine):
             ll.distributed.check_replicas(ll.init_state(in_two))
 
 
-@pytest.mark.parametrize("engine", ["ddp-options", "ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp-options", "ddp", "fsdp", "reduce"])
 def test_on_two_ranks_it_has_the_bits_of_torchs_loop(engine):
     launch(2, train_on_two_ranks, engine)
