@@ -69,6 +69,9 @@ def make_grad_fn(
     state. If the module is wrapped in DDP or sharded by FSDP2, the result is the gradient of the global batch over
     all ranks, even if their batches have different sizes or token counts.
 
+    Called by hand, it leaves the module as it was: the gradients and the moved buffers are in the result, and another call
+    with this state draws the same dropout masks. In a loop with torch's own optimizer, call it by `ll.grads.backward`.
+
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
         loss_fn: `loss_fn(model, batch)`, which returns a scalar loss (the mean over the samples), a

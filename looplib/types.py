@@ -481,6 +481,9 @@ errors.explain(
 Schedule = Callable[[int], float]
 """Schedule: a hyperparameter as a function of the number of updates made so far.
 
+It gives the value itself. In a loop of your own, assign it, `group["lr"] = schedule(step)`; torch's `LambdaLR` multiplies by
+it, so the torch optimizer must have `lr=1.0` there.
+
 >>> import looplib as ll, torch
 >>> def rising(step):
 ...     return 1e-4 * (step + 1)

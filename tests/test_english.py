@@ -15,7 +15,7 @@ AVOID = {
     r"\banew\b": "again",
     r"\b(?:go|goes|going|went|gone) on\b(?! (?:the|a|disk|top)\b)": "continue",
     r"\bpictures?\b": "plot, figure or image",
-    r"\bpieces?\b": "microbatch, part, slice, or the name of the thing",
+    r"(?<!Take one )\bpieces?\b": "microbatch, part, slice, or the name of the thing",
     r"\bsomething else than\b": "something other than",
     r"\bothers than\b": "different from",
     r"(?i:\b(?:after|for|in|into|of|to) so (?:many|much)\b)": '"`n`", or "the given number of"',
@@ -23,7 +23,7 @@ AVOID = {
     r"\bthe world says\b": "name the signal",
 }
 # Where a pattern above has another meaning: (file, the text around it).
-EXCEPTIONS = {("README.md", "Take one piece into your own loop")}
+EXCEPTIONS: set[tuple[str, str]] = set()
 
 
 def with_statements(node):

@@ -66,7 +66,7 @@ def make_contrastive_grad_fn(
     The gradient is that of the whole batch. A microbatch draws the same random numbers in both of its forward passes,
     so this holds with dropout too; the masks are those of `ll.accumulate` with the same number of microbatches.
     BatchNorm normalizes each microbatch separately and updates its statistics once per microbatch. Compared with the
-    plain form, it takes one more forward pass.
+    plain form, it takes one more forward pass. With torch's own optimizer, call it by `ll.grads.backward`.
 
     On several ranks the loss is that of the global batch: each rank gathers all embeddings, and the gradients are
     summed over the ranks, by DDP or FSDP2 if one of them wraps the model, otherwise as by

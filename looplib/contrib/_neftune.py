@@ -33,7 +33,8 @@ def neftune(
     >>> bool((noisy.grads["1.bias"] != plain.grads["1.bias"]).any())
     True
 
-    The noise is uniform within alpha / sqrt(length * width) of zero and uses the step's own random numbers. There is
+    The noise is uniform within alpha / sqrt(length * width) of zero and uses the step's own random numbers (in a loop of your
+    own, torch's global stream). There is
     none while the embedding is in eval mode. It is added by a forward hook that exists only during the loss.
     `ll.losses.recompute` restores the hook in the backward pass; torch's own checkpointing around the embedding does
     not, so the noise would be missing there.

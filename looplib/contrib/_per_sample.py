@@ -53,8 +53,8 @@ def make_per_sample_grad_fn(
     (torch.Size([4, 1, 2]), 4)
 
     The returned `grads` have the shape (batch, *shape of the parameter), with zeros for parameters that the loss does
-    not reach. To train, put `clip_per_sample` around it. It needs memory for one copy of
-    the parameters per sample, so put `accumulate(..., size=)` around these to use less.
+    not reach. To train, put `clip_per_sample` around it; with torch's own optimizer, call that by `ll.grads.backward`.
+    It needs memory for one copy of the parameters per sample, so put `accumulate(..., size=)` around these to use less.
 
     `loss_fn` sees batches of one sample, with a first dimension of 1, inside `torch.func.vmap`, so it cannot read
     values (`.item()`, `if loss > 1`). Tensors of the batch are split along their first dimension; tensors without

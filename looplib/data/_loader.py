@@ -283,6 +283,9 @@ def make_loader(
     workers. Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
     its own part.
 
+    In a loop of your own, give `loader(ll.TrainState(epoch=epoch, batch=batches_taken))`. With the same epoch, the order is
+    the same again.
+
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
             StatefulDataLoader), whose settings are used, except for its generator.
@@ -325,11 +328,12 @@ def make_loader(
     that draws nothing and whose items take less than that is read faster as a TensorDataset, or with `__getitems__`.
 
     **Several processes.** Each rank reads consecutive samples of the global batch; if it does not divide evenly, the
-    first ranks get one more, as with `torch.tensor_split`. No samples are repeated or dropped. In a batch with fewer
-    samples than ranks, some ranks get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients`
-    contributes nothing. A run can be resumed on any number of ranks. That does not hold for a batch size for each
-    rank, `batch_size=8 * ll.distributed.world_size()`, which needs `Loader.resume`. For evaluation, see
-    `Loader.parts`.
+    first ranks get one more, as with `torch.tensor_split`. A step weights them by their
+    samples. DDP in a loop of your own does not, so choose a `batch_size` that the number of ranks divides, and
+    `drop_last=True`, there. No samples are repeated or dropped. In a batch with fewer samples than ranks, some ranks
+    get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. A run
+    can be resumed on any number of ranks. That does not hold for a batch size for each rank,
+    `batch_size=8 * ll.distributed.world_size()`, which needs `Loader.resume`. For evaluation, see `Loader.parts`.
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its

@@ -13,6 +13,7 @@ from looplib._core import trees
 from looplib._core.checks import check, check_optional_count, parts_of
 from looplib._core.lease import tensors_in
 from looplib._core.mappings import pick
+from looplib._core.torch_private import pytree
 from looplib.checkpoint._format import local
 from looplib.debug._fingerprint import same_bits
 from looplib.state import copy_state
@@ -97,11 +98,16 @@ def nbytes(tree: Any) -> int:
     (4000, 8000)
 
     Args:
-        tree: a state, a list of states, or a batch. For a DTensor, this process's shard counts.
+        tree: a state, a list of states, or a batch; of a module or an optimizer of torch's its `state_dict()`. For a
+            DTensor, this process's shard counts.
 
     Raises:
+        TypeError: the tree has an object with a `state_dict`, whose tensors are not counted.
         DonatedStateError: a state was donated to a step.
     """
+    for leaf in pytree.tree_iter(tree):
+        name = type(leaf).__name__
+        check(not hasattr(leaf, "state_dict"), f"nbytes got a {name}; give {name.lower()}.state_dict()", TypeError)
     storages = {}
     for part in (part for leaf in tensors_in(tree) for part in parts_of(local(leaf))):
         storage = part.untyped_storage()

@@ -60,7 +60,7 @@ def worst_samples(
 
     Args:
         grad_fn: from `make_grad_fn` or `make_per_sample_grad_fn`, without clipping, which would make all norms equal.
-        state: state before the step.
+        state: state before the step; of a module in a loop of your own, `ll.init_state(model)`.
         batch: any batch that `accumulate` can split.
         indices: (batch,) dataset indices of the samples.
         batch_size: function that counts the samples in a batch.

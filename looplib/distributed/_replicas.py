@@ -33,7 +33,8 @@ def check_replicas(state: TrainState) -> None:
     compared, since each rank keeps running statistics of its own between two forward passes, nor is `extra`.
 
     Args:
-        state: the state to check.
+        state: the state to check. In a loop of your own, `ll.init_state(model)` has the parameters, and nothing of torch's
+            optimizer.
 
     Raises:
         ValueError: a tensor or a count differs. The message names it and the ranks that differ from most others.

@@ -49,8 +49,8 @@ def predict(
     On several ranks, each rank computes its part and all ranks get all outputs, which are sent through the CPU.
 
     Args:
-        predict_step: from `make_predict_step`.
-        state: the state to predict with.
+        predict_step: from `make_predict_step`. A function of your own runs as it is, in the module's mode.
+        state: the state to predict with; for a module in a loop of your own, `ll.init_state(model)`.
         batches: as for `evaluate`.
         start: index of the first batch. A looplib loader does not read the earlier ones.
         max_batches: number of batches.

@@ -2,6 +2,7 @@
 
 from looplib._core.hints import give_hints
 from looplib.grads._accumulation import accumulate
+from looplib.grads._backward import backward
 from looplib.grads._clipping import clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from looplib.grads._loss_scale import scale_loss
 from looplib.grads._map_batch import map_batch
@@ -10,6 +11,7 @@ from looplib.grads._wrapper import wrapper
 
 __all__ = [
     "accumulate",
+    "backward",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",

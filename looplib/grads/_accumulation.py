@@ -59,6 +59,8 @@ def accumulate(
     index, so with dropout the result depends on how the batch is split. BatchNorm normalizes each microbatch
     separately and updates its running statistics once per microbatch, as in a raw loop.
 
+    In a loop with torch's own optimizer, `ll.grads.backward` puts the result into `.grad`, and moves buffers.
+
     `accumulate` goes directly around `make_grad_fn` if the model is in DDP or FSDP2, which add up the gradients of all
     microbatches in one place. Wrappers go around it.
 

@@ -136,7 +136,8 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     tensor(5.)
 
     Args:
-        tensors: tensors of any shapes. Those on other devices are copied to the first one's.
+        tensors: one or more tensors of any shapes. Those on other devices are copied to the first one's. Of a module's
+            gradients, leave out those that are None: `[p.grad for p in model.parameters() if p.grad is not None]`.
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:

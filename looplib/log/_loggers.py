@@ -67,7 +67,9 @@ def jsonl(path: str | os.PathLike[str]) -> Logger:
     The file is opened, appended to and closed at each call, and its folders are created if missing. An existing log
     is never truncated: after a return to a checkpoint, the repeated steps stand in it twice, and `read_columns` takes the
     later ones. If the process is killed, at most the line being written is lost, and the next line after an
-    incomplete one starts on a new line. (Calls do not wait for the disk, so a power failure can lose more.)
+    incomplete one starts on a new line. In a loop of your own, give the counts that you have,
+    `ll.TrainState(step=step, epoch=epoch)`: all others are written as 0. (Calls do not wait for the disk, so a power
+    failure can lose more.)
 
     Args:
         path: the file. A relative path refers to the working directory at the time of this call.

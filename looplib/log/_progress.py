@@ -48,6 +48,9 @@ class progress(Generic[T]):
     Without `epochs`, each epoch has a bar of its own. As in tqdm, a batch counts as done when the next one is
     requested.
 
+    In a loop of your own, give `bar(ll.TrainState(epoch=epoch, batch=batch, epoch_length=len(loader)))`: without the length it
+    knows no end.
+
     Args:
         loader: the loader, or any function from a state to the batches of its epoch.
         epochs: number of epochs in the run. For a run that is measured in steps, pass tqdm's `total=steps`.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from looplib._core import torch_private
+from looplib._core import torch_private, trees
 from looplib._core.checks import check, named
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._collected import Cat
@@ -225,6 +225,12 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     return {prefix + name: float(value) for name, value in values.items()}
 
 
+def _has_graph(record: Any) -> bool:
+    if isinstance(record, Tensor):
+        return record.requires_grad
+    return isinstance(record, tuple) and any(map(_has_graph, record))
+
+
 @dataclass(frozen=True)
 class Window:
     """Logging window: collect the metrics of several steps without waiting for the device.
@@ -246,6 +252,8 @@ class Window:
                 log(state, ll.compute(window.metrics(), prefix="train/"))
                 window = ll.Window()
 
+    In a loop of your own, add records: `window.add({"loss": ll.Mean(loss, 1, times=len(x))})` of a mean over the batch.
+
     A window is not part of checkpoints, so log when you save, and a resumed run starts with an empty window:
     `log_now = ll.every_n_steps(50) | save_now`.
 
@@ -265,7 +273,9 @@ class Window:
     steps: int = 0
 
     def add(self, metrics: Metrics) -> Window:
-        """The window with the metrics of one more step."""
+        """The window with the metrics of one more step, cut off from the graph of their loss."""
+        if any(map(_has_graph, metrics.values())):
+            metrics = trees.map_tensors(Tensor.detach, metrics)
         waiting = (*self.waiting, metrics)
         if len(waiting) == 64:
             return Window((_merged_by_name((*self.merged, *waiting)),), (), self.steps + 1)

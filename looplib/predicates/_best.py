@@ -201,7 +201,8 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
             ckpt.save(state, scores)
 
     Args:
-        state: a state with a `BestSoFar` in `extra`.
+        state: a state with a `BestSoFar` in `extra`. In a loop of your own, keep one for this alone,
+            `watch = ll.update_best(watch.replace(step=step), scores)`.
         scores: name -> value, as returned by `evaluate`; the same on all ranks.
         key: key of the record in `state.extra`. Use one record for each metric that you watch.
 
@@ -247,7 +248,8 @@ class early_stopping(Predicate):
     patience lets a stopped run continue. Evaluate within the `for` (`if eval_now(state):`), not after it, where a `break` in
     the middle of an epoch would count as an evaluation more. If you evaluate more than once in an epoch, ask
     `if done(state): break` after `update_best`. To return to the best checkpoint, call
-    `ckpt.restore(state, which="best")` after the loop.
+    `ckpt.restore(state, which="best")` after the loop. In a loop of your own, ask it about the state that `update_best`
+    returned.
 
     Args:
         patience: number of evaluations, at least 1. The very first evaluation is an improvement.

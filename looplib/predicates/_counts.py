@@ -98,7 +98,8 @@ class every_n_steps(_EveryCount):
     >>> ll.every_n_steps(50).between(101, 200)  # 150, 200
     every_n_steps(50).between(101, 200)
 
-    It never fires at step 0. For other steps, such as 1, 51 and 101, write a `predicate`. If you make several updates
+    It never fires at step 0. In a loop of your own, ask `every_n_steps(50)(ll.TrainState(step=step))` after each update. For
+    other steps, such as 1, 51 and 101, write a `predicate`. If you make several updates
     on a batch (`same_batch`), ask once, after the last of them.
 
     Args:
@@ -122,7 +123,8 @@ class every_n_samples(_EveryCount):
     >>> eval_now(ll.TrainState(samples=128, batch_samples=64)), eval_now(ll.TrainState(samples=192, batch_samples=64))
     (True, False)
 
-    A batch counts even if its update was skipped.
+    A batch counts even if its update was skipped. In a loop of your own, give both `samples` and `batch_samples`, the
+    number in the last batch: without the second it never fires.
 
     Args:
         n: number of samples between points, at least 1. A batch that crosses several points fires once.
@@ -148,7 +150,8 @@ class every_n_epochs(_Every):
     >>> ll.every_n_epochs(2)(ll.TrainState(epoch=4))
     True
 
-    A batch counts even if its update was skipped.
+    A batch counts even if its update was skipped. In a loop of your own, give `epoch`, the number of epochs completed, and
+    `batch`, the number of batches since then; for a fraction, `epoch_length` too.
 
     Args:
         n: number of epochs between points. A fraction fires at the batch that reaches or crosses the point, and needs
@@ -195,7 +198,8 @@ class at_epoch_end(Predicate):
     >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
     (True, False)
 
-    For a stream, ask it about the state returned by `ll.end_epoch`. It is equivalent to `every_n_epochs(1)`.
+    In a loop of your own, give both counts. For a stream, ask it about the state returned by `ll.end_epoch`. It is
+    equivalent to `every_n_epochs(1)`.
     """
 
     def fires(self, state: TrainState) -> bool:
@@ -296,7 +300,8 @@ class after_epochs(_After):
     [3, 4]
 
     `after_epochs(0)` is always true. Epochs are counted by the step if the state has an `epoch_length`, and otherwise
-    only by `ll.end_epoch`: with neither, as over a plain DataLoader, the state stays in epoch 0 and this stays False.
+    only by `ll.end_epoch`: with neither, as over a plain DataLoader, the state stays in epoch 0 and this stays False. In a
+    loop of your own, give `ll.TrainState(epoch=epoch)`.
 
     Args:
         n: number of epochs, at least 0. A fraction becomes true within an epoch, at the batch that reaches or crosses
@@ -331,7 +336,7 @@ class after_samples(_After):
     >>> done(ll.TrainState(samples=960)), done(ll.TrainState(samples=1024))
     (False, True)
 
-    `after_samples(0)` is always true.
+    `after_samples(0)` is always true. In a loop of your own, give `ll.TrainState(samples=samples)`.
 
     Args:
         n: number of samples, an int of at least 0.

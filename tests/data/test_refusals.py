@@ -173,6 +173,7 @@ def test_states_that_are_not_this_loaders():
         ),
         (lambda: loader(at(1, 4)), ValueError, "batch 4 of epoch 1.* 3 batches.*end_epoch"),
         (lambda: loader(at(1, 3, 3)), ValueError, "batch 3 of epoch 1.* 3 batches.*end_epoch"),
+        (lambda: loader(at(1, -1)), ValueError, r"batch -1 of epoch 1.* divmod\(batches_taken, len\(loader\)\)"),
         (lambda: loader(at(0, 7)), ValueError, "batch 7 of epoch 0.* 3 batches"),
         (lambda: longer(at(2, 0, 3)), ValueError, "epoch 2 has 5 batches, but epoch 0 has 3; .*end_epoch"),
         (lambda: iter(loader), TypeError, "for batch in loader"),

@@ -228,6 +228,10 @@ def test_a_tensor_that_stands_twice_is_kept_once_and_one_that_may_be_spent_not_a
     kept = keep({}, ll.init_state(model, extra={"again": model.one}))
     assert kept[0].params["one"] is kept[0].extra["again"] is not model.one
     assert nbytes(kept[0]) == 20
+    assert nbytes(model.state_dict()) == 20
+    for tree in model, [torch.optim.SGD(model.parameters(), lr=0.1)]:  # of which it saw no tensor
+        with pytest.raises(TypeError, match=r"give (module|sgd).state_dict\(\)"):
+            nbytes(tree)
     case = Case(donate=True)
     kept = keep({0: case.state}, case.state.replace(step=1))  # the first as it is, so that the run may spend it
     was = fingerprint(kept[1])

@@ -58,7 +58,8 @@ class Page:
 def pages() -> list[Page]:
     """All pages, in the order of the navigation."""
     learn = [
-        ROOT / "recipes" / f"{name}.md" for name in ("CONCEPTS", "CHEAT_SHEET", "COOKBOOK", "FINE_TUNING", "WORDS")
+        ROOT / "recipes" / f"{name}.md"
+        for name in ("CONCEPTS", "CHEAT_SHEET", "COOKBOOK", "FINE_TUNING", "TAKE_ONE_PIECE", "WORDS")
     ]
     trainers = sorted((ROOT / "recipes").glob("FROM_*.md"))
     about = [ROOT / "recipes/COMPARISON.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

@@ -172,6 +172,16 @@ def _(device):
     ]
 
 
+@case("grads.backward")
+def _(device):
+    model, added = classifier(device), []
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), 3)
+    for step, batch in enumerate(batches(device)):
+        metrics = ll.grads.backward(grad_fn, model, batch, step=step)
+        added.append([parameter.grad.clone() for parameter in model.parameters()])
+    return added, metrics["loss"].total, dict(model.named_buffers())
+
+
 WRAPPED = {
     "grads.clip_by_global_norm": [
         lambda g: ll.clip_by_global_norm(g, 0.1),

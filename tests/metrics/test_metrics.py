@@ -125,3 +125,33 @@ def test_a_mean_is_read_like_a_scalar_tensor():
     assert f"{loss:.3f}" == "0.750"
     assert f"{loss}" == str(loss) == "Mean(total=tensor(1.5000), weight=2, times=1)"
     assert np.mean([loss, ll.Mean(1.0, 4)]) == 0.5  # of two values, and not of six fields
+
+
+def test_a_window_in_a_loop_of_ones_own_keeps_no_graph():
+    """A loss that is added as it is would keep the graphs, and so the activations, of all steps."""
+    weight, freed = torch.ones(2, requires_grad=True), []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = Freed()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Freed:
+        def __del__(self):
+            freed.append(self)
+
+    window = ll.Window()
+    for _ in range(70):
+        loss = Noted.apply(weight).mean()
+        records = {"loss": ll.Mean(loss, 1, times=3), "perplexity": ll.metrics.perplexity(ll.Mean(loss, 1))}
+        window = window.add(records)
+        loss.backward()
+        del loss, records
+    assert len(freed) == 70
+    assert ll.compute(window.metrics()) == pytest.approx({"loss": 1.0, "perplexity": math.e})
+    assert weight.grad.tolist() == [35.0, 35.0]

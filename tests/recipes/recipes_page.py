@@ -49,6 +49,8 @@ there. Other processors round differently, so your figures may lie a little outs
 Each recipe names the packages that it needs besides looplib. looplib is not on PyPI yet; the README says how to install
 it from a clone.
 
+For single functions in a loop of your own, see [Take one piece](TAKE_ONE_PIECE.md).
+
 This page is made from the recipes by `python tests/recipes/recipes_page.py`.
 """
 
