@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import checks
 from looplib._core.checks import check, few
 from looplib._core.records import chain
 from looplib._core.trees import LEAVES, Path, is_array, named, node_of
@@ -28,7 +29,7 @@ CountSamples = Callable[[Any], int]
 
 _ADVICE = (
     "Say how samples are counted: count_samples=lambda batch: ..., given to ll.make_grad_fn, ll.make_eval_step and "
-    "ll.make_loader (functions around these take it from them)"
+    "ll.make_loader (functions around these take it from them; an evaluation that returns ll.Mean(total, weight) needs none)"
 )
 
 
@@ -310,7 +311,7 @@ def as_counter(function: Any) -> CountSamples:
         return count_samples
     check(
         callable(function),
-        f"count_samples is a {type(function).__name__}; give a function from a batch to its number of samples, such as "
+        f"count_samples is {checks.named(function)}; give a function from a batch to its number of samples, such as "
         "count_samples=lambda batch: len(batch['labels'])",
         TypeError,
     )

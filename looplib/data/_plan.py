@@ -151,8 +151,8 @@ def own_part(batch: Any, rank: int, ranks: int, count_samples: CountSamples) -> 
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"the dataset's items are taken for batches, as batch_size is None, but a {type(batch).__name__} cannot be "
-            f"divided among {ranks} ranks ({error}); give a batch_size, count_samples=, or divide=False to give each rank the "
-            "whole"
+            f"divided among {ranks} ranks: give a batch_size, count_samples=, or divide=False to give each rank the whole. "
+            f"({error})"
         ) from error
     low, high = own_rows(count, rank, ranks)
     return split(batch, count, [low, high - low, count - high], count_samples)[1], count
