@@ -57,7 +57,12 @@ def boxes(*counts):
 
 
 x, y = torch.zeros(6, 2), torch.zeros(6)
-SAMPLE_DICT = {"image": torch.zeros(3, 8, 8), "size": (8, 8), "name": "a", "meta": {"id": 1, "views": [torch.zeros(4)] * 2}}
+SAMPLE_DICT = {
+    "image": torch.zeros(3, 8, 8),
+    "size": (8, 8),
+    "name": "a",
+    "meta": {"id": 1, "views": [torch.zeros(4)] * 2},
+}
 
 COUNTED = {
     "tensor": (x, 6),
@@ -111,14 +116,20 @@ def test_the_samples_of_real_batches_are_counted(name):
 REFUSED = {
     "one image of a detector": (images(8), "the entries|may be"),
     "a list of images": ([*images(8, 9)], None),  # taken for a record of 3: the loader notices
-    "entries that disagree": ({"x": x, "edges": y[:2]}, r"batch\['x'\] has 6, batch\['edges'\] has 2\. .*count_samples="),
+    "entries that disagree": (
+        {"x": x, "edges": y[:2]},
+        r"batch\['x'\] has 6, batch\['edges'\] has 2\. .*count_samples=",
+    ),
     "classes beside samples": ({"x": x, "classes": ["a", "b"]}, r"batch\['classes'\] has 2"),
     "packed rows": ({"input_ids": torch.zeros(1, 99), "cu_seq_lens_q": torch.zeros(8)}, "has 1, .* has 8"),
     "patches": (BatchEncoding({"input_ids": x, "pixel_values": torch.zeros(400, 9)}), "has 6, .* has 400"),
     "sequences": ([torch.zeros(5), torch.zeros(7)], r"batch\[0\] has 5, batch\[1\] has 7"),
     "pairs of images": ((images(8, 8), images(9, 9)), r"batch of 2 or 3 samples: batch\[0\] has 2 or 3"),
     "images alone": ({"images": images(8, 9, 9, 9)}, "batch of 3 or 4 samples"),
-    "samples as tuples": ([(torch.zeros(5, 2), 1), (torch.zeros(7, 2), 0), (torch.zeros(4, 2), 0)], "of 2 or 3 samples"),
+    "samples as tuples": (
+        [(torch.zeros(5, 2), 1), (torch.zeros(7, 2), 0), (torch.zeros(4, 2), 0)],
+        "of 2 or 3 samples",
+    ),
     "samples as dicts": ([{"image": image} for image in images(8, 9)], "a list may be a batch of 2 or 3 samples"),
     "inputs and targets": (({"x": x}, {"y": y}), "a tuple may be a batch of 2 or 6 samples"),
     "packed sequence": (nn.utils.rnn.pack_sequence([torch.zeros(4, 2), torch.zeros(2, 2)]), "disagree"),
@@ -146,7 +157,7 @@ def test_a_function_that_counts_is_checked():
         ll.make_grad_fn(model, lambda model, x: model(x).mean(), count_samples=4)
     for wrong in (None, 2.5, -1, [1]):
         grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean(), count_samples=lambda batch, n=wrong: n)
-        with pytest.raises(ValueError, match="count_samples returned .*; return an int"):
+        with pytest.raises(ValueError, match=r"count_samples returned .*; return an int"):
             grad_fn(ll.init_state(model), batch)
     counted = ll.make_grad_fn(model, lambda model, x: model(x).mean(), count_samples=lambda batch: np.int64(3))
     assert counted(ll.init_state(model), batch).samples == 3
@@ -192,7 +203,11 @@ def test_the_settings_of_a_dataloader_are_held_against_the_rule_too():
 
 def test_streams_are_held_against_the_rule_too():
     with pytest.raises(ValueError, match="drew 4 samples"):
-        next(make_loader(dict.fromkeys(range(6)).keys(), batch_size=4, collate_fn=lambda items: torch.zeros(1, 9))(at()))
+        next(
+            make_loader(dict.fromkeys(range(6)).keys(), batch_size=4, collate_fn=lambda items: torch.zeros(1, 9))(
+                at()
+            )
+        )
 
 
 def test_a_batch_that_the_rule_cannot_count_passes_a_loader():
@@ -202,7 +217,7 @@ def test_a_batch_that_the_rule_cannot_count_passes_a_loader():
     model = nn.Linear(2, 1)
     loss_fn = lambda model, batch: model(batch.x).mean()  # noqa: E731
     state = ll.init_state(model)
-    with pytest.raises(TypeError, match="cannot count the samples in a Graphs.*count_samples="):
+    with pytest.raises(TypeError, match=r"cannot count the samples in a Graphs.*count_samples="):
         ll.make_grad_fn(model, loss_fn)(state, batch)
     assert ll.make_grad_fn(model, loss_fn, count_samples=lambda batch: batch.num_graphs)(state, batch).samples == 3
 
@@ -235,6 +250,6 @@ def test_a_run_whose_batches_had_other_samples_than_were_drawn_is_not_continued_
     state = ll.TrainState(epoch=1, epoch_length=8)
     list(eight(state))
     state = state.replace(batch=4, step=12, samples=95, batch_samples=7)
-    with pytest.raises(ValueError, match="7 samples.*batches of 8"):
+    with pytest.raises(ValueError, match=r"7 samples.*batches of 8"):
         four.resume(state)
     assert four.resume(state.replace(batch_samples=8)).batch == 8

@@ -232,7 +232,7 @@ def test_what_cannot_be_cut_is_named():
         ll.accumulate(grad_fn, size=2)(state, {"x": torch.zeros(8, 5), "rows": np.zeros(3)})
     counted = ll.make_grad_fn(model, mean_loss, count_samples=len)
     for wrapped in (ll.accumulate(counted, size=3), ll.accumulate(counted, 2)):
-        with pytest.raises(TypeError, match="cannot count the samples in a Opaque: .*count_samples="):
+        with pytest.raises(TypeError, match=r"cannot count the samples in a Opaque: .*count_samples="):
             ll.accumulate(grad_fn, 2)(state, Opaque(torch.zeros(5, 5)))
         with pytest.raises(ValueError, match=r"a Opaque of 5 samples cannot be cut: its parts would have 5, 5\."):
             wrapped(state, Opaque(torch.zeros(5, 5)))
