@@ -74,12 +74,12 @@ def make_grad_fn(
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
             gradient when `make_grad_fn` is called; a warning names those for which that changes later.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
-        count_samples: function from a batch to its number of samples, for batches that `ll.data.count_samples` cannot count
-            or counts differently, such as packed rows. `accumulate` and other functions around this one use it too.
+        count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
+            cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the batch has no samples, or the state belongs to a different model. The message gives the names.
+            the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.

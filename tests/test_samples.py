@@ -1,4 +1,4 @@
-"""How many samples a batch has: one rule, for steps, evaluation, microbatches, ranks, positions and predicates.
+"""Number of samples in a batch: one rule, for steps, evaluation, microbatches, ranks, positions and predicates.
 
 The batches are those of torchvision's detection (`tuple(zip(*batch))`), DETR (images padded into an object, and a list
 of dicts) and graphs. Expected are a raw loop's gradients, counts and means.

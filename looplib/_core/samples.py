@@ -140,7 +140,7 @@ def _agreed(children: Iterable[Any]) -> set[int] | None:
 
 
 def counted(batch: Any) -> str:
-    """What is counted in a batch, for messages: "batch['x'] has 16, batch['y'] has 12"."""
+    """Counts of the entries of a batch, for messages: "batch['x'] has 16, batch['y'] has 12"."""
     return few([f"{named(path, 'batch')} has {_either(found)}" for path, found in _entries(batch)])
 
 
@@ -297,7 +297,7 @@ def _hides_samples(leaf: Any, count: int) -> bool:
 
 
 def counter_of(function: Any, given: Any = None) -> CountSamples:
-    """What counts the samples of a gradient function's or a step's batches: the function given, or that of its record."""
+    """Function that counts the samples of a gradient function's or a step's batches: the one given, or that of its record."""
     if given is not None:
         return as_counter(given)
     return next(

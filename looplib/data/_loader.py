@@ -284,9 +284,9 @@ def make_loader(
             repeat the same ones, also pass `order=ll.data.sequential()`, or use a Subset. For streams, set the state's
             `epoch_length` instead.
         collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
-        count_samples: function from a batch to its number of samples, for a `collate_fn` that returns something else than
-            the rule of `ll.data.count_samples` expects, such as packed rows, or that leaves samples out on purpose. Without
-            it, a batch that the rule counts differently from what was drawn is refused. Give it to `make_grad_fn` too.
+        count_samples: function from a batch to its number of samples, for a `collate_fn` that packs samples into rows,
+            leaves some out on purpose, or returns a batch that the rule of `ll.data.count_samples` counts differently.
+            Without it, a batch in which the rule counts other than the samples drawn is refused. Give it to `make_grad_fn` too.
         device: device to move the tensors of each batch to (and anything else in it that has a `to`). The copy to an
             accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
         divide: if False, each rank gets the whole batch.

@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """How a loader counts the samples in its batches: `counts(batch)`.
+    """Counter of the samples in a loader's batches: `counts(batch)`.
 
     Attributes:
         count_samples: given to `make_loader`, or None for the rule, which is held against the number that was drawn.
