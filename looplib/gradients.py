@@ -24,9 +24,8 @@ from looplib._core.mappings import pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
 from looplib._core.records import Made, check_function_of_model, mark, with_repr
+from looplib._core.samples import as_counter, padding_batch
 from looplib._core.tracing import around_loss, differentiated, entered, tracing
-from looplib._core.trees import batch_size as count_examples
-from looplib._core.trees import padding_batch
 from looplib._core.watches import Reach, left_behind
 from looplib._objective import (
     apart,
@@ -51,7 +50,7 @@ def make_grad_fn(
     trainable: Callable[[str, Tensor], bool] | None = None,
     allow_unused: bool = False,
     per_rank: Callable[[str, Tensor], bool] | None = None,
-    batch_size: Callable[[Any], int] = count_examples,
+    count_samples: Callable[[Any], int] | None = None,
 ) -> GradFn:
     """Make a pure gradient function from a module and a loss function.
 
@@ -82,11 +81,12 @@ def make_grad_fn(
         per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
             as the experts that each rank holds for itself. The gradients of all others are compared between the ranks at the
             first step of a model in DDP or FSDP2.
-        batch_size: function that counts the samples in a batch. The default takes the length of the first dimension.
+        count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
+            cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the batch has no samples, or the state belongs to a different model. The message gives the names.
+            the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
@@ -113,7 +113,8 @@ def make_grad_fn(
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
     reach = Reach(model, plain=host.engine is not None and bool(host.engine.shards))
-    passes_of = _passes_of(host, loss_fn, batch_size, reach)
+    counter = as_counter(count_samples)
+    passes_of = _passes_of(host, loss_fn, counter, reach)
 
     def grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         return microbatches(state, (batch,), request)[0]
@@ -126,7 +127,7 @@ def make_grad_fn(
         sync, total = None, request.sum
         if ranks > 1 or host.engine is not None:
             in_place = request.donate and host.holds(params)
-            sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
+            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, total, in_place)
         guarded = None if request.donate else host.unwritten.begin(params)
         call = _Call(params if guarded is None else guarded.params, names, request, sync)
         indexes = indices(request, len(batches))
@@ -176,13 +177,19 @@ def make_grad_fn(
         model=model,
         batch_norms=host.batch_norms(),
         reach=reach,
+        count_samples=counter,
     )
-    settings = {"trainable": trainable, "allow_unused": allow_unused, "per_rank": per_rank, "batch_size": batch_size}
+    settings = {
+        "trainable": trainable,
+        "allow_unused": allow_unused,
+        "per_rank": per_rank,
+        "count_samples": count_samples,
+    }
     return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _passes_of(
-    host: _modules.FunctionalModule, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
+    host: _modules.FunctionalModule, loss_fn: LossFn, count_samples: Callable[[Any], int], reach: Reach
 ) -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Forward and backward passes of microbatches, with a state's tensors already in the module."""
     microbatch = _microbatch_of(host.model, loss_fn, reach)
@@ -205,7 +212,7 @@ def _passes_of(
             for number, batch in enumerate(batches):
                 if number:
                     host.seed(seeds[number])
-                samples = batch_size(batch)
+                samples = count_samples(batch)
                 if samples:
                     one = partial(microbatch, call, batch, samples)
                 else:

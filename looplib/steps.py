@@ -24,8 +24,8 @@ from looplib._core.loss_watch import LossWatch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
+from looplib._core.samples import as_counter
 from looplib._core.tracing import tracing
-from looplib._core.trees import batch_size
 from looplib._core.updates import any_of, call_decide, flags_in_graph, update_where
 from looplib._core.watches import Watch
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
@@ -72,6 +72,7 @@ class StepSpec:
         watched: the functions that it calls.
         donate, same_batch: as passed to `make_train_step`.
         compiler: of its graphs, if it runs as a graph (`transforms._compiler.Compiler`).
+        count_samples: counts the samples in a batch of an eval or predict step.
     """
 
     kind: Literal["train", "eval", "predict"]
@@ -80,11 +81,13 @@ class StepSpec:
     donate: bool = False
     same_batch: bool = False
     compiler: Any = None
+    count_samples: Callable[[Any], int] | None = None
 
 
 def with_spec(step: S, parts: StepSpec) -> S:
     """The step, with a record of its components."""
-    return mark(step, Made(f"{parts.kind}_step", f"make_{parts.kind}_step", parts=parts))
+    name = f"make_{parts.kind}_step"
+    return mark(step, Made(f"{parts.kind}_step", name, parts=parts, count_samples=parts.count_samples))
 
 
 def spec_of(step: object, transform: str) -> StepSpec:
@@ -228,7 +231,9 @@ def _evaluate(
     return loss_over_ranks(out.metrics), out.grads
 
 
-def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> EvalStep:
+def make_eval_step(
+    model: nn.Module, metric_fn: Callable[[Any, Any], Any], *, count_samples: Callable[[Any], int] | None = None
+) -> EvalStep:
     """Make an evaluation step: a function from a state and a batch to metrics.
 
     >>> import looplib as ll, torch
@@ -259,6 +264,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
             right for averages over samples, and wrong for F1, AUC or the value of a torchmetrics metric: use the
             records in `ll.metrics` or `torchmetric` for those. A loss function, as for `make_grad_fn`, does as well: its
             loss is the metric `loss`, next to those of its aux.
+        count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:
         TypeError: `metric_fn` returns a tuple other than `(loss, aux)`, or an integer, which would be averaged: for a count,
@@ -267,7 +273,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
             model.
     """
     check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
-    forward = _without_gradients(model, metric_fn)
+    forward, counter = _without_gradients(model, metric_fn), as_counter(count_samples)
     watch = LossWatch()
 
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
@@ -276,17 +282,21 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Any]) -> Ev
             loss, aux = split_loss(values)
             values = {"loss": loss, **aux}
         check_no_counts(values)
-        samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
+        samples = counter(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         if samples and isinstance(values.get("loss"), Mean):
             watch.look_beside(values["loss"], values, samples)
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    step = with_spec(eval_step, StepSpec("eval", _unchanging(eval_step), (model, metric_fn)))
-    return with_repr(step, make_eval_step, model, metric_fn)
+    parts = StepSpec("eval", _unchanging(eval_step), (model, metric_fn), count_samples=counter)
+    return with_repr(with_spec(eval_step, parts), make_eval_step, model, metric_fn, count_samples=count_samples)
 
 
 def make_predict_step(
-    model: nn.Module, predict_fn: Callable[[Any, Any], Any], *, training: bool = False
+    model: nn.Module,
+    predict_fn: Callable[[Any, Any], Any],
+    *,
+    training: bool = False,
+    count_samples: Callable[[Any], int] | None = None,
 ) -> PredictStep:
     """Make a prediction step: a function from a state and a batch to the model's outputs.
 
@@ -309,14 +319,18 @@ def make_predict_step(
             unchanged.
         training: if True, run the module in training mode, except for submodules that were in eval mode when this was
             called.
+        count_samples: function from a batch to its number of samples, as for `make_grad_fn`. `ll.predict` needs it on
+            several ranks, and `split_on_oom`.
 
     Raises:
         ValueError: the state belongs to a different model.
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_gradients(model, predict_fn, training)
-    step = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), (model, predict_fn)))
-    return with_repr(step, make_predict_step, model, predict_fn, training=training)
+    watched, counter = (model, predict_fn), as_counter(count_samples)
+    step = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), watched, count_samples=counter))
+    settings = {"training": training, "count_samples": count_samples}
+    return with_repr(step, make_predict_step, model, predict_fn, **settings)
 
 
 def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:

@@ -38,7 +38,9 @@ class Pair:
 
     def steps(self, **options):
         for model, loss in ((self.critic, self.critic_loss), (self.generator, self.generator_loss)):
-            grad_fn = ll.make_grad_fn(model, loss)
+            grad_fn = ll.make_grad_fn(
+                model, loss, count_samples=lambda batch: len(batch[0])
+            )  # weights are no samples
             step = ll.make_train_step(grad_fn, SGD, same_batch=model is self.generator, **options)
             yield step, ll.init_state(model, SGD)
 

@@ -49,7 +49,7 @@ def raw_loop(model, batch):
 def trained(model, batch, donate):
     optimizer = ll.optimizer(torch.optim.SGD, lr=1e-4, momentum=0.9, fused=True)
     # Modules of integers (an embedding) leave the scale out.
-    grad_fn = ll.make_grad_fn(model, loss_fn, batch_size=lambda batch: 1, allow_unused=True)
+    grad_fn = ll.make_grad_fn(model, loss_fn, count_samples=lambda batch: 1, allow_unused=True)
     step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     state = ll.init_state(model, optimizer)
     for _ in range(STEPS):

@@ -56,12 +56,12 @@ class Sync:
         ranks: int,
         total: RunningSum | None,
         batches: Sequence[Any],
-        batch_size: Callable[[Any], int],
+        count_samples: Callable[[Any], int],
     ) -> None:
         self.engine, self.ranks = engine, ranks
         known = None if total is None else total.samples
         # Sent during the first forward pass.
-        self._counted = Sums([sum(map(batch_size, batches)) if known is None else known])
+        self._counted = Sums([sum(map(count_samples, batches)) if known is None else known])
         self.passes = self.needed = len(batches)
         if total is not None:
             total.ranks = ranks
@@ -114,7 +114,7 @@ def sync_over_ranks(
     ranks: int,
     state: Any,
     batches: Sequence[Any],
-    batch_size: Callable[[Any], int],
+    count_samples: Callable[[Any], int],
     total: RunningSum | None,
     in_place: bool,
 ) -> Sync | None:
@@ -145,7 +145,7 @@ def sync_over_ranks(
     if not engine.compared:
         compare(state)
         engine.compared = True  # only now, since all ranks compare again after one that was not in this step
-    return Sync(engine, ranks, total, batches, batch_size)
+    return Sync(engine, ranks, total, batches, count_samples)
 
 
 _UNREDUCED = (

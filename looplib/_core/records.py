@@ -75,6 +75,7 @@ class Made(NamedTuple):
         batch_norms: layers that normalize a sample by the others of its batch.
         reach: what the graph of its loss reaches (`_core.watches.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
+        count_samples: counts the samples in a batch of it, if it does not leave that to the function that it wraps.
         call: the call that made it, which is its repr.
     """
 
@@ -90,6 +91,7 @@ class Made(NamedTuple):
     batch_norms: tuple[str, ...] = ()
     reach: Any = None
     parts: Any = None
+    count_samples: Callable[[Any], int] | None = None
     call: Call | None = None
 
 

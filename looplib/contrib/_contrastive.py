@@ -21,8 +21,8 @@ from looplib._core.lease import trees_of
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
+from looplib._core.samples import as_counter, split
 from looplib._core.tracing import UntraceableError, tracing
-from looplib._core.trees import batch_size as count_samples
 from looplib._objective import aux_records, record, shape_or_type, split_loss
 from looplib.contrib._per_sample import mean_of
 from looplib.distributed._reduce import gather_tensors
@@ -45,7 +45,7 @@ def make_contrastive_grad_fn(
     *,
     microbatches: int,
     trainable: Callable[[str, Tensor], bool] | None = None,
-    batch_size: Callable[[Any], int] = count_samples,
+    count_samples: Callable[[Any], int] | None = None,
 ) -> GradFn:
     """Gradient caching: the gradient of a contrastive loss over a whole batch, in the memory of one microbatch.
 
@@ -81,7 +81,7 @@ def make_contrastive_grad_fn(
         microbatches: number of microbatches, split as by `torch.tensor_split`; at most one per sample.
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
             gradient when this is called.
-        batch_size: function that counts the samples in a batch.
+        count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:
         ValueError: embeddings do not have one row per sample, or the loss does not depend on them; the function is
@@ -92,7 +92,7 @@ def make_contrastive_grad_fn(
     """
     check_kind(embed_fn, "make_contrastive_grad_fn", "loss_fn")
     check_count("microbatches", microbatches)
-    host = _modules.FunctionalModule(model, training=True)
+    host, counter = _modules.FunctionalModule(model, training=True), as_counter(count_samples)
 
     def pull(model: Any, microbatch: _Microbatch) -> Mean:
         """Surrogate loss with the cached gradient: the product of the embeddings with it."""
@@ -100,19 +100,19 @@ def make_contrastive_grad_fn(
         return Mean(torch.stack([(tensor * grad).sum() for tensor, grad in pairs]).sum(), microbatch.share)
 
     def samples_of(microbatch: _Microbatch) -> int:
-        return batch_size(microbatch.batch)
+        return counter(microbatch.batch)
 
-    inner = make_grad_fn(model, pull, trainable=trainable, batch_size=samples_of)
-    pulls = accumulate(inner, batch_size=samples_of)
+    inner = make_grad_fn(model, pull, trainable=trainable, count_samples=samples_of)
+    pulls = accumulate(inner)
     if host.engine is None:
         pulls = reduce_gradients(pulls)
 
     def contrastive(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         _check_whole(request)
-        count = batch_size(batch)
+        count = counter(batch)
         check(count, "the batch has no samples, so its loss has no value: leave it out")
         sizes = [*map(len, torch.arange(count).tensor_split(max(1, min(microbatches, count))))]
-        batches = trees.split(batch, count, sizes, batch_size)
+        batches = split(batch, count, sizes, counter)
         embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
@@ -120,8 +120,10 @@ def make_contrastive_grad_fn(
         out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], request)
         return out._replace(metrics={"loss": record("loss", loss, count), **aux_records(aux, count)})
 
-    made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
-    return with_repr(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
+    name = "make_contrastive_grad_fn"
+    facts = Made("grad_fn", name, whole_step=True, scaled=True, model=model, count_samples=counter)
+    settings = {"microbatches": microbatches, "trainable": trainable, "count_samples": count_samples}
+    return with_repr(mark(contrastive, facts), make_contrastive_grad_fn, model, embed_fn, embedding_loss, **settings)
 
 
 def _embedded(

@@ -24,8 +24,8 @@ from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_kind, mark, with_repr
+from looplib._core.samples import as_counter, one_for_each
 from looplib._core.tracing import around_loss, tracing
-from looplib._core.trees import batch_size as count_examples
 from looplib._objective import multiply, record, split_loss, value_of
 from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
 from looplib.metrics._mean import Mean
@@ -38,7 +38,7 @@ def make_per_sample_grad_fn(
     loss_fn: LossFn,
     *,
     trainable: Callable[[str, Tensor], bool] | None = None,
-    batch_size: Callable[[Any], int] = count_examples,
+    count_samples: Callable[[Any], int] | None = None,
 ) -> GradFn:
     """Per-sample gradients: the gradient of each sample's loss, as a pure function of state and batch.
 
@@ -68,7 +68,7 @@ def make_per_sample_grad_fn(
             for it; for a `Mean`, total / weight, or zero if the weight is zero.
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
             gradient when this is called.
-        batch_size: function that counts the samples in a batch.
+        count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:
         ValueError: the model recomputes or offloads activations; BatchNorm would normalize over a batch; the module is
@@ -80,7 +80,7 @@ def make_per_sample_grad_fn(
     Source: `torch.func`'s tutorial on per-sample gradients.
     """
     check_kind(loss_fn, "make_per_sample_grad_fn", "loss_fn")
-    host = _modules.FunctionalModule(model, training=True)
+    host, counter = _modules.FunctionalModule(model, training=True), as_counter(count_samples)
     names = _modules.trainable_names(model, trainable)
     _check_model(host)
     host.warn_of_eval_mode(names)
@@ -91,7 +91,7 @@ def make_per_sample_grad_fn(
         host.check(params, buffers)
         lent = mapped(Tensor.clone, buffers)
         seed = request.index if tracing() else mix(state.seed, state.step, rank(), request.index)
-        samples = batch_size(batch)
+        samples = counter(batch)
         columns, layout = _columns_of(batch, samples)
 
         def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
@@ -116,8 +116,9 @@ def make_per_sample_grad_fn(
         }
         return Gradients(grads, metrics, buffers, samples)
 
-    made = mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model))
-    return with_repr(made, make_per_sample_grad_fn, model, loss_fn, trainable=trainable)
+    facts = Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model, count_samples=counter)
+    settings = {"trainable": trainable, "count_samples": count_samples}
+    return with_repr(mark(per_sample_grad_fn, facts), make_per_sample_grad_fn, model, loss_fn, **settings)
 
 
 _Sums = dict[str, tuple[Tensor, Tensor]]  # name -> total and weight
@@ -158,7 +159,7 @@ def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
     columns: list[Tensor] = []
 
     def listed(node: Any) -> bool:
-        return samples > 1 and trees.one_for_each(node, samples)
+        return samples > 1 and one_for_each(node, samples)
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -1,7 +1,7 @@
 """Data loading: a state goes in and the remaining batches of its epoch come out."""
 
 from looplib._core.hints import give_hints
-from looplib._core.trees import batch_size
+from looplib._core.samples import count_samples
 from looplib.data._growing import growing
 from looplib.data._loader import Loader, make_loader
 from looplib.data._microbatches import collate_microbatches
@@ -23,9 +23,9 @@ __all__ = [
     "Loader",
     "Order",
     "batch_sampler",
-    "batch_size",
     "by_length",
     "collate_microbatches",
+    "count_samples",
     "growing",
     "make_loader",
     "mixture",

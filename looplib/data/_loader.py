@@ -25,11 +25,13 @@ from looplib._core.lease import note_provenance
 from looplib._core.provenance import other_settings, provenance_of, warn_of_position
 from looplib._core.ranks import rank, rank_and_size
 from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
+from looplib._core.samples import as_counter
 from looplib.data import _arguments
+from looplib.data._microbatches import collate_microbatches
 from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import empty_part, plan_of
 from looplib.data._position import resumed
-from looplib.data._readers import reader_of
+from looplib.data._readers import Counts, reader_of
 from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
@@ -78,6 +80,7 @@ class Loader:
         drop_last: True if an incomplete last batch is dropped.
         max_batches: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
+        counts: counts the samples in a batch.
     """
 
     dataset: Any
@@ -88,6 +91,7 @@ class Loader:
     max_batches: int | None
     divide: bool
     source: Samples | Streamed
+    counts: Counts
     _move: Callable[[Any], Any]
     call: Call | None = field(default=None, init=False)
 
@@ -224,7 +228,7 @@ class Loader:
             part, counts = self._move(read[0]), rank < read[1] or ranks == 1
             if pairs:
                 return part, counts
-            return part if counts else empty_part(part, read[1], ranks)
+            return part if counts else empty_part(part, read[1], ranks, self.counts)
 
         return _closable(map(delivered, self.source.read(state, rank, ranks, again=again)), reading)
 
@@ -260,6 +264,7 @@ def make_loader(
     drop_last: bool = False,
     max_batches: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    count_samples: Callable[[Any], int] | None = None,
     device: torch.device | str | int | None = None,
     divide: bool = True,
     **dataloader_options: Any,
@@ -300,6 +305,9 @@ def make_loader(
             repeat the same ones, also pass `order=ll.data.sequential()`, or use a Subset. For streams, set the state's
             `epoch_length` instead.
         collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
+        count_samples: function from a batch to its number of samples, for a `collate_fn` that packs samples into rows,
+            leaves some out on purpose, or returns a batch that the rule of `ll.data.count_samples` counts differently.
+            Without it, a batch in which the rule counts other than the samples drawn is refused. Give it to `make_grad_fn` too.
         device: device to move the tensors of each batch to (and anything else in it that has a `to`). The copy to an
             accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
         divide: if False, each rank gets the whole batch.
@@ -354,7 +362,13 @@ def make_loader(
         given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None, "collate_fn": collate_fn}
         settings = _arguments.settings_of(dataset, given | dataloader_options)
         return make_loader(
-            dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
+            dataset.dataset,
+            seed=seed,
+            max_batches=max_batches,
+            count_samples=count_samples,
+            device=device,
+            divide=divide,
+            **settings,
         )
 
     _arguments.check_options(order, max_batches, dataloader_options)
@@ -367,13 +381,17 @@ def make_loader(
         if divide:
             check_undivided(repr(order), order.source)
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
+    as_counter(count_samples)  # which checks it
+    counts = Counts(count_samples, isinstance(collate_fn, collate_microbatches))
     source: Samples | Streamed
     if order is None:
-        engines = Engines(Stream(dataset, collate_fn, seed, size, drop_last), seed, dataloader_options)
+        engines = Engines(Stream(dataset, collate_fn, seed, counts, size, drop_last), seed, dataloader_options)
         source = Streamed(engines, dataset, divide)
     else:
         batched = size is not None or order.whole_batches
-        engines = Engines(reader_of(dataset, collate_fn, seed, size, batched=batched), seed, dataloader_options)
+        engines = Engines(
+            reader_of(dataset, collate_fn, seed, counts, size, batched=batched), seed, dataloader_options
+        )
         plan = functools.partial(plan_of, order, dataset, size, seed, drop_last, max_batches)
         first = plan(0)
         check(first, f"an epoch has no batches: {first.drawn} samples, batch_size={size}, drop_last={drop_last}")
@@ -386,7 +404,7 @@ def make_loader(
         source = Samples(engines, order, plan, len(first), batched)
     move = _mover(device, dataloader_options.get("pin_memory", False))
     return with_repr(
-        Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, move),
+        Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, counts, move),
         make_loader,
         Code(type(dataset).__name__),
         batch_size=batch_size,
@@ -396,6 +414,7 @@ def make_loader(
         max_batches=max_batches,
         divide=divide,
         collate_fn=collate_fn,
+        count_samples=count_samples,
         device=device,
         **dataloader_options,
     )

@@ -27,8 +27,8 @@ class collate_microbatches:
     is padded as a whole, as `accumulate(grad_fn, 2)` does, computes more padding for the same gradient.
 
     To pack several documents into one row, pass a collator that concatenates them, such as transformers'
-    `DataCollatorWithFlattening`, with `tokens=` and `packed=True`, and `batch_size=` to `make_grad_fn` and
-    `accumulate`, since a row is not a sample then.
+    `DataCollatorWithFlattening`, with `tokens=` and `packed=True`, and `count_samples=` to `make_loader` and
+    `make_grad_fn`, since a row is not a sample then. It counts the samples of one microbatch.
 
     Args:
         collate_fn: makes one microbatch of a list of samples, such as a collator of transformers.

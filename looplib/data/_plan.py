@@ -17,7 +17,7 @@ from torch import Tensor
 
 from looplib._core.checks import check, few
 from looplib._core.random import mix
-from looplib._core.trees import batch_size, split
+from looplib._core.samples import CountSamples, split
 from looplib.data._orders import Epoch, Order, listed
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
 
@@ -144,23 +144,24 @@ def _visits(keys: Tensor) -> Tensor:
     return visits
 
 
-def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
+def own_part(batch: Any, rank: int, ranks: int, count_samples: CountSamples) -> tuple[Any, int]:
     """This rank's samples of a batch that was read completely, and the number of samples in the batch."""
     try:
-        count = batch_size(batch)
-    except TypeError:
-        raise TypeError(
-            f"the dataset's items are taken for batches, as batch_size is None, but a {type(batch).__name__} has no "
-            f"samples to divide among {ranks} ranks; give a batch_size, or divide=False to give each rank the whole"
-        ) from None
+        count = count_samples(batch)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"the dataset's items are taken for batches, as batch_size is None, but a {type(batch).__name__} cannot be "
+            f"divided among {ranks} ranks: give a batch_size, count_samples=, or divide=False to give each rank the whole. "
+            f"({error})"
+        ) from error
     low, high = own_rows(count, rank, ranks)
-    return split(batch, count, [low, high - low, count - high])[1], count
+    return split(batch, count, [low, high - low, count - high], count_samples)[1], count
 
 
-def empty_part(part: Any, size: int, ranks: int) -> Any:
+def empty_part(part: Any, size: int, ranks: int, count_samples: CountSamples) -> Any:
     """A batch of no samples, for a rank that has none of a batch of `size` samples and holds its first one."""
     try:
-        return split(part, 1, [0, 1])[0]
+        return split(part, 1, [0, 1], count_samples)[0]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"a batch has {size} samples for {ranks} ranks, and a {type(part).__name__} cannot be made without samples "

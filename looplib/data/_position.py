@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from looplib._core.checks import check, check_type
+from looplib._core.checks import check, check_type, few
 from looplib._core.collective import together_with_data
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import rank, world_size
@@ -74,6 +74,7 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
     consumed, count = state.batch * size, plan.drawn
     counts = f"batch={state.batch}, epoch_length={old_length}, samples={state.samples}, batch_samples={size}"
     batch, whole = bisect_right(plan.ends, consumed), count // max(size, 1)
+    drawn = {loader.get("batch_size") for loader in provenance_of(state).loaders}
     for holds, reason in (
         (
             order.any_batch_size and (batch_size or order.whole_batches),
@@ -82,6 +83,10 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
         (
             size and old_length and (epoch or consumed == state.samples),
             f"its counts ({counts}) do not say which samples of epoch {epoch} have been read",
+        ),
+        (  # collate_fn leaves samples out, or each rank has batches of its own
+            not drawn or drawn & {size, None},
+            f"the last batch had {size} samples, and the loader of this run draws batches of {few(drawn)}",
         ),
         (
             consumed <= count and (order.any_length or old_length in (whole, whole + (whole * size < count))),

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate, default_convert
 
+from looplib._core.checks import check
 from looplib._core.random import mix
+from looplib._core.samples import CountSamples, as_counter, counted
 from looplib.data._orders import listed
 from looplib.data._plan import own_part
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
@@ -47,16 +49,54 @@ class Job(NamedTuple):
         return Job, tuple(map(listed, self))
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Counter of the samples in a loader's batches: `counts(batch)`.
+
+    Attributes:
+        count_samples: given to `make_loader`, or None for the rule, which is held against the number that was drawn.
+        in_microbatches: True if a batch is a list of microbatches.
+    """
+
+    count_samples: CountSamples | None
+    in_microbatches: bool
+
+    def __call__(self, batch: Any) -> int:
+        counter = as_counter(self.count_samples)
+        return sum(map(counter, batch)) if self.in_microbatches else counter(batch)
+
+    def check(self, batch: Any, drawn: int) -> None:
+        """Raise ValueError for a batch that the rule counts wrongly. One that it cannot count is refused where that matters."""
+        if self.count_samples is not None:
+            return
+        try:
+            count = self(batch)
+        except (TypeError, ValueError):
+            return
+        check(
+            count == drawn,
+            f"the loader drew {drawn} samples for a batch, and the batch that collate_fn made of them has {count} by "
+            f"looplib's rule ({counted(batch)}), by which steps and evaluations would count it. Say how its samples are "
+            "counted, by count_samples= given to make_loader, make_grad_fn and make_eval_step: count_samples=len for a "
+            "list of images, a function that counts packed samples; or if collate_fn leaves samples out or repeats them on "
+            "purpose, make_loader(..., count_samples=ll.data.count_samples). For a list of microbatches, see "
+            "ll.data.collate_microbatches",
+        )
+
+
 class Reader:
     """Collate the samples of a job, with the draws of streams that are seeded for it and restored afterwards.
 
     Attributes:
         batched: True if a batch has several items, of which a rank reads only its own. Otherwise an item is a batch,
             which each rank reads whole to take its samples.
+        counts: how samples are counted.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, *, batched: bool) -> None:
-        self.dataset, self.seed, self.batched = dataset, seed, batched
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, counts: Counts, *, batched: bool
+    ) -> None:
+        self.dataset, self.seed, self.counts, self.batched = dataset, seed, counts, batched
         self.collate = collate_fn or (default_collate if batched else default_convert)
         self.collate_may_draw = self.collate not in (default_collate, default_convert)
         self.dataset_may_draw = type(dataset) not in (list, tuple, range, Tensor, TensorDataset)
@@ -77,7 +117,11 @@ class Reader:
                     drawn_by = [job.rank] if job.rank and self.batched else []
                     seed_streams(mix(COLLATE, self.seed, job.epoch, job.batch, *drawn_by))
                 batch = self.collate(items if self.batched else items[0])
-                return (batch, size) if self.batched or job.ranks == 1 else own_part(batch, job.rank, job.ranks)
+                if self.batched:
+                    self.counts.check(batch, len(job.keys) if type(job) is Job else len(items))
+                if self.batched or job.ranks == 1:
+                    return batch, size
+                return own_part(batch, job.rank, job.ranks, self.counts)
             except StopIteration as error:  # which a loop would mistake for the end of the data
                 raise RuntimeError(
                     "the dataset or collate_fn raised StopIteration, which would end the epoch early and silently, in batch "
@@ -135,12 +179,18 @@ class Rows:
 
 
 def reader_of(
-    dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, batch_size: int | None, *, batched: bool
+    dataset: Any,
+    collate_fn: Callable[[Any], Any] | None,
+    seed: int,
+    counts: Counts,
+    batch_size: int | None,
+    *,
+    batched: bool,
 ) -> Items | Rows:
     """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
     if batch_size and collate_fn in (None, default_collate) and (tensors_and_rows := _rows_of(dataset)):
         return Rows(dataset, *tensors_and_rows)
-    return Items(dataset, collate_fn, seed, batched=batched)
+    return Items(dataset, collate_fn, seed, counts, batched=batched)
 
 
 def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:

@@ -17,7 +17,7 @@ from looplib.data._orders import Order
 from looplib.data._plan import Plan, own_rows
 from looplib.data._position import check_position, stored_position
 from looplib.data._random_streams import STREAM, restore_streams, save_streams, seed_streams
-from looplib.data._readers import Job, Reader
+from looplib.data._readers import Counts, Job, Reader
 from looplib.data._workers import Engines
 from looplib.types import TrainState
 
@@ -97,10 +97,11 @@ class Stream(Reader):
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         seed: int,
+        counts: Counts,
         batch_size: int | None,
         drop_last: bool,
     ) -> None:
-        super().__init__(dataset, collate_fn, seed, batched=batch_size is not None)
+        super().__init__(dataset, collate_fn, seed, counts, batched=batch_size is not None)
         self.batch_size = batch_size or 1
         self.least = self.batch_size if drop_last else 1
 

@@ -11,7 +11,7 @@ import torch
 
 from looplib._core.checks import check
 from looplib._core.records import chain, check_kind
-from looplib._core.trees import batch_size, split
+from looplib._core.samples import counter_of, split
 from looplib.grads._clipping import global_norm
 from looplib.grads._wrapper import check_samples_apart
 from looplib.metrics._mean import compute
@@ -41,7 +41,7 @@ def worst_samples(
     batch: Any,
     indices: Any = None,
     *,
-    batch_size: Callable[[Any], int] = batch_size,
+    count_samples: Callable[[Any], int] | None = None,
 ) -> list[SampleScore]:
     """Rank the samples of a batch by the norm of their own gradients, to find the cause of a loss spike.
 
@@ -63,20 +63,21 @@ def worst_samples(
         state: state before the step; of a module in a loop of your own, `ll.init_state(model)`.
         batch: any batch that `accumulate` can split.
         indices: (batch,) dataset indices of the samples.
-        batch_size: function that counts the samples in a batch.
+        count_samples: function that counts the samples in a batch. Defaults to that of `grad_fn`.
 
     Raises:
         ValueError: the number of indices is not the number of samples, or BatchNorm would normalize over a batch.
     """
     grad_fn = check_kind(grad_fn, "worst_samples", "grad_fn")
-    count = batch_size(batch)
+    counter = counter_of(grad_fn, count_samples)
+    count = counter(batch)
     known = indices.tolist() if hasattr(indices, "tolist") else indices
     positions = [None] * count if known is None else list(known)
     check(len(positions) == count, f"{len(positions)} indices for a batch of {count} samples; give one for each")
     for record in chain(grad_fn):
         check_samples_apart(record.batch_norms)
     scores = []
-    for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
+    for row, sample in enumerate(split(batch, count, [1] * count, counter)):
         out = grad_fn(state, sample)
         norm = float(
             global_norm(grad.to(torch.promote_types(grad.dtype, torch.float64)) for grad in out.grads.values())

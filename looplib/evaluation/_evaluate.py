@@ -16,7 +16,7 @@ from looplib._core.checks import check
 from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.records import check_kind
-from looplib._core.trees import batch_size
+from looplib._core.samples import counter_of
 from looplib.distributed._reduce import merged
 from looplib.evaluation._batches import Reading, ranks_of, read
 from looplib.metrics._mean import compute, merge
@@ -105,10 +105,10 @@ def evaluate(
         return values
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
-    counts = {"samples": 0, "steps": 0}
+    counts, counter = {"samples": 0, "steps": 0}, counter_of(eval_step)
 
     def count(batch: Any) -> None:
-        counts["samples"] += batch_size(batch)
+        counts["samples"] += counter(batch)
         counts["steps"] += 1
 
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None

@@ -12,10 +12,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from looplib._core.checks import check_optional_count, check_type, warn
+from looplib._core.checks import check_optional_count, warn
 from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
-from looplib._core.trees import batch_size as count_examples
-from looplib._core.trees import split
+from looplib._core.samples import counter_of, split
 from looplib.evaluation._outputs import end_to_end
 from looplib.metrics._mean import merge
 from looplib.types import Metric, TrainState
@@ -23,7 +22,7 @@ from looplib.types import Metric, TrainState
 Step = TypeVar("Step", bound=Callable[[TrainState, Any], Any])
 
 
-def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[Any], int] = count_examples) -> Step:
+def split_on_oom(step: Step, size: int | None = None, *, count_samples: Callable[[Any], int] | None = None) -> Step:
     """Out-of-memory recovery: evaluate or predict with microbatches of half the size, and keep that size from then on.
 
     >>> import looplib as ll, torch
@@ -47,31 +46,30 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         step: from `make_eval_step` or `make_predict_step`. If it draws random numbers, it draws the same ones for
             each microbatch.
         size: number of samples per microbatch to start with. None starts with the whole batch.
-        batch_size: function that counts the samples in a batch, as for `make_grad_fn`.
+        count_samples: function that counts the samples in a batch. Defaults to that of the step.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError, MemoryError: the original error, if a single sample does not fit.
         ValueError: a batch cannot be split, or outputs do not have one row per sample.
         TypeError: the output of a batch that was split contains something other than tensors, or
-            `batch_size` is not a function.
+            `count_samples` is not a function.
     """
     check_optional_count("size", size, advice="give a whole number of samples, at least 1")
-    check_type("batch_size is", batch_size, Callable, "give a function that counts the samples in a batch")
     step = check_kind(step, "split_on_oom", "eval_step", "predict_step")
-    fitting = size
+    counter, fitting = counter_of(step, count_samples), size
 
     def splitting(state: TrainState, batch: Any) -> Any:
         nonlocal fitting
-        count = batch_size(batch)
+        count = counter(batch)
         while True:
             largest = max(1, min(fitting or count, count))
-            pieces = split(batch, count, largest, batch_size)
+            pieces = split(batch, count, largest, counter)
             if (outs := _attempt(step, state, pieces, largest)) is not None:
-                return outs[0] if len(outs) == 1 else _together([*map(batch_size, pieces)], outs)
+                return outs[0] if len(outs) == 1 else _together([*map(counter, pieces)], outs)
             fitting = _half(largest, count)
 
-    made = mark(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step))
-    remembered: Step = with_repr(made, split_on_oom, step, size=size, batch_size=batch_size)
+    made = mark(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step, count_samples=counter))
+    remembered: Step = with_repr(made, split_on_oom, step, size=size, count_samples=count_samples)
     return remembered
 
 

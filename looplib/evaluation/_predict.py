@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from looplib._core import trees
 from looplib._core.checks import check, check_count
 from looplib._core.ranks import is_distributed
 from looplib._core.records import check_kind
-from looplib._core.trees import batch_size
+from looplib._core.samples import counter_of
 from looplib.distributed._reduce import gather_tensors
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order
@@ -78,7 +79,8 @@ def predicted(
 ) -> Iterator[tuple[int | None, Any]]:
     """For each batch, its number of samples (if known) and its outputs."""
     by_rows = divides_rows(reading)
-    size_of = batch_size if by_rows else samples_of
+    counter = counter_of(predict_step)
+    size_of = counter if by_rows else partial(samples_of, counter)
     gathered, context = reading.divide and is_distributed(), ranks_of(reading, state)
     batches = _in_own_stream(lambda: read(reading, state))
     while True:
@@ -128,9 +130,9 @@ def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any
     return gathered
 
 
-def samples_of(batch: Any) -> int | None:
+def samples_of(count_samples: Callable[[Any], int], batch: Any) -> int | None:
     """Number of samples in a batch, or None if it cannot be determined."""
     try:
-        return batch_size(batch)
-    except TypeError:
+        return count_samples(batch)
+    except (TypeError, ValueError):
         return None

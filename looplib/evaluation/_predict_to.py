@@ -20,6 +20,7 @@ from looplib._core.checksums import checksum
 from looplib._core.collective import together
 from looplib._core.ranks import is_first
 from looplib._core.records import check_kind
+from looplib._core.samples import counter_of
 from looplib.checkpoint._shards import whole
 from looplib.evaluation._batches import Reading, is_loader
 from looplib.evaluation._evaluate import check_order
@@ -219,11 +220,11 @@ def predict_to(
     check_order("predict_to", predict_step, state, "path, ")
     predict_step = check_kind(predict_step, "predict_to", "predict_step")
     check_unshuffled(batches)
-    folder, described = Path(path), description(state, batches)
+    counter, folder, described = counter_of(predict_step), Path(path), description(state, batches)
     done = together().on_rank0(lambda: resume(folder, described))
 
     def check_skipped(number: int, batch: Any) -> None:
-        expected, samples = done[number].samples, samples_of(batch)
+        expected, samples = done[number].samples, samples_of(counter, batch)
         check(
             None in (expected, samples) or samples == expected,
             f"{folder} holds {expected} samples of batch {number}, which now has {samples}: give the same batches, or "

@@ -18,8 +18,7 @@ from looplib._core.checks import check, check_optional_count
 from looplib._core.engines import RunningSum
 from looplib._core.mappings import pick, subset, without
 from looplib._core.records import made, with_repr
-from looplib._core.trees import batch_size as count_examples
-from looplib._core.trees import split
+from looplib._core.samples import counter_of, split
 from looplib._objective import mean_of_sums
 from looplib.gradients import indices
 from looplib.grads._wrapper import check_parts, kept, name_of
@@ -32,7 +31,7 @@ def accumulate(
     microbatches: int | None = None,
     *,
     size: int | None = None,
-    batch_size: Callable[[Any], int] = count_examples,
+    count_samples: Callable[[Any], int] | None = None,
 ) -> GradFn:
     """Gradient accumulation: split each batch into microbatches and add up their gradients.
 
@@ -70,16 +69,17 @@ def accumulate(
 
     Args:
         grad_fn: gradient function, called once per microbatch.
-        microbatches: number of microbatches, split along the first dimension as by `torch.tensor_split` (the first
+        microbatches: number of microbatches, split between samples as by `torch.tensor_split` (the first
             ones may have one sample more). Batches with fewer samples are split into single samples.
         size: number of samples per microbatch, instead of `microbatches`. The last one may be smaller. If neither is
             given, each batch must be a list of microbatches.
-        batch_size: function that counts the samples in a batch, as for `make_grad_fn`.
+        count_samples: function that counts the samples in a batch, if `grad_fn` is a function of yours or changes the batch.
+            Otherwise that of `make_grad_fn` is used.
 
     Raises:
-        ValueError: `microbatches` or `size` is below 1, or both are given; a batch is empty, has tensors of different
-            lengths, or is of a type that cannot be split; or `grad_fn` has a wrapper that belongs around `accumulate`
-            (clipping, `scale_loss`).
+        ValueError: `microbatches` or `size` is below 1, or both are given; a batch is empty, is of a type that cannot be
+            split, or is counted differently by `grad_fn` (see `ll.data.count_samples`); or `grad_fn` has a wrapper that
+            belongs around `accumulate` (clipping, `scale_loss`).
         RuntimeError: at the first step, if the model is in DDP or FSDP2 on several ranks and `grad_fn` has a wrapper.
         TypeError: neither `microbatches` nor `size` is given and the batch is not a list, or the samples of the batch cannot
             be counted.
@@ -90,15 +90,23 @@ def accumulate(
     grad_fn = check_parts(grad_fn, "accumulate")
     record = made(grad_fn)
     all_at_once = None if record is None else record.microbatches
+    check(
+        all_at_once is None or count_samples is None,
+        "accumulate counts samples as the grad_fn that it is put around: give count_samples= to make_grad_fn alone",
+    )
+    counter = counter_of(grad_fn, count_samples)
+
+    def counter_of_pieces(batch: Any) -> int:
+        return sum(map(counter, _given(batch)))
 
     def accumulated(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if microbatches is None and size is None:
             pieces = _given(batch)
-            count = sum(map(batch_size, pieces))
+            count = counter_of_pieces(batch)
         else:
-            count = batch_size(batch)
+            count = counter(batch)
             sizes = size if size is not None else _even(count, microbatches or 1)
-            pieces = split(batch, count, sizes, batch_size)
+            pieces = split(batch, count, sizes, counter)
         total = request.sum or RunningSum()
         if total.samples is None and type(count) is int:
             total.samples = count
@@ -109,10 +117,17 @@ def accumulate(
             total.wrapper = name_of(grad_fn)
             outs = _one_by_one(grad_fn, state, pieces, inner)
         out = _joined(outs)
+        if total.ranks == 1 and out.samples != count:  # else these are the samples of all ranks
+            raise ValueError(
+                f"accumulate counts {count} samples in a batch, and the grad_fn that it is put around {out.samples}: give "
+                "both the same count_samples="
+            )
         return out if total is request.sum else mean_of_sums(out, total)
 
-    marked = kept(accumulated, "accumulate", grad_fn)
-    return with_repr(marked, accumulate, grad_fn, microbatches=microbatches, size=size, batch_size=batch_size)
+    by_pieces = microbatches is None and size is None
+    marked = kept(accumulated, "accumulate", grad_fn, counter_of_pieces if by_pieces else counter)
+    settings = {"microbatches": microbatches, "size": size, "count_samples": count_samples}
+    return with_repr(marked, accumulate, grad_fn, **settings)
 
 
 def _joined(outs: Sequence[Gradients]) -> Gradients:

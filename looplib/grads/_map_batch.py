@@ -7,6 +7,7 @@ from typing import Any
 
 from looplib._core.checks import check
 from looplib._core.records import kind_of, with_repr
+from looplib._core.samples import count_samples
 from looplib.grads._wrapper import check_grad_fn, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -48,4 +49,5 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
     def mapped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         return grad_fn(state, batch_fn(state, batch), request)
 
-    return with_repr(kept(mapped, "map_batch", grad_fn), map_batch, grad_fn, batch_fn)
+    # The function of `grad_fn` counts the samples of what `batch_fn` returns.
+    return with_repr(kept(mapped, "map_batch", grad_fn, count_samples), map_batch, grad_fn, batch_fn)

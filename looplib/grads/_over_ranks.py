@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from looplib._core import engines
 from looplib._core import ranks as _ranks
 from looplib._core.records import with_repr
-from looplib._core.trees import is_array, leaves, padding_batch
+from looplib._core.samples import counter_of, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib.grads._wrapper import check_parts, kept
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
@@ -43,6 +44,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             twice.
     """
     grad_fn, compared = check_parts(grad_fn, "reduce_gradients"), False
+    counter = counter_of(grad_fn)
 
     def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         nonlocal compared
@@ -58,7 +60,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             compared = True
         total = engines.RunningSum(local=True)
         own = replace(request, sum=total)
-        out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
+        out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch, counter) else grad_fn(state, batch, own)
         if out.weight is None:
             raise TypeError(
                 "reduce_gradients got gradients without the weight of this rank's part: the grad_fn within must hand "
@@ -71,10 +73,12 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     return with_repr(made, reduce_gradients, grad_fn)
 
 
-def _is_empty(batch: Any) -> bool:
-    """True if this rank has no sample of the batch, or of any microbatch in a list of them."""
-    columns = [leaf for _, leaf in leaves(batch) if is_array(leaf)]
-    return bool(columns) and not any(map(len, columns))
+def _is_empty(batch: Any, count_samples: Callable[[Any], int]) -> bool:
+    """True if this rank has no sample of the batch. One that cannot be counted is for the function of the user's to judge."""
+    try:
+        return count_samples(batch) == 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:

@@ -56,10 +56,12 @@ def wrapper(
     return decorate
 
 
-def kept(function: Any, name: str, inner: GradFn) -> GradFn:
-    """Mark a wrapper that leaves the gradients as they are, but for their sum."""
+def kept(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any], int] | None = None) -> GradFn:
+    """Mark a wrapper that leaves the gradients as they are, but for their sum. `count_samples` counts those of its batches."""
     known = made(inner) or Made("grad_fn", name)
-    record = Made("grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm)
+    record = Made(
+        "grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm, count_samples=count_samples
+    )
     return mark(function, record)  # type: ignore[no-any-return]
 
 

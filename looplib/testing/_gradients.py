@@ -10,7 +10,7 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_count, few
 from looplib._core.records import chain
-from looplib._core.trees import batch_size
+from looplib._core.samples import counter_of
 from looplib.grads._accumulation import accumulate
 from looplib.grads._wrapper import check_grad_fn
 from looplib.state import copy_state
@@ -119,7 +119,7 @@ def assert_microbatches_equal_batch(
             f"this grad_fn ends in {record.name}, which acts on the gradient of a whole step, not on a microbatch's: give "
             f"the one that {record.name} is put around",
         )
-    count = batch_size(batch)
+    count = counter_of(grad_fn)(batch)
     check(
         microbatches <= count,
         f"microbatches is {microbatches}, and the batch has {count} samples: give 2 or more, up to that",

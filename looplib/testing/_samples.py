@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import trees
+from looplib._core import samples, trees
 from looplib._core.checks import check
-from looplib._core.trees import batch_size
 from looplib.testing._compare import check_tolerance, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
@@ -46,7 +45,7 @@ def assert_samples_independent(
     """
     __tracebackhide__ = True
     check_tolerance(tolerance)
-    count = batch_size(batch)
+    count = samples.counter_of(function)(batch)
     check(count > 1, f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
     with streams_kept(state):
         wide, rows, out = in_float64(function, state, batch)
@@ -75,7 +74,7 @@ def take(batch: Any, count: int, index: list[int]) -> Any:
     def at_index(rows: Any) -> Any:
         return type(rows)(rows[i] for i in index) if isinstance(rows, (list, tuple)) else rows[index]
 
-    [taken] = trees.cut(batch, count, [at_index])
+    [taken] = samples.cut(batch, count, [at_index])
     return taken
 
 

@@ -1,4 +1,4 @@
-"""Trees: every kind of batch is counted, split, chosen from, mapped and compared by one rule."""
+"""Trees: every kind of batch is split, chosen from, mapped and compared by one rule."""
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from looplib._core import trees
+from looplib._core import samples, trees
 from looplib.testing._samples import take
 from looplib.types import TrainState
 
@@ -142,9 +142,9 @@ def equal(one, other):
 def test_splitting_is_slicing_each_leaf_with_samples(case):
     build, count, sizes = case
     batch = build(lambda leaf: leaf)
-    parts = trees.split(batch, count, sizes)
-    assert trees.batch_size(batch) == count
-    assert [trees.batch_size(part) for part in parts] == sizes
+    parts = samples.split(batch, count, sizes)
+    assert samples.count_samples(batch) == count
+    assert [samples.count_samples(part) for part in parts] == sizes
     for part, low, high in zip(parts, accumulate(sizes, initial=0), accumulate(sizes), strict=False):
         equal(part, build(lambda leaf, low=low, high=high: leaf[low:high]))
 
@@ -193,7 +193,7 @@ def test_types_of_torchs_pytrees_are_walked_alike():
 
 def test_a_mapping_that_cannot_be_written_becomes_a_dict():
     batch = MappingProxyType({"x": torch.arange(4)})
-    first, second = trees.split(batch, 4, 2)
+    first, second = samples.split(batch, 4, 2)
     assert type(first) is dict
     assert second["x"].tolist() == [2, 3]
 
@@ -201,31 +201,13 @@ def test_a_mapping_that_cannot_be_written_becomes_a_dict():
 def test_a_record_is_not_made_twice():
     """A dataclass that scales its input in __post_init__ would scale each microbatch again."""
     batch = Record(torch.ones(4), ["a", "b", "c", "d"])
-    assert [part.scaled for part in trees.split(batch, 4, 2)] == [1, 1]
+    assert [part.scaled for part in samples.split(batch, 4, 2)] == [1, 1]
 
 
 def test_a_state_keeps_its_counts_and_its_type():
     state = TrainState(step=3, params={"w": torch.ones(2)})
     assert {trees.named(path): leaf for path, leaf in trees.leaves(state)}["step"] == 3
     assert trees.map_leaves(lambda leaf: leaf, state).params["w"] is state.params["w"]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("batch", "count"),
-    [
-        (np.zeros((6, 2)), 6),
-        ({"x": np.zeros((6, 2))}, 6),
-        (Record(torch.zeros(3), None), 3),
-        (Frozen(np.zeros(4)), 4),
-        ({"text": ["a", "b", "c"]}, 3),
-        ({"language": "en", "text": ("a", "b")}, 2),
-        (([["a"], ["b"]], 1), 1),
-        ({"classes": ["a", "b"], "x": torch.zeros(5)}, 5),
-    ],
-)
-def test_samples_are_counted(batch, count):
-    assert trees.batch_size(batch) == count
 
 
 class Boxes:
@@ -241,7 +223,7 @@ class Bag:
         return len(self.items)
 
 
-@pytest.mark.parametrize("way", [lambda batch: trees.split(batch, 4, 2), lambda batch: take(batch, 4, [0])])
+@pytest.mark.parametrize("way", [lambda batch: samples.split(batch, 4, 2), lambda batch: take(batch, 4, [0])])
 def test_a_tensor_of_another_length_is_refused(way):
     with pytest.raises(ValueError, match=r"batch\['y'\]\[0\] has shape \(6, 2\), and the batch 4 samples"):
         way({"x": torch.zeros(4), "y": [torch.zeros(6, 2)]})
@@ -254,7 +236,7 @@ def test_an_object_that_hides_samples_is_refused(hidden):
     with pytest.raises(
         ValueError, match=rf"batch\['it'\] is a {type(hidden).__name__}, an object that cannot be cut"
     ):
-        trees.split({"x": torch.zeros(4), "it": hidden}, 4, 2)
+        samples.split({"x": torch.zeros(4), "it": hidden}, 4, 2)
     with pytest.raises(ValueError, match="cannot be cut into 4 samples"):
         take({"x": torch.zeros(4), "it": hidden}, 4, [0])
 

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_named():
         (make(lambda model, batch: torch.ones(2, dtype=torch.long)), "no tensor of floating point"),
         (make(loss=lambda embeddings: torch.ones((), requires_grad=True)), "does not depend on the embeddings"),
         (make(loss=lambda embeddings: embeddings[0]), r"the loss has shape \(4, 3\)"),
-        (make(batch_size=lambda batch: 0), "the batch has no samples"),
+        (make(count_samples=lambda batch: 0), "the batch has no samples"),
         (make(of=torch.nn.Linear(2, 2)), "parameter"),
     ):
         with pytest.raises(ValueError, match=named):

@@ -97,7 +97,7 @@ def expected(loader, epoch=0, batch=0):
 
 
 def made(draw, batch_size=7, **options):
-    return make_loader(Drawing(draw), batch_size=batch_size, seed=SEED, collate_fn=list, **options)
+    return make_loader(Drawing(draw), batch_size=batch_size, seed=SEED, collate_fn=list, count_samples=len, **options)
 
 
 def test_each_sample_has_the_draws_of_streams_seeded_for_it():

@@ -196,7 +196,7 @@ def test_a_batch_that_cannot_be_divided_is_refused():
     for data in (range(4), {0: 1, 1: 2}.keys()):
         loader = make_loader(data, batch_size=None)
         assert len(batches_of(loader)) == len(data)
-        with as_rank(1, 2), pytest.raises(TypeError, match=r"a int has no samples .* 2 ranks; .*divide=False"):
+        with as_rank(1, 2), pytest.raises(TypeError, match=r"a int cannot be divided among 2 ranks: .*divide=False"):
             batches_of(loader)
 
 

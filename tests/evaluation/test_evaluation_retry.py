@@ -148,7 +148,7 @@ X = rows(4)
 @pytest.mark.parametrize(
     ("predict_fn", "batch", "error", "words"),
     [
-        (lambda model, batch: model(batch.x), Opaque(X), ValueError, "Opaque of 4 samples cannot be cut"),
+        (lambda model, batch: model(batch.x), Opaque(X), TypeError, "cannot count the samples in a Opaque"),
         (lambda model, batch: model(batch["x"]), {"x": X, "other": torch.zeros(3)}, ValueError, r"batch\['other'\]"),
         (lambda model, x: {"out": model(x), "sum": torch.zeros(3)}, X, ValueError, "'sum' has 3 rows for 2 samples"),
         (lambda model, x: {"out": model(x), "name": "a"}, X, TypeError, "'name' is a str"),
@@ -173,5 +173,5 @@ def test_wrong_arguments_are_refused():
     for wrong in (0, True, 2.0):
         with pytest.raises(ValueError, match="size is"):
             split_on_oom(lambda state, batch: batch, wrong)
-    with pytest.raises(TypeError, match="batch_size is an int"):
-        split_on_oom(lambda state, batch: batch, batch_size=3)
+    with pytest.raises(TypeError, match="count_samples is an int"):
+        split_on_oom(lambda state, batch: batch, count_samples=3)

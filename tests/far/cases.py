@@ -402,12 +402,12 @@ def _(device, folder):
 # Data.
 
 
-@case("data.make_loader", "data.Loader", "data.batch_size")
+@case("data.make_loader", "data.Loader", "data.count_samples")
 def _(device):
     loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
     state = started(device, epoch_length=3)[1]
     one, *others = loader(state)
-    return one, others, ll.data.batch_size(one)
+    return one, others, ll.data.count_samples(one)
 
 
 # Checkpoints.

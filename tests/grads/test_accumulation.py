@@ -223,11 +223,17 @@ def test_what_cannot_be_cut_is_named():
     grad_fn = ll.make_grad_fn(model, mean_loss)
     state = ll.init_state(model)
     batch = {"x": torch.zeros(8, 5), "edges": torch.zeros(2, 7)}
-    with pytest.raises(ValueError, match=r"batch\['edges'\] has shape \(2, 7\), and the batch 8 samples.*as a list"):
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 8, batch\['edges'\] has 2\. .*count_samples="):
         ll.accumulate(grad_fn, microbatches=2)(state, batch)
-    with pytest.raises(ValueError, match=r"batch\['rows'\] has shape \(3,\)"):
+    counted = ll.make_grad_fn(model, mean_loss, count_samples=lambda batch: len(batch["x"]))
+    with pytest.raises(ValueError, match=r"batch\['edges'\] has shape \(2, 7\), and the batch 8 samples.*as a list"):
+        ll.accumulate(counted, microbatches=2)(state, batch)
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 8, batch\['rows'\] has 3"):
         ll.accumulate(grad_fn, size=2)(state, {"x": torch.zeros(8, 5), "rows": np.zeros(3)})
-    for wrapped in (ll.accumulate(grad_fn, size=3), ll.accumulate(grad_fn, 2)):
+    counted = ll.make_grad_fn(model, mean_loss, count_samples=len)
+    for wrapped in (ll.accumulate(counted, size=3), ll.accumulate(counted, 2)):
+        with pytest.raises(TypeError, match=r"cannot count the samples in a Opaque: .*count_samples="):
+            ll.accumulate(grad_fn, 2)(state, Opaque(torch.zeros(5, 5)))
         with pytest.raises(ValueError, match=r"a Opaque of 5 samples cannot be cut: its parts would have 5, 5\."):
             wrapped(state, Opaque(torch.zeros(5, 5)))
     with pytest.raises(TypeError, match="takes a list of pieces; this batch is a Tensor"):
