@@ -139,7 +139,9 @@ def apply_gradients(
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
     check_optional_count("samples", samples, 0)
-    check(samples is None or not same_batch, "samples= consumes a batch, and same_batch=True does not: give one of them")
+    check(
+        samples is None or not same_batch, "samples= consumes a batch, and same_batch=True does not: give one of them"
+    )
     params, old_buffers, opt_state = trees_of(state, "ll.apply_gradients(optimizer, state, gradients)")
     check(
         not tracing(),
@@ -196,7 +198,9 @@ def _checked(grads: Mapping[str, Any], params: Params) -> Grads:
         name = min(unknown)
         inner = name.removeprefix("module.").removeprefix("_orig_mod.")
         hint = f"write {inner!r}, without the name of the wrapper" if inner in params else f"it has {few(params)}"
-        raise ValueError(f"there is a gradient for {few(sorted(unknown))}, and the state has no such parameter: {hint}")
+        raise ValueError(
+            f"there is a gradient for {few(sorted(unknown))}, and the state has no such parameter: {hint}"
+        )
     for name, grad in present.items():
         check_type(f"the gradient of {name} is", grad, Tensor, "give a tensor, or None for no gradient")
         if _kind(grad) != _kind(params[name]):
@@ -261,7 +265,9 @@ def undo(state: TrainState, before: Before | None) -> None:
     _hold_signals = True
     if before is None or overwritten(state, (before.params, before.buffers)) is not None:
         return
-    written = written_since(before.params, before.writes)  # before buffers are put back, which may share memory with one
+    written = written_since(
+        before.params, before.writes
+    )  # before buffers are put back, which may share memory with one
     put_back(before.copies)
     if written:
         lease_over("a train step with donate=True", tensors_in((before.params, before.buffers))).write()

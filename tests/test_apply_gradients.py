@@ -178,7 +178,9 @@ def test_lbfgs_is_given_evaluate():
         state, _ = ll.apply_gradients(optimizer, state, grads, evaluate=value_and_grads)
         reference.step(closure)
     for name, tensor in raw.named_parameters():
-        torch.testing.assert_close(state.params[name], tensor, rtol=1e-5, atol=1e-6)  # torch.func adds in another order
+        torch.testing.assert_close(
+            state.params[name], tensor, rtol=1e-5, atol=1e-6
+        )  # torch.func adds in another order
 
 
 # Purity, skips, donation

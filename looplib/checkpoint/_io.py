@@ -318,10 +318,16 @@ class CheckpointIO:
             check(not weights_only, "weights_only is for a state: give the module alone, with optional=", TypeError)
             is_several = isinstance(optional, Collection) and not isinstance(optional, str)
             check(is_several, f"optional is {optional!r}; give names, such as optional=('ema',)", TypeError)
-            reading = partial(load_objects, objects=state, optional=optional, settings=self._settings, ranks=together())
+            reading = partial(
+                load_objects, objects=state, optional=optional, settings=self._settings, ranks=together()
+            )
         else:
             check_state(state, "ckpt.restore(state)")
-            check(not optional, "optional= is for objects by name; a state is restored with all that is in it", TypeError)
+            check(
+                not optional,
+                "optional= is for objects by name; a state is restored with all that is in it",
+                TypeError,
+            )
             reading = partial(load, template=state, weights_only=weights_only, settings=self._settings)
         ranks = self._barrier()
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
@@ -418,7 +424,9 @@ class CheckpointIO:
         first: bool,
     ) -> tuple[Parts, dict[str, Any]]:
         """The same of objects by name, with what `take` has made of them."""
-        check(self._select is None, "select= is for the parameters of a state: leave out what you do not want to save")
+        check(
+            self._select is None, "select= is for the parameters of a state: leave out what you do not want to save"
+        )
         return self._parts(trees, first), {
             "counts": counts_of_objects(objects),
             "metrics": mapped(described, self._scores(metrics)),

@@ -32,7 +32,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.records import differences
 from looplib.checkpoint._capture import RandomStreams
 from looplib.checkpoint._format import about, decoded, encoded, in_words, leaves_of, local, words
-from looplib.checkpoint._read import Reader, errors_as_damage, read_manifest
+from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._state_dict import cleaner
 from looplib.types import TrainState
@@ -94,7 +94,9 @@ def _plain(value: Any, where: str) -> Any:
     check(not _has_state(value), f"{where} is {named_value(value)}, an object with a state: {advice}", TypeError)
     kind = type(value)
     if kind is str:
-        check(_is_text(value), f"{where} is the text {value!r}, which is no valid Unicode: keep it as bytes", TypeError)
+        check(
+            _is_text(value), f"{where} is the text {value!r}, which is no valid Unicode: keep it as bytes", TypeError
+        )
         return value
     if (
         kind in (bool, type(None))
@@ -285,7 +287,9 @@ def _versions_of(module: nn.Module) -> dict[str, Any]:
 
 def _parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[Any]]:
     """Names, as far as a module that is saved with it has them, and shapes of an optimizer's parameters, by group."""
-    return [[[names.get(id(each), ""), [*each.shape]] for each in group["params"]] for group in optimizer.param_groups]
+    return [
+        [[names.get(id(each), ""), [*each.shape]] for each in group["params"]] for group in optimizer.param_groups
+    ]
 
 
 def _parameter_names(objects: Objects) -> dict[int, str]:
@@ -315,9 +319,7 @@ def _check_shards(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
 
 def _facts(states: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values, and dtypes and shapes of tensors, by path."""
-    return {
-        path: about(leaf) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves_of(states).items()
-    }
+    return {path: about(leaf) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves_of(states).items()}
 
 
 def _digest(entry: Mapping[str, Any], tensors: Tensors) -> Any:
@@ -347,7 +349,9 @@ def load_objects(
     check(not misfits, _in_words(path, misfits, optional))
     nodes = {name: chosen[name] for name in objects if name not in kept}
     notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
-    likes = {each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)}
+    likes = {
+        each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)
+    }
     made = _made(reader.read({each: likes.get(each) for each in notes}), notes, likes, reader)
     states = {name: _original(node["state"], made) for name, node in nodes.items()}
     misfits = dict.fromkeys(_misfits_of_states(subset(objects, states), states), "")
@@ -366,16 +370,16 @@ def load_objects(
                     done = f"; loaded before it: {few(loaded)}"
                     raise RuntimeError(f"{message}{done}; start from new objects") from error
                 loaded.append(name)
-        return {
-            name: value if _has_state(value) else states.get(name, value) for name, value in objects.items()
-        }
+        return {name: value if _has_state(value) else states.get(name, value) for name, value in objects.items()}
 
     return restored, manifest["crc32"], warning
 
 
 def _order(value: Any) -> int:
     """Objects whose state only they can check come first, and random streams, which others may draw from, last."""
-    return 3 if isinstance(value, RandomStreams) else ("object", "optimizer", "module", "value").index(_kind_of(value))
+    return (
+        3 if isinstance(value, RandomStreams) else ("object", "optimizer", "module", "value").index(_kind_of(value))
+    )
 
 
 def _of_rank(entry: dict[str, Any], ranks: RankGroup) -> dict[str, Any] | None:
@@ -388,9 +392,7 @@ def _of_rank(entry: dict[str, Any], ranks: RankGroup) -> dict[str, Any] | None:
 
 def _misfits(objects: Objects, chosen: Mapping[str, Any], reader: Reader) -> dict[str, str]:
     """Differences between objects and those of a checkpoint, in words, each with the name that it is about."""
-    misfits = {
-        f"{name} is given, and is not in the checkpoint": name for name in without(objects, chosen)
-    }
+    misfits = {f"{name} is given, and is not in the checkpoint": name for name in without(objects, chosen)}
     misfits |= {f"{name} is in the checkpoint, and is not given": name for name in without(chosen, objects)}
     for name in subset(objects, chosen):
         if chosen[name] is None:
