@@ -399,6 +399,7 @@ def make_eval_step(
 
     Raises:
         TypeError: `metric_fn` returns a tuple other than `(loss, aux)`.
+        TypeError, ValueError: it returns a scalar, and the samples of the batch cannot be counted.
         ValueError: a value is no metric, a parameter of the state carries a graph, or the state belongs to a different
             model.
     """
