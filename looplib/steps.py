@@ -269,6 +269,7 @@ def make_eval_step(
     Raises:
         TypeError: `metric_fn` returns a tuple other than `(loss, aux)`, or an integer, which would be averaged: for a count,
             return a `Mean`, or `ll.metrics.Reading(ll.Mean(count), operator.attrgetter("total"))` for the sum over all batches.
+        TypeError, ValueError: it returns a scalar, and the samples of the batch cannot be counted.
         ValueError: a value is no metric, a parameter of the state carries a graph, or the state belongs to a different
             model.
     """

@@ -210,6 +210,40 @@ def test_images_and_boxes_are_cut_between_images(count):
     torch.testing.assert_close(out.grads, raw_gradients(model, detection_loss(model, batch)))
 
 
+def test_columns_in_a_list_are_cut_as_columns():
+    """As default_collate returns ((view, view), label)."""
+    model, views, labels = linear(), torch.randn(2, 7, 3).double(), torch.randn(7).double()
+
+    def loss_fn(model, batch):
+        (one, other), labels = batch
+        return (model(one + other).squeeze(1) - labels).square().mean()
+
+    batch = [[*views], labels]
+    out = ll.accumulate(ll.make_grad_fn(model, loss_fn), 3)(ll.init_state(model), batch)
+    assert out.samples == 7
+    torch.testing.assert_close(out.grads, raw_gradients(model, loss_fn(model, batch)))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (detr(pictures(4)), r"batch\[0\] is a NestedTensor, an object that cannot be cut"),
+        # Three images of three channels, or three columns of three rows.
+        (
+            {"image": [torch.zeros(3, 4, 4)] * 3, "y": torch.zeros(3)},
+            r"batch\['image'\] is a list of 3 whose items have 3",
+        ),
+        ([{"x": torch.zeros(2, 3)}, {"y": torch.zeros(2)}], "batch is a list of 2 whose items have 2 rows each"),
+    ],
+)
+def test_what_could_be_cut_in_two_ways_is_refused(batch, words):
+    model = linear()
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: model.weight.sum())
+    with pytest.raises(ValueError, match=words):
+        ll.accumulate(grad_fn, 2)(ll.init_state(model), batch)
+
+
 # `count_samples=` is given once
 
 

@@ -123,14 +123,8 @@ def _counts(node: Any) -> set[int] | None:
     return None if inner is None else _agreed(inner.children)
 
 
-_WITHOUT_SAMPLES = {
-    str,
-    int,
-    float,
-    bool,
-    bytes,
-    type(None),
-}  # the common leaves, so that long lists of them cost little
+# The common leaves, so that long lists of them cost little.
+_WITHOUT_SAMPLES = {str, int, float, bool, bytes, type(None)}
 
 
 def _agreed(children: Iterable[Any]) -> set[int] | None:

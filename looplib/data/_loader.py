@@ -317,11 +317,13 @@ def make_loader(
     Raises:
         TypeError: the dataset can be neither indexed nor iterated more than once; `batch_size` is missing; a sampler
             returns something other than indices; torch's DataLoader has no such option; or, on several ranks, an item
-            that should be a batch has no samples dimension.
+            that should be a batch has no samples that can be counted.
         ValueError: options contradict each other or the dataset; a sampler is not a function of the epoch, or divides
             samples among ranks itself (DistributedSampler); or an epoch has no batches. From `loader(state)`: the
             state's `epoch_length` or position is not this loader's (see `Loader.resume`), or a batch has fewer
-            samples than there are ranks and is of a type that cannot be made without samples.
+            samples than there are ranks and is of a type that cannot be made without samples; or the batch that
+            `collate_fn` returned has a different number of samples from those drawn, by the rule of
+            `ll.data.count_samples`.
         RuntimeError: the dataset or `collate_fn` raises StopIteration, which a loop would mistake for the end of the
             data.
 
