@@ -28,7 +28,7 @@ from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of
 from looplib.checkpoint._restore import load
-from looplib.checkpoint._settings import Select, Settings, trees_to_save
+from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
 from looplib.checkpoint._write import Parts
 from looplib.distributed._processes import finish_first
 from looplib.predicates._best import BestSoFar, warn_of_records
@@ -230,6 +230,7 @@ class CheckpointIO:
         which: Literal["latest", "best"] | int = "latest",
         *,
         weights_only: bool = False,
+        required: bool = False,
         quiet: bool = False,
     ) -> TrainState:
         """Restore a checkpoint into the structure of a state and onto its devices.
@@ -251,6 +252,7 @@ class CheckpointIO:
             state: a state of the same structure, created with `init_state`.
             which: "latest" for the latest complete checkpoint, "best", or a step.
             weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
+            required: if True, raise an error if there is no checkpoint, for a run that must not start over.
             quiet: if True, print nothing.
 
         Returns:
@@ -259,7 +261,8 @@ class CheckpointIO:
         Raises:
             ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
-                an epoch of a different length; or there is no best, or no checkpoint of that step.
+                an epoch of a different length; or there is no best, no checkpoint of that step, or none at all and it is
+                `required`.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used. It stays until you delete it.
             DonatedStateError: the state was donated to a step.
@@ -301,7 +304,17 @@ class CheckpointIO:
                 title = "weights" if weights_only else f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
+                if not weights_only and is_of_another_loader(state):
+                    print(
+                        f"No looplib loader gave the run's batches. A plain DataLoader starts the epoch again: skip its first "
+                        f"{state.batch} batches, or write loader = ll.make_loader(dataloader) and for batch in loader(state)",
+                        flush=True,
+                    )
             return state
+        check(
+            not required,
+            f"there is no checkpoint in {self._listing.folder}, and required=True: is this the directory of the run?",
+        )
         return state
 
     def steps(self) -> list[Checkpoint]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from zlib import crc32
@@ -30,6 +30,7 @@ from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import empty_part, plan_of
 from looplib.data._position import resumed
 from looplib.data._readers import reader_of
+from looplib.data._remaining import Remaining
 from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
@@ -102,7 +103,7 @@ class Loader:
         reading = Reading(state.epoch, state.batch, state.epoch_length, asked=asked)
         batches = self._batches(state, reading, pairs=False, again=again)
         _note(state, reading, self.description)
-        return batches
+        return Remaining(batches, state.batch, rank_and_size()[1] if self.divide else 1)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -195,6 +196,7 @@ class Loader:
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "max_batches": self.max_batches,
+            **({"workers": self.source.engines.workers} if isinstance(self.source, Streamed) else {}),
             **({} if self.divide else {"divide": False}),
         }
 
@@ -210,7 +212,9 @@ class Loader:
             return repr(order)
         return f"{order!r}, checksum {crc32(checked):08x}"
 
-    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True) -> Iterator[Any]:
+    def _batches(
+        self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True
+    ) -> Generator[Any, None, None]:
         rank, ranks = rank_and_size() if self.divide else (0, 1)
 
         def delivered(read: tuple[Any, int]) -> Any:
@@ -250,6 +254,7 @@ def make_loader(
     *,
     batch_size: int | None = _arguments.REQUIRED,
     order: Order | None = None,
+    shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = False,
     max_batches: int | None = None,
@@ -274,7 +279,7 @@ def make_loader(
     >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.sequential(), num_workers=0)
 
     The order is a function of (seed, epoch), so a resumed run gets the batches that were left, with any number of
-    workers. Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
+    workers (those of a stream may not change within an epoch). Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
     its own part.
 
     Args:
@@ -285,6 +290,8 @@ def make_loader(
         order: `ll.data.shuffled()` (the default), `sequential()`, `with_replacement(num_samples)`, `weighted(weights)`,
             `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
             `batch_sampler(...)`. A stream has its own order.
+        shuffle: as for torch's DataLoader, short for an order: True for `shuffled()`, False for `sequential()`. Defaults
+            to True for a dataset with indices.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
         max_batches: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
@@ -331,7 +338,9 @@ def make_loader(
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
     position. An epoch is one pass, after which you call `state = ll.end_epoch(state)`; or `epoch_length` batches, if
     the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
-    workers, of the worker's index. Each rank reads the whole stream and collates its own samples. A stream that gives
+    workers, of the worker's index. Each worker iterates over the dataset for itself, which divides its samples by
+    `torch.utils.data.get_worker_info()`, or each sample comes once for each worker. Another `num_workers` gives other
+    batches, so keep it within an epoch. Each rank reads the whole stream and collates its own samples. A stream that gives
     each rank different samples needs `divide=False`; see "Train on a stream" in the cookbook.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is a batch. Each rank reads the whole
@@ -343,13 +352,15 @@ def make_loader(
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None, "collate_fn": collate_fn}
+        given = {"batch_size": batch_size, "order": order, "shuffle": shuffle, "drop_last": drop_last or None}
+        given["collate_fn"] = collate_fn
         settings = _arguments.settings_of(dataset, given | dataloader_options)
         return make_loader(
             dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
         )
 
     _arguments.check_options(order, max_batches, dataloader_options)
+    order = _arguments.order_of(order, shuffle)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)
         order = None
@@ -365,7 +376,8 @@ def make_loader(
         source = Streamed(engines, dataset, divide)
     else:
         batched = size is not None or order.whole_batches
-        engines = Engines(reader_of(dataset, collate_fn, seed, size, batched=batched), seed, dataloader_options)
+        reader = reader_of(dataset, collate_fn, seed, size, batched=batched, by_list=order.by_list)
+        engines = Engines(reader, seed, dataloader_options)
         plan = functools.partial(plan_of, order, dataset, size, seed, drop_last, max_batches)
         first = plan(0)
         check(first, f"an epoch has no batches: {first.drawn} samples, batch_size={size}, drop_last={drop_last}")
@@ -393,7 +405,7 @@ def make_loader(
     )
 
 
-def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+def _closable(batches: Iterator[Any]) -> Generator[Any, None, None]:
     """The batches from a generator, whose `close` ends their workers, and which holds none of them."""
     yield from batches
 
@@ -427,6 +439,14 @@ def _note(state: Any, reading: Reading, description: Mapping[str, Any]) -> None:
     """
     known = provenance_of(state)
     loaders = known.loaders
+    last = loaders[-1] if loaders else {}
+    was, now = last.get("workers"), description.get("workers")
+    check(
+        not state.batch or was == now or {**last, "workers": now} != description,
+        f"the state is at batch {state.batch} of an epoch of a stream that was read by {was} workers, and num_workers is "
+        f"{now} now: its samples come in other batches, so some would come again and others never. Continue this epoch "
+        f"with num_workers={was}, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
+    )
     if description not in loaders:
         if known.restored and known.at_step == state.step:
             if rank() == 0:

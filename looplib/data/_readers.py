@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,24 @@ class Items(Reader):
             return items, job.size
 
 
+class Lists(Reader):
+    """Read a batch with one call, `dataset[keys]`, under the seed of its first sample."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int) -> None:
+        super().__init__(dataset, collate_fn or default_convert, seed, batched=True)
+        self.collate = partial(_of_the_only_item, self.collate)
+
+    def read(self, job: Job) -> tuple[list[Any], int]:
+        keys = listed(job.keys)
+        if self.dataset_may_draw and keys:
+            seed_streams(mix(mix(ITEM, self.seed, job.epoch), keys[0], listed(job.visits)[0] if job.visits is not None else 0))
+        return [self.dataset[keys]], job.size
+
+
+def _of_the_only_item(convert: Callable[[Any], Any], items: list[Any]) -> Any:
+    return convert(items[0])
+
+
 @dataclass(eq=False)
 class Rows:
     """Read a batch from tensors, all samples at once, bitwise as default_collate over the items.
@@ -144,7 +163,7 @@ class Rows:
     rows: Tensor | None
 
     def __getitem__(self, job: Job) -> tuple[list[Tensor], int]:
-        keys = torch.as_tensor(job.keys)
+        keys = torch.as_tensor(job.keys, device="cpu")
         if self.rows is not None:
             keys = self.rows[keys]
         elif len(keys) and keys.min() < 0:  # as a sampler may count from the end; `index_select` does not
@@ -153,9 +172,17 @@ class Rows:
 
 
 def reader_of(
-    dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, batch_size: int | None, *, batched: bool
-) -> Items | Rows:
+    dataset: Any,
+    collate_fn: Callable[[Any], Any] | None,
+    seed: int,
+    batch_size: int | None,
+    *,
+    batched: bool,
+    by_list: bool = False,
+) -> Items | Lists | Rows:
     """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
+    if by_list:
+        return Lists(dataset, collate_fn, seed)
     if batch_size and collate_fn in (None, default_collate) and (tensors_and_rows := _rows_of(dataset)):
         return Rows(dataset, *tensors_and_rows)
     return Items(dataset, collate_fn, seed, batched=batched)
@@ -168,7 +195,7 @@ def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
         return (dataset.tensors, None) if kinds == {(Tensor, torch.strided, False)} else None
     if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
         tensors, rows = within
-        chosen = torch.as_tensor(dataset.indices)
+        chosen = torch.as_tensor(dataset.indices, device="cpu")
         if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and (chosen >= 0).all():
             return tensors, chosen if rows is None else rows[chosen]
     return None
