@@ -274,7 +274,9 @@ def test_a_view_or_a_cast_of_a_leaf_is_a_batch_of_a_pinn(form):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("made", [lambda net: net(torch.ones(8, 1)), lambda net: net.weight[:1], lambda net: net.weight * 1])
+@pytest.mark.parametrize(
+    "made", [lambda net: net(torch.ones(8, 1)), lambda net: net.weight[:1], lambda net: net.weight * 1]
+)
 def test_a_batch_that_another_network_computed_is_refused(made):
     net = nn.Linear(1, 1)
     grad_fn = ll.make_grad_fn(net, lambda net, x: net(x).mean())

@@ -105,11 +105,13 @@ def test_ctrl_c_saves_and_a_rerun_ends_like_an_unbroken_run(tmp_path, monkeypatc
     body = "".join(
         f"    {line}" for line in f"while not done(state):\n{loop}".splitlines(keepends=True) if line.strip()
     )
-    place, before_it = (place, "done(strike(state)):\n") if place.startswith("done") else (place, f"strike(state); {place}")
+    place, before_it = (
+        (place, "done(strike(state)):\n") if place.startswith("done") else (place, f"strike(state); {place}")
+    )
     assert body.count(place) == 1
     interrupted = body.replace(place, before_it)
-    strike = f"import signal\ndef strike(state):\n    if state.step == {step}:\n        signal.raise_signal(signal.SIGINT)\n    return state\n"
-    run(f"{strike}{before}try:\n{interrupted}{INTERRUPT}")
+    strike = f"def strike(state):\n    if state.step == {step}:\n        signal.raise_signal(signal.SIGINT)\n    return state\n"
+    run(f"import signal\n{strike}{before}try:\n{interrupted}{INTERRUPT}")
     capsys.readouterr()
     assert not ll.debug.differences(run(program(3))["state"], whole)
     assert f"Restored {restored} from" in capsys.readouterr().out

@@ -50,6 +50,7 @@ def checkpoint_io(
     keep_last: int | None = None,
     keep_best: int = 0,
     monitor: str | BestSoFar | None = None,
+    mode: Literal["min", "max"] | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
     describe: Mapping[str, Any] | None = None,
@@ -80,6 +81,7 @@ def checkpoint_io(
             several, for example to average them.
         monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
             those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
+        mode: "min" or "max", for the name of a metric that does not say it.
         keep: function of a `Checkpoint`; keep those for which it returns True, such as
             `lambda checkpoint: checkpoint.step % 1000 == 0`.
         asynchronous: if True, `save` returns once the state is copied into host memory, and the copy is written in the
@@ -130,9 +132,14 @@ def checkpoint_io(
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    name = mode = None
+    check(
+        mode is None or isinstance(monitor, str),
+        f"mode={mode!r} is given with monitor={monitor!r}: it belongs to the name of a metric, such as monitor='score', "
+        "and a BestSoFar has its own",
+    )
+    name = None
     if monitor is not None:
-        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor)
+        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor, mode=mode)
         name, mode = record.monitor, record.mode
     policy = Policy(keep_last, keep_best, name, mode, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)

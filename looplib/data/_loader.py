@@ -55,8 +55,8 @@ class Loader:
     """Data loader returned by `make_loader`: batches as a function of the state.
 
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. There are none if a run whose
-    epochs `end_epoch` ends was saved after the last one: the restarted loop then ends the epoch. `len(loader)` is the number
-    of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
+    epochs `end_epoch` ends was saved after the last one: the restarted loop then ends the epoch. `len(loader)` is the
+    number of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
     `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
     warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
     ran on each batch of the last iteration and none of them had `same_batch=True`, because the state has then moved
@@ -254,7 +254,6 @@ def make_loader(
     *,
     batch_size: int | None = _arguments.REQUIRED,
     order: Order | None = None,
-    shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = False,
     max_batches: int | None = None,
@@ -279,8 +278,8 @@ def make_loader(
     >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.sequential(), num_workers=0)
 
     The order is a function of (seed, epoch), so a resumed run gets the batches that were left, with any number of
-    workers (those of a stream may not change within an epoch). Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
-    its own part.
+    workers (those of a stream may not change within an epoch). Under torchrun, nothing needs to change:
+    `batch_size` is that of the global batch, and each rank reads its own part.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
@@ -290,8 +289,6 @@ def make_loader(
         order: `ll.data.shuffled()` (the default), `sequential()`, `with_replacement(num_samples)`, `weighted(weights)`,
             `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
             `batch_sampler(...)`. A stream has its own order.
-        shuffle: as for torch's DataLoader, short for an order: True for `shuffled()`, False for `sequential()`. Defaults
-            to True for a dataset with indices.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
         max_batches: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
@@ -302,7 +299,8 @@ def make_loader(
             accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
         divide: if False, each rank gets the whole batch.
         dataloader_options: `num_workers`, `pin_memory`, `prefetch_factor`, `persistent_workers`, `timeout`,
-            `multiprocessing_context` and `worker_init_fn` of torch's DataLoader.
+            `multiprocessing_context` and `worker_init_fn` of torch's DataLoader, and its `shuffle`, short for an order:
+            True for `shuffled()`, False for `sequential()`.
 
     Raises:
         TypeError: the dataset can be neither indexed nor iterated more than once; `batch_size` is missing; a sampler
@@ -352,15 +350,14 @@ def make_loader(
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {"batch_size": batch_size, "order": order, "shuffle": shuffle, "drop_last": drop_last or None}
-        given["collate_fn"] = collate_fn
+        given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None, "collate_fn": collate_fn}
         settings = _arguments.settings_of(dataset, given | dataloader_options)
         return make_loader(
             dataset.dataset, seed=seed, max_batches=max_batches, device=device, divide=divide, **settings
         )
 
     _arguments.check_options(order, max_batches, dataloader_options)
-    order = _arguments.order_of(order, shuffle)
+    order = _arguments.order_of(order, dataloader_options.pop("shuffle", None))
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)
         order = None

@@ -121,7 +121,9 @@ def sequential() -> Order:
 
     It is the only order that a stream accepts.
     """
-    return Order("sequential()", lambda epoch: torch.arange(epoch.samples, device="cpu"), distinct=True, any_length=True)
+    return Order(
+        "sequential()", lambda epoch: torch.arange(epoch.samples, device="cpu"), distinct=True, any_length=True
+    )
 
 
 def with_replacement(num_samples: int) -> Order:

@@ -50,7 +50,8 @@ def check_position(state: TrainState, count: int, length: int, *, again: bool = 
         state.batch < count or (state.batch == count and state.epoch_length is None and not again),
         f"the state is at batch {state.batch} of epoch {state.epoch}, which has {count} batches: at the end of an epoch, "
         "make it with init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop "
-        "(now, if the loop was interrupted before that line); else, is this the loader, with the data and the batch_size, that the run began with?",
+        "(now, if the loop was interrupted before that line); else, is this the loader, with the data and the "
+        "batch_size, that the run began with?",
     )
 
 

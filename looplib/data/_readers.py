@@ -140,7 +140,9 @@ class Lists(Reader):
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys = listed(job.keys)
         if self.dataset_may_draw and keys:
-            seed_streams(mix(mix(ITEM, self.seed, job.epoch), keys[0], listed(job.visits)[0] if job.visits is not None else 0))
+            seed_streams(
+                mix(mix(ITEM, self.seed, job.epoch), keys[0], listed(job.visits)[0] if job.visits is not None else 0)
+            )
         return [self.dataset[keys]], job.size
 
 

@@ -105,7 +105,10 @@ def ema(
             for kind, tensors in averaged.items()
         }
 
-    keeps: dict[str, First] = {"average": first_average, "updates": lambda params, **extra: torch.tensor(0, device="cpu")}
+    keeps: dict[str, First] = {
+        "average": first_average,
+        "updates": lambda params, **extra: torch.tensor(0, device="cpu"),
+    }
     return wrap(optimizer, ema, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer, start))
 
 

@@ -54,9 +54,14 @@ def train(kind, folder, when=""):
     """Three epochs, a checkpoint after each step. Stopped in the second: before `end_epoch`, or before the last batch."""
     if kind == COOKBOOK:
         names = {"stop": when, "Stopped": Stopped}
-        run = GROWS.replace("state, done = ll.init_state(model, optimizer),", "state, done = ckpt.restore(ll.init_state(model, optimizer)),")
+        run = GROWS.replace(
+            "state, done = ll.init_state(model, optimizer),",
+            "state, done = ckpt.restore(ll.init_state(model, optimizer)),",
+        )
         run = run.replace("(state, batch)\n", "(state, batch); ckpt.save(state)\n")
-        run = run.replace("    state = ll.end", "    if stop and state.epoch:\n        raise Stopped\n    state = ll.end")
+        run = run.replace(
+            "    state = ll.end", "    if stop and state.epoch:\n        raise Stopped\n    state = ll.end"
+        )
         assert run.count("ckpt") == 2
         assert run.count("raise") == 1
         exec(SETUP, names)
@@ -66,7 +71,9 @@ def train(kind, folder, when=""):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1))
     optimizer = ll.optimizer(torch.optim.Adam, lr=0.1)
-    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x / 9).square().mean()), optimizer, donate=True)
+    step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x / 9).square().mean()), optimizer, donate=True
+    )
     loader, ckpt, done = LOADERS[kind](), ll.checkpoint_io(folder), ll.after_epochs(3)
     state = ckpt.restore(ll.init_state(model, optimizer, extra={"stream": ""}))
     while not done(state):
@@ -128,7 +135,7 @@ def test_a_loop_that_forgets_end_epoch_is_refused(kind):
     assert list(loader(again)) == []
     with pytest.raises(ValueError, match=r"call state = ll.end_epoch"):
         list(loader(again))
-    with pytest.raises(ValueError, match="end of epoch|batch"):
+    with pytest.raises(ValueError, match="batch"):
         list(loader(ll.TrainState(batch=state.batch + 1)))
 
 

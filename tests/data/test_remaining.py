@@ -27,7 +27,9 @@ LOADER = ll.make_loader(DATA, batch_size=64, order=ll.data.sequential())
 @pytest.mark.parametrize("function", STEPS)
 def test_the_rest_of_an_epoch_in_place_of_a_set_is_named(function):
     call = STEPS[function]
-    with pytest.warns(UserWarning, match="at batch 3 of its epoch, so only the rest .* give the loader itself") as told:
+    with pytest.warns(
+        UserWarning, match="at batch 3 of its epoch, so only the rest .* give the loader itself"
+    ) as told:
         rest = call(LOADER(STATE))
     assert told[0].filename == __file__
     assert len(told) == 1
@@ -100,6 +102,16 @@ def test_a_checkpoint_that_is_required(tmp_path):
         ckpt.restore(state, required=True)
     ckpt.save(state.replace(step=3))
     assert ckpt.restore(ll.init_state(model), required=True).step == 3
+
+
+def test_the_mode_of_a_metric_that_checkpoints_are_compared_by(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, monitor="score", mode="max")
+    for step, score in ((1, 0.5), (2, 0.7), (3, 0.6)):
+        ckpt.save(STATE.replace(step=step), {"score": score})
+    assert ckpt.best().step == 2
+    for options in {"mode": "max"}, {"mode": "max", "monitor": ll.predicates.BestSoFar("eval/loss")}:
+        with pytest.raises(ValueError, match="mode='max' is given with monitor=.*BestSoFar has its own"):
+            ll.checkpoint_io(tmp_path, **options)
 
 
 def test_a_prefix_of_letters_gets_a_slash():

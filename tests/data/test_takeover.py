@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 import looplib as ll
 from looplib.data import sequential
@@ -20,7 +28,9 @@ class Table(Dataset):
 
 
 def test_a_dataset_that_reads_lists_is_asked_with_the_list_of_a_batch():
-    theirs = DataLoader(Table(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(10)), 4, drop_last=False))
+    theirs = DataLoader(
+        Table(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(10)), 4, drop_last=False)
+    )
     loader = ll.make_loader(theirs)
     assert len(loader) == 3
     for ours, raw in zip(loader(ll.TrainState()), theirs, strict=True):
@@ -85,9 +95,11 @@ def test_a_stream_that_each_worker_reads_whole_is_named(way):
         return torch.cat(list(ll.evaluation.predict(step, ll.init_state(torch.nn.Linear(1, 1)), loader))).flatten()
 
     loader = ll.make_loader(Numbers(), batch_size=2, num_workers=2)
-    with pytest.warns(UserWarning, match="2 workers, and the first two begin with the same samples.*get_worker_info") as told:
-        assert len(read(loader)) == 24  # as torch's DataLoader gives them
-        read(loader)
+    with pytest.warns(
+        UserWarning, match="2 workers, and the first two begin with the same samples.*get_worker_info"
+    ) as told:
+        counts = [len(read(loader)) for _ in range(2)]
+    assert counts == [24, 24]  # as torch's DataLoader gives them
     assert len(told) == 1
     read(ll.make_loader(Numbers(divided=True), batch_size=2, num_workers=2))
     read(ll.make_loader(Numbers(constant=True), batch_size=2, num_workers=2))  # a stand-in for data
@@ -108,10 +120,10 @@ def test_a_stream_is_not_continued_by_another_number_of_workers(workers, tmp_pat
         assert torch.equal(torch.cat([*seen, *then(restored)]), torch.arange(12))
         return
     was, now = (max(1, count) for count in workers)
-    for state in state, restored:
+    for at in state, restored:
         message = rf"batch 1 .* read by {was} workers, and num_workers is {now} now.*some would come again.*num_workers={was}"
         with pytest.raises(ValueError, match=message):
-            then(state)
+            then(at)
     between = ckpt.restore(ll.init_state(torch.nn.Linear(1, 1)))
     with pytest.warns(UserWarning, match=f"loader workers was {was}, is {now}"):  # the batches differ from here on
         assert len(torch.cat(list(then(between)))) == 12

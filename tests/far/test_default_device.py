@@ -79,8 +79,10 @@ def test_a_run_with_evaluation_and_checkpoints(name, donate, tmp_path):
         grad_fn = ll.make_grad_fn(model, loss_fn)
         grad_fn = ll.accumulate(grad_fn, 2) if name == "accumulate" else grad_fn
         step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
-        eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch), "count": ll.Mean(3.0, 2)})
-        loader, ckpt = ll.make_loader(DATA, batch_size=5), ll.checkpoint_io(folder)
+        eval_step = ll.make_eval_step(
+            model, lambda model, batch: {"loss": loss_fn(model, batch), "count": ll.Mean(3.0, 2)}
+        )
+        loader, ckpt = ll.make_loader(DATA, batch_size=6), ll.checkpoint_io(folder)
         state, window = ll.init_state(model, optimizer, epoch_length=len(loader)), ll.Window()
         for _ in range(2):
             for batch in loader(state):

@@ -229,7 +229,9 @@ def test_a_record_that_is_never_updated_is_named_once_it_could_have_stopped_the_
                     state = ll.update_best(state, {"eval/loss": 1 / state.epoch})
         return state.epoch
 
-    with pytest.warns(UserWarning, match="after 3 epochs, .*'best'. has seen no value of 'eval/loss'.*update_best") as told:
+    with pytest.warns(
+        UserWarning, match="after 3 epochs, .*'best'. has seen no value of 'eval/loss'.*update_best"
+    ) as told:
         assert run(evaluated_every=0) == 9
     assert len(told) == 1
     assert run(evaluated_every=1) == run(evaluated_every=2) == run(evaluated_every=3) == 9
