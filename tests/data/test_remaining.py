@@ -110,7 +110,7 @@ def test_the_mode_of_a_metric_that_checkpoints_are_compared_by(tmp_path):
         ckpt.save(STATE.replace(step=step), {"score": score})
     assert ckpt.best().step == 2
     for options in {"mode": "max"}, {"mode": "max", "monitor": ll.predicates.BestSoFar("eval/loss")}:
-        with pytest.raises(ValueError, match="mode='max' is given with monitor=.*BestSoFar has its own"):
+        with pytest.raises(ValueError, match=r"mode='max' is given with monitor=.*BestSoFar has its own"):
             ll.checkpoint_io(tmp_path, **options)
 
 
