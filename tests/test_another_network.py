@@ -240,3 +240,47 @@ def engines_beside_another_network():
 @pytest.mark.slow
 def test_engines_leave_the_gradients_of_another_network_alone():
     assert launch(2, engines_beside_another_network).count("left alone") == 2
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x.double().float(),
+        lambda x: x[:, :1],
+        lambda x: x.t().reshape(-1, 1)[:8],
+        lambda x: x.unsqueeze(0).squeeze(0)[:, 1:],
+        lambda x: x.split(1, dim=1)[0],
+    ],
+)
+def test_a_view_or_a_cast_of_a_leaf_is_a_batch_of_a_pinn(form):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    leaf = torch.rand(8, 2, requires_grad=True)
+    leaf = leaf if form(leaf).shape[1] == 1 else leaf[:, :1].detach().requires_grad_()
+
+    def residual(net, x):
+        u = net(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (slope - u).square().mean()
+
+    expected = torch.autograd.grad(residual(net, form(leaf)), [*net.parameters()])
+    grad_fn, state = ll.make_grad_fn(net, residual), ll.init_state(net)
+    for _ in range(2):
+        grads = grad_fn(state, x := form(leaf)).grads
+        assert all(map(torch.equal, grads.values(), expected))
+        assert all(map(torch.equal, grad_fn(state, x).grads.values(), expected))
+    assert leaf.grad is None
+    parts = ll.accumulate(grad_fn, 2)(state, form(leaf)).grads
+    assert all(torch.allclose(part, whole, atol=1e-6) for part, whole in zip(parts.values(), expected, strict=True))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "made", [lambda net: net(torch.ones(8, 1)), lambda net: net.weight[:1], lambda net: net.weight * 1]
+)
+def test_a_batch_that_another_network_computed_is_refused(made):
+    net = nn.Linear(1, 1)
+    grad_fn = ll.make_grad_fn(net, lambda net, x: net(x).mean())
+    with pytest.raises(ValueError, match=r"carries the graph.*give detach\(\).requires_grad_\(\)"):
+        grad_fn(ll.init_state(net), made(nn.Linear(1, 1)))

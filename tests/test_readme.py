@@ -92,7 +92,9 @@ def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
     ("place", "step", "restored"),
     [
         ("window = window.add(metrics)", 20, "step 20 (epoch 1, batch 7)"),
-        ("scores = ", 26, "step 13 (epoch 1, batch 0)"),  # the evaluation that it cuts is made by the rerun
+        ("scores = ", 26, "step 26 (epoch 2, batch 0)"),  # the evaluation is cut
+        ("window = ll.Window()\n", 26, "step 26 (epoch 2, batch 0)"),  # logged, and not saved yet
+        ("done(state):\n", 26, "step 26 (epoch 2, batch 0)"),  # saved
     ],
 )
 def test_ctrl_c_saves_and_a_rerun_ends_like_an_unbroken_run(tmp_path, monkeypatch, capsys, place, step, restored):
@@ -104,14 +106,20 @@ def test_ctrl_c_saves_and_a_rerun_ends_like_an_unbroken_run(tmp_path, monkeypatc
     body = "".join(
         f"    {line}" for line in f"while not done(state):\n{loop}".splitlines(keepends=True) if line.strip()
     )
-    interrupted = body.replace(place, f"strike(state); {place}")
-    strike = f"import signal\ndef strike(state):\n    if state.step == {step}:\n        signal.raise_signal(signal.SIGINT)\n"
-    run(f"{strike}{before}try:\n{interrupted}{INTERRUPT}")
+    place, before_it = (
+        (place, "done(strike(state)):\n") if place.startswith("done") else (place, f"strike(state); {place}")
+    )
+    assert body.count(place) == 1
+    interrupted = body.replace(place, before_it)
+    strike = f"def strike(state):\n    if state.step == {step}:\n        signal.raise_signal(signal.SIGINT)\n    return state\n"
+    run(f"import signal\n{strike}{before}try:\n{interrupted}{INTERRUPT}")
     capsys.readouterr()
     assert not ll.debug.differences(run(program(3))["state"], whole)
     assert f"Restored {restored} from" in capsys.readouterr().out
-    logged, unbroken = (ll.log.read_columns(f"{folder}/runs/first/log.jsonl") for folder in (".", "whole"))
-    assert all(logged[name] == unbroken[name] for name in ("step", "eval/accuracy"))  # the window starts again
+    logged, unbroken = (ll.log.read_jsonl(f"{folder}/runs/first/log.jsonl") for folder in (".", "whole"))
+    kept = [row for row in unbroken if (row["step"], place) != (26, "scores = ")]
+    for name in ("step", "eval/accuracy"):  # the window starts again
+        assert [row[name] for row in logged] == [row[name] for row in kept]
     run(program(3))
     assert "Restored step 130 (epoch 10, batch 0) from" in capsys.readouterr().out  # a finished run says so
 

@@ -73,6 +73,16 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
+def as_tensor(value: Any) -> Tensor:
+    """A tensor itself, or numbers as a tensor on the host, also where torch's default device is another.
+
+    >>> with torch.device("meta"):
+    ...     as_tensor(2.0)
+    tensor(2.)
+    """
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
     """Raise ValueError unless a condition on an argument holds; `advice` says what to pass.
 
@@ -144,6 +154,15 @@ def named(value: Any) -> str:
         return f"the function {getattr(value, '__name__', value)}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def separated(prefix: str) -> str:
+    """A prefix that ends with what separates it from a name.
+
+    >>> separated("eval"), separated("eval/"), separated("eval_"), separated("")
+    ('eval/', 'eval/', 'eval_', '')
+    """
+    return f"{prefix}/" if prefix[-1:].isalnum() else prefix
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -59,7 +59,7 @@ class RankGroup:
         if not self.is_distributed:
             return flag
         call, limit = _ranks.call(), torch_private.timeout_of(distributed.group.WORLD)
-        code = torch.tensor([zlib.crc32(call.function.encode()), flag])
+        code = torch.tensor([zlib.crc32(call.function.encode()), flag], device="cpu")
         gathered = code.new_empty(distributed.get_world_size(self.group), 2)
         work = distributed.all_gather(list(gathered), code, self.group, async_op=True)
         _ranks.wait(work, limit)

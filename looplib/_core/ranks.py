@@ -138,7 +138,11 @@ def all_ranks(flag: Tensor) -> Tensor:
 
 def largest_over_ranks(count: int) -> int:
     """The largest of all ranks' counts, on each of them."""
-    return int(_all_reduce(torch.tensor(count), distributed.ReduceOp.MAX, group())) if is_distributed() else count
+    return (
+        int(_all_reduce(torch.tensor(count, device="cpu"), distributed.ReduceOp.MAX, group()))
+        if is_distributed()
+        else count
+    )
 
 
 _BUCKET = 25 << 20  # bytes, as in DistributedDataParallel
@@ -196,7 +200,7 @@ class Sums:
     """Sums of a few numbers over all ranks, requested at once and waited for when they are read."""
 
     def __init__(self, values: Sequence[float]) -> None:
-        self._values = torch.tensor(values, dtype=torch.float64)
+        self._values = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._work: Any = distributed.all_reduce(self._values, group=host_group(), async_op=True)
         watch.begin(self._work)
 

@@ -15,6 +15,7 @@ gets one warning.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,11 @@ from looplib._core.tracing import tracing
 _CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
 
 # Parameters of the modules of all gradient functions, by id. Between its passes, FSDP2 may put others into a module.
+# Functions that only select, arrange or cast elements of one tensor.
+_VIEW = re.compile(
+    "(Alias|AsStrided|Clone|Diagonal|Expand|Index|IndexSelect|Movedim|Permute|ReshapeAlias|Select|Slice|Split|"
+    "SplitWithSizes|Squeeze|T|ToCopy|Transpose|Unbind|Unfold|UnsafeSplit|UnsafeView|Unsqueeze|View)Backward[0-9]+$"
+)
 _trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -63,11 +69,15 @@ class Reach:
         for path, leaf in trees.leaves(batch):
             if isinstance(leaf, Tensor):
                 known.add(id(leaf))
-                if leaf.grad_fn is not None:
+                source = viewed_leaf(leaf)
+                if source is not None:
+                    known.add(id(source))
+                elif leaf.grad_fn is not None:
                     raise ValueError(
                         f"batch{trees.pointer(path)} carries the graph of what computed it ({type(leaf.grad_fn).__name__}), "
                         "and a step takes gradients of its own loss only: hand on its detach(), or compute it under "
-                        "torch.no_grad() or in the loss function"
+                        "torch.no_grad() or in the loss function. For derivatives with respect to the batch, give "
+                        "detach().requires_grad_(), or call requires_grad_() in the loss function"
                     )
         if not self.plain:  # the leaves of FSDP2 are its own unsharded parameters
             self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
@@ -99,6 +109,20 @@ class Reach:
             _hold_signals = True  # see `_core.interrupts`
             for tensor, grad in zip(others, grads, strict=True):
                 tensor.grad = grad
+
+
+def viewed_leaf(tensor: Tensor) -> Tensor | None:
+    """The leaf of which a tensor is a view or a cast, such as a column of coordinates; None if it was computed otherwise.
+
+    >>> x = torch.ones(4, 2, requires_grad=True)
+    >>> viewed_leaf(x[:, :1].double()) is x, viewed_leaf(x * 2) is None
+    (True, True)
+    """
+    function: Any = tensor.grad_fn
+    while function is not None and _VIEW.match(function.name()):
+        function = function.next_functions[0][0]
+    leaf: Any = getattr(function, "variable", None)
+    return leaf if leaf is not None and not isinstance(leaf, nn.Parameter) and id(leaf) not in _trained else None
 
 
 def _graph(loss: Tensor) -> tuple[dict[int, Tensor], set[str]]:

@@ -31,7 +31,7 @@ from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_wor
 from looplib.checkpoint._objects import check_objects, load_objects, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
-from looplib.checkpoint._settings import Select, Settings, trees_to_save
+from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
 from looplib.checkpoint._write import Parts
 from looplib.distributed._processes import finish_first
 from looplib.predicates._best import BestSoFar, warn_of_records
@@ -53,6 +53,7 @@ def checkpoint_io(
     keep_last: int | None = None,
     keep_best: int = 0,
     monitor: str | BestSoFar | None = None,
+    mode: Literal["min", "max"] | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
     describe: Mapping[str, Any] | None = None,
@@ -83,6 +84,7 @@ def checkpoint_io(
             several, for example to average them.
         monitor: the metric that defines the best: the `BestSoFar` that `early_stopping` reads, or its name, if it is one of
             those that say whether lower or higher is better (loss, accuracy, as for `BestSoFar`).
+        mode: "min" or "max", for the name of a metric that does not say it.
         keep: function of a `Checkpoint`; keep those for which it returns True, such as
             `lambda checkpoint: checkpoint.step % 1000 == 0`.
         asynchronous: if True, `save` returns once the state is copied into host memory, and the copy is written in the
@@ -136,9 +138,14 @@ def checkpoint_io(
         NotADirectoryError,
     )
     check(select is None or callable(select), f"select is {select!r}; give select(name, tensor) -> bool", TypeError)
-    name = mode = None
+    check(
+        mode is None or isinstance(monitor, str),
+        f"mode={mode!r} is given with monitor={monitor!r}: it belongs to the name of a metric, such as monitor='score', "
+        "and a BestSoFar has its own",
+    )
+    name = None
     if monitor is not None:
-        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor)
+        record = monitor if isinstance(monitor, BestSoFar) else BestSoFar(monitor, mode=mode)
         name, mode = record.monitor, record.mode
     policy = Policy(keep_last, keep_best, name, mode, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), select)
@@ -247,6 +254,7 @@ class CheckpointIO:
         which: Literal["latest", "best"] | int = "latest",
         *,
         weights_only: bool = False,
+        required: bool = False,
         quiet: bool = False,
     ) -> TrainState: ...
 
@@ -256,6 +264,7 @@ class CheckpointIO:
         state: Mapping[str, Any],
         which: Literal["latest", "best"] | int = "latest",
         *,
+        required: bool = False,
         optional: Collection[str] = (),
         quiet: bool = False,
     ) -> dict[str, Any]: ...
@@ -266,6 +275,7 @@ class CheckpointIO:
         which: Literal["latest", "best"] | int = "latest",
         *,
         weights_only: bool = False,
+        required: bool = False,
         optional: Collection[str] = (),
         quiet: bool = False,
     ) -> TrainState | dict[str, Any]:
@@ -288,6 +298,7 @@ class CheckpointIO:
             state: a state of the same structure, created with `init_state`.
             which: "latest" for the latest complete checkpoint, "best", or a step.
             weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
+            required: if True, raise an error if there is no checkpoint, for a run that must not start over.
             quiet: if True, print nothing.
 
         Returns:
@@ -296,7 +307,8 @@ class CheckpointIO:
         Raises:
             ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
-                an epoch of a different length; the state is on the meta device; or there is no best, or no checkpoint of that step.
+                an epoch of a different length; the state is on the meta device; or there is no best, no checkpoint of that
+                step, or none at all and it is `required`.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used. It stays until you delete it.
             DonatedStateError: the state was donated to a step.
@@ -356,7 +368,17 @@ class CheckpointIO:
             if ranks.first and not quiet:
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
+                if isinstance(state, TrainState) and not weights_only and is_of_another_loader(state):
+                    print(
+                        f"No looplib loader gave the run's batches. A plain DataLoader starts the epoch again: skip its first "
+                        f"{state.batch} batches, or write loader = ll.make_loader(dataloader) and for batch in loader(state)",
+                        flush=True,
+                    )
             return state
+        check(
+            not required,
+            f"there is no checkpoint in {self._listing.folder}, and required=True: is this the directory of the run?",
+        )
         return dict(state) if isinstance(state, Mapping) else state
 
     def steps(self) -> list[Checkpoint]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core.checks import check, check_type, few
+from looplib._core.checks import as_tensor, check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.modules import TRANSPARENT, check_materialized
 from looplib._core.trees import map_tensors
@@ -131,7 +131,7 @@ def load_optimizer_state_dict(
     )
     new = {**opt_state, "state": {**entries, **loaded}}
     if "started" in new:
-        new["started"] = torch.tensor([name in loaded for name in entries])
+        new["started"] = torch.tensor([name in loaded for name in entries], device="cpu")
     return state.replace(opt_state=_with_innermost(state.opt_state, new))
 
 
@@ -235,7 +235,7 @@ def _converted(
         "both need the same class of optimizer, with the same hyperparameters",
     )
     return {
-        key: copied(torch.as_tensor(value), like[key], f"{name}'s {key}")
+        key: copied(as_tensor(value), like[key], f"{name}'s {key}")
         if isinstance(like[key], Tensor)
         else map_tensors(lambda tensor: tensor.detach().clone(), value)
         for key, value in entry.items()

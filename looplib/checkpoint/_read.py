@@ -188,7 +188,9 @@ class Reader:
         check(sum(map(size_of, parts)) == size_of(box), missing, DamagedCheckpointError)
         if parts == [box]:
             return chunks[0].data[within(box, chunks[0].box)]
-        tensor = torch.empty(shape_of(box), dtype=getattr(torch, self.tensors[self.root(path)]["dtype"]))
+        tensor = torch.empty(
+            shape_of(box), dtype=getattr(torch, self.tensors[self.root(path)]["dtype"]), device="cpu"
+        )
         for part, chunk in zip(parts, chunks, strict=True):
             words(tensor)[within(part, box)] = words(chunk.data)[within(part, chunk.box)]
         return tensor

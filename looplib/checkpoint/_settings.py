@@ -58,10 +58,16 @@ class Settings:
         known = replace(provenance_of(template), reading=None)
         if known.optimizer is None and isinstance(optimizer := saved.get("optimizer"), Mapping):
             known = replace(known, optimizer=optimizer)
+        known = replace(known, loaders=tuple(loaders or known.loaders))
         # A described loader has been compared, and need not be when it yields batches.
         if loaders and not any(name in saved for name in self._loaders):
-            known = replace(known, loaders=tuple(loaders), restored=str(path), at_step=counts["step"])
+            known = replace(known, restored=str(path), at_step=counts["step"])
         return {**counts, "epoch_length": length}, known, warning
+
+
+def is_of_another_loader(state: TrainState) -> bool:
+    """True if a restored state is within an epoch, and no loader of looplib is known to have yielded its batches."""
+    return bool(state.batch and state.epoch_length and not provenance_of(state).loaders)
 
 
 def _check_position(path: Path, counts: Mapping[str, Any], length: int | None) -> None:

@@ -111,7 +111,7 @@ def make_contrastive_grad_fn(
         _check_whole(request)
         count = counter(batch)
         check(count, "the batch has no samples, so its loss has no value: leave it out")
-        sizes = [*map(len, torch.arange(count).tensor_split(max(1, min(microbatches, count))))]
+        sizes = [*map(len, torch.arange(count, device="cpu").tensor_split(max(1, min(microbatches, count))))]
         batches = split(batch, count, sizes, counter)
         embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)

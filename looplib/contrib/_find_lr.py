@@ -171,8 +171,8 @@ def _steepest(lrs: list[float], losses: list[float], averages: list[float], widt
     end = max(averages.index(min(averages)) + 1, width)
     if len(losses) < width:
         return None
-    window = torch.tensor(losses[:end], dtype=torch.float64).unfold(0, width, 1)
-    offsets = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    window = torch.tensor(losses[:end], dtype=torch.float64, device="cpu").unfold(0, width, 1)
+    offsets = torch.arange(width, dtype=torch.float64, device="cpu") - (width - 1) / 2
     slopes = window @ offsets
     steepest = int(slopes.argmin())
     return math.sqrt(lrs[steepest] * lrs[steepest + width - 1]) if slopes[steepest] < 0 else None

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
-from looplib._core.checks import check
+from looplib._core.checks import as_tensor, check
 from looplib._core.lease import trees_of
 from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.random import mix
@@ -232,7 +232,7 @@ def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
     kind = type(value).__name__
     message = f"{name!r} is a {kind}; with per-sample gradients give a scalar or a Mean(total, weight)"
     check(isinstance(mean, Mean), message, TypeError)
-    total = torch.as_tensor(mean.total).reshape(())
+    total = as_tensor(mean.total).reshape(())
     weight = torch.as_tensor(mean.weight, device=total.device).reshape(())
     return (total, weight) if mean.times == 1 else (total * mean.times, weight * mean.times)
 

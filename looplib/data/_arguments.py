@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import check, check_optional_count, check_type, few, named
 from looplib._core.trees import is_array
@@ -14,7 +15,7 @@ from looplib.data._orders import Order, batch_sampler, check_undivided, sampler,
 REQUIRED: Any = "required"  # default of `batch_size`, since no value is right for most datasets; seen in signatures
 
 _INSTEAD = {
-    "shuffle": "order=ll.data.shuffled(), which is the default, or order=ll.data.sequential()",
+    "limit": "max_batches=..., a number of batches, or give a torch.utils.data.Subset of the dataset",
     "sampler": "order=ll.data.sampler(...)",
     "batch_sampler": "order=ll.data.batch_sampler(...)",
     "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
@@ -38,6 +39,16 @@ def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str,
     check_optional_count(
         "max_batches", max_batches, advice="expected a number of batches, at least 1, or None for all"
     )
+
+
+def order_of(order: Order | None, shuffle: bool | None) -> Order | None:
+    """The order that is given, or that `shuffle` stands for."""
+    check_type("shuffle is", shuffle, bool | None, "give True, False, or an order=...")
+    check(
+        shuffle is None or order is None,
+        f"shuffle={shuffle} and order={order} are given: the order says whether to shuffle; leave shuffle out",
+    )
+    return order if shuffle is None else shuffled() if shuffle else sequential()
 
 
 def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, drop_last: bool) -> int | None:
@@ -164,6 +175,8 @@ def settings_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, 
     settings = {name: getattr(loader, name) for name in _OPTIONS}
     if batches is not None and batches is not plain:
         return settings | {"order": batch_sampler(batches)}
+    if loader.batch_size is None and batches is None and isinstance(loader.sampler, BatchSampler):
+        return settings | {"order": replace(batch_sampler(loader.sampler), by_list=True)}
     settings |= {"batch_size": plain.batch_size, "drop_last": plain.drop_last}
     dataset, source = loader.dataset, plain.sampler
     if isinstance(dataset, IterableDataset):

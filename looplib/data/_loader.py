@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from zlib import crc32
@@ -32,6 +32,7 @@ from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import empty_part, plan_of
 from looplib.data._position import resumed
 from looplib.data._readers import Counts, reader_of
+from looplib.data._remaining import Remaining
 from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
 from looplib.types import TrainState, check_state
@@ -62,8 +63,8 @@ class Loader:
     """Data loader returned by `make_loader`: batches as a function of the state.
 
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. There are none if a run whose
-    epochs `end_epoch` ends was saved after the last one: the restarted loop then ends the epoch. `len(loader)` is the number
-    of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
+    epochs `end_epoch` ends was saved after the last one: the restarted loop then ends the epoch. `len(loader)` is the
+    number of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
     `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
     warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
     ran on each batch of the last iteration and none of them had `same_batch=True`, because the state has then moved
@@ -112,7 +113,7 @@ class Loader:
         reading = Reading(state.epoch, state.batch, state.epoch_length, state.step, asked=asked)
         batches = self._batches(state, reading, pairs=False, again=again)
         _note(state, reading, self.description)
-        return batches
+        return Remaining(batches, state.batch, rank_and_size()[1] if self.divide else 1)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -205,6 +206,7 @@ class Loader:
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "max_batches": self.max_batches,
+            **({"workers": self.source.engines.workers} if isinstance(self.source, Streamed) else {}),
             **({} if self.divide else {"divide": False}),
         }
 
@@ -220,7 +222,9 @@ class Loader:
             return repr(order)
         return f"{order!r}, checksum {crc32(checked):08x}"
 
-    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True) -> Iterator[Any]:
+    def _batches(
+        self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True
+    ) -> Generator[Any, None, None]:
         rank, ranks = rank_and_size() if self.divide else (0, 1)
 
         def delivered(read: tuple[Any, int]) -> Any:
@@ -285,8 +289,8 @@ def make_loader(
     >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.sequential(), num_workers=0)
 
     The order is a function of (seed, epoch), so a resumed run gets the batches that were left, with any number of
-    workers. Under torchrun, nothing needs to change: `batch_size` is that of the global batch, and each rank reads
-    its own part.
+    workers (those of a stream may not change within an epoch). Under torchrun, nothing needs to change:
+    `batch_size` is that of the global batch, and each rank reads its own part.
 
     In a loop of your own, give `loader(ll.TrainState(epoch=epoch, batch=batches_taken))`. With the same epoch, the order is
     the same again.
@@ -312,7 +316,8 @@ def make_loader(
             accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
         divide: if False, each rank gets the whole batch.
         dataloader_options: `num_workers`, `pin_memory`, `prefetch_factor`, `persistent_workers`, `timeout`,
-            `multiprocessing_context` and `worker_init_fn` of torch's DataLoader.
+            `multiprocessing_context` and `worker_init_fn` of torch's DataLoader, and its `shuffle`, short for an order:
+            True for `shuffled()`, False for `sequential()`.
 
     Raises:
         TypeError: the dataset can be neither indexed nor iterated more than once; `batch_size` is missing; a sampler
@@ -349,7 +354,9 @@ def make_loader(
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
     position. An epoch is one pass, after which you call `state = ll.end_epoch(state)`; or `epoch_length` batches, if
     the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
-    workers, of the worker's index. Each rank reads the whole stream and collates its own samples. A stream that gives
+    workers, of the worker's index. Each worker iterates over the dataset for itself, which divides its samples by
+    `torch.utils.data.get_worker_info()`, or each sample comes once for each worker. Another `num_workers` gives other
+    batches, so keep it within an epoch. Each rank reads the whole stream and collates its own samples. A stream that gives
     each rank different samples needs `divide=False`; see "Train on a stream" in the cookbook.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is a batch. Each rank reads the whole
@@ -374,6 +381,7 @@ def make_loader(
         )
 
     _arguments.check_options(order, max_batches, dataloader_options)
+    order = _arguments.order_of(order, dataloader_options.pop("shuffle", None))
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         _arguments.check_stream(dataset, order, max_batches, dataloader_options.get("num_workers", 0), divide)
         order = None
@@ -391,9 +399,8 @@ def make_loader(
         source = Streamed(engines, dataset, divide)
     else:
         batched = size is not None or order.whole_batches
-        engines = Engines(
-            reader_of(dataset, collate_fn, seed, counts, size, batched=batched), seed, dataloader_options
-        )
+        reader = reader_of(dataset, collate_fn, seed, counts, size, batched=batched, by_list=order.by_list)
+        engines = Engines(reader, seed, dataloader_options)
         plan = functools.partial(plan_of, order, dataset, size, seed, drop_last, max_batches)
         first = plan(0)
         check(first, f"an epoch has no batches: {first.drawn} samples, batch_size={size}, drop_last={drop_last}")
@@ -422,7 +429,7 @@ def make_loader(
     )
 
 
-def _closable(batches: Iterator[Any], reading: Reading) -> Iterator[Any]:
+def _closable(batches: Iterator[Any], reading: Reading) -> Generator[Any, None, None]:
     """The batches from a generator, whose `close` ends their workers, and which holds none of them."""
     yield from batches
     reading.ended = True
@@ -457,6 +464,14 @@ def _note(state: Any, reading: Reading, description: Mapping[str, Any]) -> None:
     """
     known = provenance_of(state)
     loaders = known.loaders
+    last = loaders[-1] if loaders else {}
+    was, now = last.get("workers"), description.get("workers")
+    check(
+        not state.batch or was == now or {**last, "workers": now} != description,
+        f"the state is at batch {state.batch} of an epoch of a stream that was read by {was} workers, and num_workers is "
+        f"{now} now: its samples come in other batches, so some would come again and others never. Continue this epoch "
+        f"with num_workers={was}, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
+    )
     if description not in loaders:
         if known.restored and known.at_step == state.step:
             if rank() == 0:

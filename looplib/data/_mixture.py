@@ -70,7 +70,7 @@ def mixture(weights: Sequence[float] | Tensor | Callable[[int], Any], num_sample
             firsts[k] + _next_of(size, int(read[k]), int(counts[-1][k]), epoch.seed, k)
             for k, size in enumerate(sizes)
         ]
-        return torch.cat(keys)[torch.randperm(num_samples, generator=epoch.generator)]
+        return torch.cat(keys)[torch.randperm(num_samples, generator=epoch.generator, device="cpu")]
 
     return Order(f"mixture({shown}, num_samples={num_samples})", draw, shuffles=True, source=weights)
 
@@ -84,14 +84,14 @@ def _counts(epoch: int, weights: Any, num_samples: int, datasets: int) -> Tensor
     )
     # Multiples of the golden ratio are spread evenly, so shares are rounded up as often as their fractions say.
     ends = bounds / bounds[-1] * num_samples + (epoch + 0.5) * _GOLDEN % 1
-    return ends.long().diff(prepend=torch.zeros(1, dtype=torch.int64))
+    return ends.long().diff(prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 def _next_of(size: int, read: int, count: int, *seeds: int) -> Tensor:
     """The next samples of a dataset of which some were read before. Each pass over it has a permutation of its own."""
     if not count:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     check(size, "a dataset of the mixture has a weight, and no samples; give it the weight 0")
     passes = range(read // size, (read + count - 1) // size + 1)
     seeded = [torch.Generator().manual_seed(mix(MIXTURE, *seeds, number)) for number in passes]
-    return torch.cat([torch.randperm(size, generator=each) for each in seeded])[read % size :][:count]
+    return torch.cat([torch.randperm(size, generator=each, device="cpu") for each in seeded])[read % size :][:count]

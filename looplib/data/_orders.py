@@ -73,6 +73,7 @@ class Order:
         whole_batches: the order decides the batches, not only the samples.
         any_batch_size: the samples come in the same order with any batch size.
         any_length: samples appended to the dataset do not change the order of the earlier ones.
+        by_list: the dataset is asked with the list of a batch's indices, as by a DataLoader with `batch_size=None`.
         may_vary: epochs may have different numbers of batches.
         numbers: weights or lengths, of which `text` shows only the first.
         source: what a user's order draws from.
@@ -85,6 +86,7 @@ class Order:
     whole_batches: bool = False
     any_batch_size: bool = True
     any_length: bool = False
+    by_list: bool = False
     may_vary: bool = False
     numbers: Tensor | None = None
     source: Any = None
@@ -105,7 +107,7 @@ def shuffled() -> Order:
     """
 
     def draw(epoch: Epoch) -> Tensor:
-        return torch.randperm(epoch.samples, generator=epoch.generator)
+        return torch.randperm(epoch.samples, generator=epoch.generator, device="cpu")
 
     return Order("shuffled()", draw, shuffles=True, distinct=True)
 
@@ -120,7 +122,9 @@ def sequential() -> Order:
 
     It is the only order that a stream accepts.
     """
-    return Order("sequential()", lambda epoch: torch.arange(epoch.samples), distinct=True, any_length=True)
+    return Order(
+        "sequential()", lambda epoch: torch.arange(epoch.samples, device="cpu"), distinct=True, any_length=True
+    )
 
 
 def with_replacement(num_samples: int) -> Order:
@@ -139,7 +143,7 @@ def with_replacement(num_samples: int) -> Order:
     check_count("num_samples", num_samples)
 
     def draw(epoch: Epoch) -> Tensor:
-        return torch.randint(epoch.samples, (num_samples,), generator=epoch.generator)
+        return torch.randint(epoch.samples, (num_samples,), generator=epoch.generator, device="cpu")
 
     return Order(f"with_replacement(num_samples={num_samples})", draw, shuffles=True)
 
@@ -170,7 +174,7 @@ def weighted(weights: Sequence[float] | Tensor, num_samples: int | None = None) 
     def draw(epoch: Epoch) -> Tensor:
         count = num_samples or epoch.samples
         # The largest value of rand, 1 - 2**-53, times the total still rounds to less than the total.
-        points = torch.rand(count, dtype=torch.float64, generator=epoch.generator) * bounds[-1]
+        points = torch.rand(count, dtype=torch.float64, generator=epoch.generator, device="cpu") * bounds[-1]
         return torch.searchsorted(bounds, points, right=True)
 
     count = "" if num_samples is None else f", num_samples={num_samples}"
@@ -208,14 +212,14 @@ def by_length(lengths: Sequence[float] | Tensor, pool: int | None = None) -> Ord
         if epoch.batch_size is None:
             raise ValueError("order=by_length(...) needs a batch_size, to make batches of similar lengths")
         count, size = len(numbers), epoch.batch_size
-        keys = torch.randperm(count, generator=epoch.generator)
+        keys = torch.randperm(count, generator=epoch.generator, device="cpu")
         if epoch.drop_last:  # drop before the sort: afterwards the longest samples would be dropped
             keys = keys[: count - count % size]
-        pools = torch.arange(len(keys)) // (size * (pool or max(1, min(50, count // (4 * size)))))
+        pools = torch.arange(len(keys), device="cpu") // (size * (pool or max(1, min(50, count // (4 * size)))))
         order = numbers[keys].argsort(stable=True)
         keys = keys[order][pools[order].argsort(stable=True)]
         full = len(keys) // size
-        batches = keys[: full * size].view(full, size)[torch.randperm(full, generator=epoch.generator)]
+        batches = keys[: full * size].view(full, size)[torch.randperm(full, generator=epoch.generator, device="cpu")]
         if full:
             first = int(numbers[batches].amax(1).argmax())
             batches[[0, first]] = batches[[first, 0]]

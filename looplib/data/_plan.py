@@ -134,13 +134,13 @@ def _as_keys(order: Order, drawn: Iterable[Any] | Tensor) -> Tensor:
         "For a mask, give mask.nonzero().flatten(); for a sampler of lists, order=ll.data.batch_sampler(...)",
         TypeError,
     )
-    return torch.tensor([*map(operator.index, keys)], dtype=torch.int64)
+    return torch.tensor([*map(operator.index, keys)], dtype=torch.int64, device="cpu")
 
 
 def _visits(keys: Tensor) -> Tensor:
     ranked, positions = keys.sort(stable=True)
     visits = torch.empty_like(positions)
-    visits[positions] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
+    visits[positions] = torch.arange(len(ranked), device="cpu") - torch.searchsorted(ranked, ranked)
     return visits
 
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,26 @@ class Items(Reader):
         return items, job.size
 
 
+class Lists(Reader):
+    """Read a batch with one call, `dataset[keys]`, under the seed of its first sample."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, seed: int, counts: Counts) -> None:
+        super().__init__(dataset, collate_fn or default_convert, seed, counts, batched=True)
+        self.collate = partial(_of_the_only_item, self.collate)
+
+    def read(self, job: Job) -> tuple[list[Any], int]:
+        keys = listed(job.keys)
+        if self.dataset_may_draw and keys:
+            seed_streams(
+                mix(mix(ITEM, self.seed, job.epoch), keys[0], listed(job.visits)[0] if job.visits is not None else 0)
+            )
+        return [self.dataset[keys]], job.size
+
+
+def _of_the_only_item(convert: Callable[[Any], Any], items: list[Any]) -> Any:
+    return convert(items[0])
+
+
 @dataclass(eq=False)
 class Rows:
     """Read a batch from tensors, all samples at once, bitwise as default_collate over the items.
@@ -170,7 +191,7 @@ class Rows:
     rows: Tensor | None
 
     def __getitem__(self, job: Job) -> tuple[list[Tensor], int]:
-        keys = torch.as_tensor(job.keys)
+        keys = torch.as_tensor(job.keys, device="cpu")
         if self.rows is not None:
             keys = self.rows[keys]
         elif len(keys) and keys.min() < 0:  # as a sampler may count from the end; `index_select` does not
@@ -186,8 +207,11 @@ def reader_of(
     batch_size: int | None,
     *,
     batched: bool,
-) -> Items | Rows:
+    by_list: bool = False,
+) -> Items | Lists | Rows:
     """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
+    if by_list:
+        return Lists(dataset, collate_fn, seed, counts)
     if batch_size and collate_fn in (None, default_collate) and (tensors_and_rows := _rows_of(dataset)):
         return Rows(dataset, *tensors_and_rows)
     return Items(dataset, collate_fn, seed, counts, batched=batched)
@@ -200,7 +224,7 @@ def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
         return (dataset.tensors, None) if kinds == {(Tensor, torch.strided, False)} else None
     if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
         tensors, rows = within
-        chosen = torch.as_tensor(dataset.indices)
+        chosen = torch.as_tensor(dataset.indices, device="cpu")
         if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and (chosen >= 0).all():
             return tensors, chosen if rows is None else rows[chosen]
     return None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from looplib._core.checks import check
+from looplib._core import torch_private
+from looplib._core.checks import check, is_plain, warn
 from looplib._core.random import mix
+from looplib._core.ranks import is_first
 from looplib.data._orders import Order
 from looplib.data._plan import Plan, own_rows
 from looplib.data._position import check_position, stored_position
@@ -131,6 +135,33 @@ class Stream(Reader):
         return iter(self.dataset)
 
 
+def warn_if_alike(name: str, begun: Sequence[Any]) -> None:
+    """Warn if the first two workers begin with the same samples, and the first goes on with different ones.
+
+    Args:
+        name: the stream's name.
+        begun: the first batch of each worker, and the second batch of the first.
+    """
+    if _same(begun[0], begun[1]) and not _same(begun[0], begun[-1]) and is_first():
+        warn(
+            f"{name} is read by {len(begun) - 1} workers, and the first two begin with the same samples, so each sample comes "
+            "once for each worker: let its __iter__ divide the samples by torch.utils.data.get_worker_info(), or give "
+            "num_workers=0"
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for batches of equal tensors, arrays, numbers and strings."""
+    ones, others = (torch_private.pytree.tree_flatten(batch) for batch in (one, other))
+    return bool(ones[0]) and ones[1] == others[1] and all(map(_equal, ones[0], others[0]))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and is_plain(one) and torch.equal(one, other)
+    return type(one) is type(other) and isinstance(one, (str, bytes, int, float)) and one == other
+
+
 class Streamed:
     """Source of a loader over a stream.
 
@@ -140,6 +171,7 @@ class Streamed:
         keeps_position: True if the dataset has `state_dict`, and is read in this process.
         fresh: the dataset's state before anything was read.
         divide: True if all ranks read the same samples.
+        compared: True once the first batches of the workers have been compared, in the first pass.
         yielded: epoch, and number of its batches that were yielded, of the last pass.
         moved: True while the dataset is within a pass that began at a position, so that it must be put back for a pass
             from its start.
@@ -151,6 +183,7 @@ class Streamed:
         self.keeps_position = (
             engines.in_process and hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
         )
+        self.compared = engines.workers == 1
         self.fresh = copy.deepcopy(dataset.state_dict()) if self.keeps_position else None
         self.yielded = 0, 0
         self.moved = False
@@ -172,9 +205,16 @@ class Streamed:
             self.moved = self.moved or position is not None
             jobs = (Next(epoch, k, rank, ranks, k - before < workers, start) for k in itertools.count(before))
             ended = 0
+            begun: list[Any] = []
             with closing(self.engines.read(epoch, jobs)) as parts:
                 while ended < workers and (length is None or count < length):
                     part = next(parts)
+                    if not self.compared:
+                        begun.append(part)
+                        if len(begun) > workers:
+                            self.compared = True
+                            warn_if_alike(self.name, begun)
+                            begun.clear()
                     ended = 0 if part else ended + 1  # each worker ends by itself
                     if part:
                         count += 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from looplib._core.checks import check, check_count, check_optional_count
+from looplib._core.checks import as_tensor, check, check_count, check_optional_count
 
 Window = tuple[Tensor, Tensor]
 
@@ -28,7 +28,7 @@ class Windows(Dataset[Window]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Window]:
-        rows = self.rows[torch.as_tensor(indices)].long()
+        rows = self.rows[torch.as_tensor(indices, device="cpu")].long()
         return [*zip(rows[:, :-1], rows[:, 1:], strict=True)]
 
 
@@ -67,7 +67,7 @@ def windows(tokens: Any, length: int, stride: int | None = None) -> Windows:
     check_optional_count("stride", stride)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of memory that is read-only, as it may be: nothing is written here
-        ids = torch.as_tensor(tokens)
+        ids = as_tensor(tokens)
     check(
         ids.dim() == 1 and torch.can_cast(ids.dtype, torch.int64),
         f"tokens have shape {tuple(ids.shape)} and dtype {ids.dtype}; give ids of an integer type in one dimension",

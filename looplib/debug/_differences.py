@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check, check_number, few
+from looplib._core.checks import as_tensor, check, check_number, few
 from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import local
 from looplib.debug._fingerprint import Fingerprint, fingerprint, leaves_by_path, same_bits
@@ -93,8 +93,8 @@ def _numbers(leaf: Any) -> Tensor | None:
     if isinstance(leaf, Tensor):
         return local(leaf).detach()
     if type(leaf) is float:
-        return torch.tensor(leaf, dtype=torch.float64)
-    return torch.as_tensor(leaf) if hasattr(leaf, "__array__") and leaf.dtype.kind in "biufc" else None
+        return torch.tensor(leaf, dtype=torch.float64, device="cpu")
+    return as_tensor(leaf) if hasattr(leaf, "__array__") and leaf.dtype.kind in "biufc" else None
 
 
 def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, atol: float) -> LeafDifference | None:

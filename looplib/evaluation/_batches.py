@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from looplib._core.checks import check_optional_count, named
+from looplib._core.checks import check, check_optional_count, named, warn
 from looplib._core.collective import together, together_with_data
 from looplib._core.ranks import alone, is_distributed, is_first, is_sharded, rank, world_size
 from looplib.data._arguments import are_columns
+from looplib.data._remaining import Remaining
 from looplib.types import TrainState
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ def _needs_all(state: TrainState) -> bool:
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
     _check_several(reading.batches)
+    _check_remaining(reading)
     check_optional_count(
         "max_batches", reading.max_batches, advice="give how many batches, at least 1, or None for all"
     )
@@ -94,6 +96,24 @@ def _check_several(batches: Any) -> None:
         raise TypeError(
             f"batches is {named(batches)}, whose items are samples: give ll.make_loader(dataset, batch_size=256, "
             "order=ll.data.sequential()), or a DataLoader of it"
+        )
+
+
+def _check_remaining(reading: Reading) -> None:
+    """Name the mistake of `loader(state)` in place of the loader: what is left of an epoch, or one rank's part of it."""
+    batches = reading.batches
+    if not isinstance(batches, Remaining):
+        return
+    check(
+        not (reading.divide and batches.ranks > 1),
+        "batches is what loader(state) returns, which is this rank's part of each batch, and the ranks would divide it "
+        "again: give the loader itself, or divide=False",
+    )
+    if batches.first and reading.max_batches is None and is_first():
+        warn(
+            f"batches is what loader(state) returns, and the state is at batch {batches.first} of its epoch, so only the "
+            "rest of the epoch is read: give the loader itself, which is read from the start, or if you mean the rest, "
+            "itertools.chain(loader(state))"
         )
 
 
@@ -140,7 +160,7 @@ def _after(batches: Iterator[T], first: int, reading: Reading) -> Iterator[T]:
         if reading.skipped is not None:
             reading.skipped(number, batch)
         del batch
-    yield from batches
+    yield from chain(batches)  # which leaves a generator of the caller's open, to read on
 
 
 def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[Any, bool]]:

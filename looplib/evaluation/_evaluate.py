@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.checks import check
+from looplib._core.checks import check, separated
 from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.records import check_kind
@@ -60,7 +60,7 @@ def evaluate(
             that moment.
         batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from the start of the epoch),
             with any batch size. Or a dict of them by name, whose metrics are put under `name/`.
-        prefix: string put before each name.
+        prefix: string put before each name, such as "eval/". A slash is added to one that ends with a letter or digit.
         max_batches: evaluate only the first `max_batches` batches, for example as a check before training.
         progress: if True, show a progress bar, removed when done.
         rates: if True, add `samples_per_second`, `steps_per_second` and `seconds`. They depend on the machine, so a
@@ -88,6 +88,7 @@ def evaluate(
     restored afterwards, whatever the iterable draws.
     """
     check_order("evaluate", eval_step, state)
+    prefix = separated(prefix)
     if isinstance(batches, Mapping):
         _check_sets(batches)
         steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(batches, eval_step)

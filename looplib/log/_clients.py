@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from looplib._core.checks import check_argument
+from looplib._core.checks import as_tensor, check_argument
 from looplib.log._loggers import plain_values
 
 
@@ -254,12 +254,12 @@ def tracked_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if not shape:
             tracked |= plain_values({name: value})
         elif len(shape) == 1:
-            elements = torch.as_tensor(value).detach().cpu().double()
+            elements = as_tensor(value).detach().cpu().double()
             elements = elements[elements.isfinite()]
             if len(elements):
                 tracked[name] = elements.numpy()
         elif len(shape) == 3 and shape[0] in (1, 3, 4):
-            image = torch.as_tensor(value).detach().cpu()
+            image = as_tensor(value).detach().cpu()
             # Trackers may rescale floats by their range; uint8 values are used unchanged.
             pixels = image if image.dtype == torch.uint8 else (image.float().clamp(0, 1) * 255).to(torch.uint8)
             tracked[name] = pixels.permute(1, 2, 0).squeeze(-1).numpy()

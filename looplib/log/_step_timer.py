@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check, check_type
+from looplib._core.checks import check, check_type, separated
 from looplib._core.collective import together_with_data
 from looplib._core.records import Made, check_kind, made, mark
 from looplib.grads._wrapper import check_grad_fn
@@ -162,7 +162,7 @@ class step_timer:
         """Return the times since the last reading, as floats for a log, and reset. Waits for the accelerator.
 
         Args:
-            prefix: string put before each name.
+            prefix: string put before each name, as for `ll.compute`.
 
         Returns:
             `step_seconds`, the time of a step, and its parts `data_seconds`, `gradients_seconds`, `update_seconds`
@@ -174,6 +174,7 @@ class step_timer:
         Evaluation between two readings counts as rest. To leave it out, call `read` before it for the log and after
         it to reset.
         """
+        prefix = separated(prefix)
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
         for part, start, end in self._events:
@@ -281,7 +282,7 @@ def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
         reset: if True, reset the peaks after reading them, so that each log entry covers its own window. The peaks
             are shared by the process, so everything else that reads them is affected too. The CPU's peak can be reset
             where `/proc/self/clear_refs` is writable; elsewhere it is the peak since the process started.
-        prefix: string put before each name.
+        prefix: string put before each name, as for `ll.compute`.
     """
     peak = _host_peak()
     peaks = {} if peak is None else {"host_peak_bytes": peak}
@@ -292,6 +293,7 @@ def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
     if reset:
         with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
             file.write("5")
+    prefix = separated(prefix)
     return {prefix + name: peak for name, peak in peaks.items()}
 
 

@@ -112,7 +112,7 @@ def windowed(logger: Logger, when: Predicate, prefix: str = "") -> Logger:
     Args:
         logger: the logger that gets the means.
         when: predicate that is asked after each step.
-        prefix: string put before each name.
+        prefix: string put before each name, as for `ll.compute`.
 
     A name that only some steps of a window have is averaged over these, as by a `Window`. Metrics of a skipped update, which
     are often not finite, count like the others: to leave them out, write `if not state.skipped: log_metrics(state, metrics)`.

@@ -141,7 +141,7 @@ def _columns(scores: Tensor, labels: Tensor) -> Columns:
 def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """For each group: its correctly ordered pairs of both classes (ties count half), all such pairs, and its samples."""
     if not any(len(scores) for scores, *_ in columns):
-        none = torch.zeros(0)
+        none = torch.zeros(0, device="cpu")
         return none, none, none
     scores, labels, *groups = map(torch.cat, zip(*columns, strict=True))
     # A NaN among the scores makes all counts NaN.

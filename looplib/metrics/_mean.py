@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import check, named
+from looplib._core.checks import as_tensor, check, named, separated
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._collected import Cat
 from looplib.types import Metric, Metrics
@@ -55,7 +55,7 @@ class Mean(NamedTuple):
             return self.total
         if isinstance(self.total, Tensor):  # stays on its device, without a sync
             return (self.total if self.total.is_floating_point() else _wide(self.total)) / self.weight
-        return _wide(torch.as_tensor(self.weight)).new_tensor(self.total) / self.weight
+        return _wide(as_tensor(self.weight)).new_tensor(self.total) / self.weight
 
     def item(self) -> float:
         """Return the value as a Python float, like `Tensor.item`. Waits for the device."""
@@ -188,7 +188,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
 
     Args:
         metrics: name -> record. A `Cat` is no number, and is left out.
-        prefix: string put before each name, such as "train/".
+        prefix: string put before each name, such as "train/". A slash is added to one that ends with a letter or digit.
 
     Raises:
         TypeError: a value is not a metric or does not compute a number (the message names it), or `metrics` is not a dict.
@@ -222,6 +222,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
             )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]
     values.update(zip(tensors, _numbers(waiting), strict=True))
+    prefix = separated(prefix)
     return {prefix + name: float(value) for name, value in values.items()}
 
 

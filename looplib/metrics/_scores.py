@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check, check_number
+from looplib._core.checks import as_tensor, check, check_number
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._mean import Mean
 
@@ -116,7 +116,7 @@ def perplexity(loss: Mean) -> Reading:
 
 
 def _exp_of_mean(mean: Mean) -> Tensor:
-    value = torch.as_tensor(mean.compute())
+    value = as_tensor(mean.compute())
     return value.to(wide_dtype(value.device)).exp()
 
 
@@ -212,7 +212,7 @@ def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) ->
 
 
 def _root_of_mean(mean: Mean) -> Tensor:
-    return torch.as_tensor(mean.compute()).sqrt()
+    return as_tensor(mean.compute()).sqrt()
 
 
 def _mean(values: Tensor, weights: Tensor | None) -> Mean:

@@ -82,9 +82,9 @@ def ema(
         updates = int(before) + 1
         count, rest = divmod(updates - start, every)
         if count < 0 or rest:
-            return torch.tensor(updates), None
+            return torch.tensor(updates, device="cpu"), None
         kept = (decay(count) if callable(decay) else decay) if count else 0  # the first average is a copy
-        return torch.tensor(updates), float(1 - kept)
+        return torch.tensor(updates, device="cpu"), float(1 - kept)
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
         params, opt_state = update_within(optimizer, grads, opt_state, params, step, **info)
@@ -110,7 +110,10 @@ def ema(
             for kind, tensors in averaged.items()
         }
 
-    keeps: dict[str, First] = {"average": first_average, "updates": lambda params, **extra: torch.tensor(0)}
+    keeps: dict[str, First] = {
+        "average": first_average,
+        "updates": lambda params, **extra: torch.tensor(0, device="cpu"),
+    }
     return wrap(optimizer, ema, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer, start))
 
 

@@ -182,7 +182,7 @@ def columns_of(
     return own, laid_out_like(own, given), entries
 
 
-_ONE = torch.ones(())
+_ONE = torch.ones((), device="cpu")
 
 
 def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import check, separated
 from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
@@ -166,7 +166,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
         optimizer: the optimizer that created `state.opt_state`, with its wrappers. For a custom `Optimizer`, the
             values are those of its `hyperparameters` field.
         state: a training state.
-        prefix: string put before each name.
+        prefix: string put before each name, as for `ll.compute`.
 
     Raises:
         ValueError: the state was created by a different optimizer, or is a stack, whose members have their own
@@ -185,6 +185,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
         numbers = optimizer.hyperparameters(state.opt_state, state.step)
     except (LookupError, TypeError, AttributeError) as error:
         raise of_another(optimizer, state) from error
+    prefix = separated(prefix)
     return {prefix + name: value for name, value in numbers.items()}
 
 

@@ -194,7 +194,7 @@ class Recipe:
                         f"a group gives {key!r}, which is no parameter of {cls.__name__}: give {near[0]!r}"
                     )
             try:
-                cls([{"params": [torch.zeros(2, 2)], **own}], **values)
+                cls([{"params": [torch.zeros(2, 2, device="cpu")], **own}], **values)
             except TypeError as error:
                 given = ", ".join(f"{name}={value!r}" for name, value in values.items())
                 takes = ", ".join(name for name in known if name != "params")

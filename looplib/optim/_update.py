@@ -118,10 +118,10 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
         if any(plan.probe.groups):
             kept["groups"] = plan.probe.groups
     if recipe.makes_state_late:
-        kept["started"] = torch.zeros(len(params), dtype=torch.bool)
+        kept["started"] = torch.zeros(len(params), dtype=torch.bool, device="cpu")
     numbers = [
         {
-            key: torch.tensor(value.value, dtype=torch.float64)
+            key: torch.tensor(value.value, dtype=torch.float64, device="cpu")
             for key, value in moving.items()
             if isinstance(value, injected)
         }
@@ -361,7 +361,7 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
                 raise KeepsMoreError(plan.recipe, name, kept, old[name])
             states[name] = kept
     if first:
-        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old])
+        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old], device="cpu")
     new = {**opt_state, "state": states}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)

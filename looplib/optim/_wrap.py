@@ -235,7 +235,7 @@ def own_steps(optimizer: Optimizer) -> Optimizer:
         opt_state["updates"] += 1
         return out
 
-    keeps = {"updates": lambda params, **extra: torch.tensor(0)}
+    keeps = {"updates": lambda params, **extra: torch.tensor(0, device="cpu")}
     return wrap(optimizer, own_steps, {}, keeps, update_=update_, step_of=count)
 
 

@@ -259,7 +259,8 @@ class early_stopping(Predicate):
         ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
 
     It behaves like Lightning's EarlyStopping and, with `BestSoFar(..., cumulative=False)`, like transformers'
-    EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning.
+    EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning. A record that has seen no
+    value after `patience + 1` epochs gets one, too.
     """
 
     patience: int
@@ -267,10 +268,22 @@ class early_stopping(Predicate):
 
     def __post_init__(self) -> None:
         if not is_count(self.patience):
-            raise ValueError(f"{self!r}: patience must be an int of at least 1.")
+            raise ValueError(
+                f"{self!r}: patience must be an int of at least 1. The metric is that of the record in the state: "
+                'll.init_state(..., extra={"best": ll.predicates.BestSoFar("eval/loss")})'
+            )
 
     def fires(self, state: TrainState) -> bool:
-        return _record(state, self.key).waited >= self.patience
+        record = _record(state, self.key)
+        # Said once, at the end of the first epoch after which a run that is evaluated in each could have stopped.
+        if record.best is None and not record.waited and (state.epoch, state.batch) == (self.patience + 1, 0):
+            if is_first():
+                warn(
+                    f"after {state.epoch} epochs, state.extra[{self.key!r}] has seen no value of {record.monitor!r}, so "
+                    f"{self!r} cannot stop the run: write state = ll.update_best(state, scores) after each evaluation"
+                )
+            return False
+        return record.waited >= self.patience
 
     def __repr__(self) -> str:
         key = "" if self.key == "best" else f", key={self.key!r}"

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check_number, few
+from looplib._core.checks import as_tensor, check_number, few
 from looplib._core.mappings import fields_of, mapped
 from looplib.debug._differences import differences
 from looplib.metrics._mean import compute
@@ -83,7 +82,7 @@ def differing(one: Any, other: Any, tolerance: float = 0.0) -> list[str]:
 
 def largest(tree: Any) -> float:
     """Largest finite number in the tensors and floats of a tree; 0 if there is none."""
-    numbers = (torch.as_tensor(leaf).detach() for _, leaf in trees.leaves(tree) if isinstance(leaf, (float, Tensor)))
+    numbers = (as_tensor(leaf).detach() for _, leaf in trees.leaves(tree) if isinstance(leaf, (float, Tensor)))
     sizes = (tensor[tensor.isfinite()].abs().max() for tensor in numbers if tensor.isfinite().any())
     return max(map(float, sizes), default=0.0)
 

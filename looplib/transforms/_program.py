@@ -184,7 +184,7 @@ def as_answer(returned: Any) -> Expression:
 
 def _float_as_tensor(leaf: Any) -> Any:
     is_float = isinstance(leaf, numbers.Real) and not isinstance(leaf, numbers.Integral)  # NumPy's too
-    return torch.tensor(float(leaf), dtype=torch.float64) if is_float else leaf
+    return torch.tensor(float(leaf), dtype=torch.float64, device="cpu") if is_float else leaf
 
 
 # Programs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from looplib._core.checks import check, few, warn
+from looplib._core.checks import as_tensor, check, few, separated, warn
 from looplib._core.mappings import fields_of
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
@@ -170,7 +170,7 @@ class _Records(NamedTuple):
         return _Records(tuple(mine.merge(others) for mine, others in pairs))
 
     def compute(self) -> Tensor:
-        return torch.stack([torch.as_tensor(member.compute()).double().reshape(()) for member in self.members])
+        return torch.stack([as_tensor(member.compute()).double().reshape(()) for member in self.members])
 
 
 def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dict[str, float]]:
@@ -182,12 +182,12 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
 
     Args:
         metrics: from a `vmap_step` step, from a `Window` of these, or from `ll.evaluation.measure` with such a step.
-        prefix: string put before each name.
+        prefix: string put before each name, as for `ll.compute`.
 
     Raises:
         ValueError: the metrics are those of a single state.
     """
-    values = {name: torch.as_tensor(metric.compute()).detach().double().cpu() for name, metric in metrics.items()}
+    values = {name: as_tensor(metric.compute()).detach().double().cpu() for name, metric in metrics.items()}
     counts = {len(value) for value in values.values() if value.dim()}
     check(
         len(counts) == 1,
@@ -195,6 +195,7 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
         "step by ll.vmap_step, and ll.compute those of one state",
     )
     (count,) = counts
+    prefix = separated(prefix)
     columns = {prefix + name: value.expand(count).tolist() for name, value in values.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

@@ -242,7 +242,7 @@ class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
             draw = func, shapes, torch.default_generator.get_state().numpy().tobytes()
-            torch.rand(())
+            torch.rand((), device="cpu")
         in_place = func._schema.is_mutable
         if draw in self.drawn:
             return args[0].copy_(self.drawn[draw]) if in_place else self.drawn[draw]

@@ -135,7 +135,7 @@ def test_a_loop_that_forgets_end_epoch_is_refused(kind):
     assert list(loader(again)) == []
     with pytest.raises(ValueError, match=r"call state = ll.end_epoch"):
         list(loader(again))
-    with pytest.raises(ValueError, match="end of epoch|batch"):
+    with pytest.raises(ValueError, match="batch"):
         list(loader(ll.TrainState(batch=state.batch + 1)))
 
 

@@ -45,7 +45,6 @@ TWO = {"batch_size": 2}
 ARGUMENTS = [
     ("text", TWO, TypeError, "dataset is .*'text'.*characters"),
     (range(4), TWO | {"sampler": [1, 2]}, TypeError, "sampler.*order="),
-    (range(4), TWO | {"shuffle": True}, TypeError, "shuffle.*order="),
     (range(4), TWO | {"generator": torch.Generator()}, TypeError, "generator.*seed="),
     (range(4), TWO | {"num_worker": 2}, TypeError, "num_worker"),  # DataLoader's own error
     (DataLoader(range(9)), {"order": ll.data.sequential()}, ValueError, "order.* DataLoader"),

@@ -213,3 +213,27 @@ def test_a_save_warns_of_a_record_that_was_never_updated(tmp_path):
     ckpt.save(state.replace(step=3), {"eval/accuracy": 0.5})
     ckpt.save(ll.update_best(state.replace(step=4), scores), scores)
     ckpt.save(state.replace(step=5, extra=None), scores)
+
+
+def test_a_record_that_is_never_updated_is_named_once_it_could_have_stopped_the_run():
+    done = ll.after_epochs(9) | ll.early_stopping(patience=2)
+    loader = ll.make_loader(range(4), batch_size=2)
+
+    def run(evaluated_every):
+        state = ll.TrainState(epoch_length=2, extra={"best": ll.predicates.BestSoFar("eval/loss")})
+        while not done(state):
+            for _ in loader(state):
+                end = state.batch == 1
+                state = state.replace(step=state.step + 1, batch=0 if end else 1, epoch=state.epoch + end)
+                if evaluated_every and end and state.epoch % evaluated_every == 0:
+                    state = ll.update_best(state, {"eval/loss": 1 / state.epoch})
+        return state.epoch
+
+    with pytest.warns(
+        UserWarning, match="after 3 epochs, .*'best'. has seen no value of 'eval/loss'.*update_best"
+    ) as told:
+        assert run(evaluated_every=0) == 9
+    assert len(told) == 1
+    assert run(evaluated_every=1) == run(evaluated_every=2) == run(evaluated_every=3) == 9
+    with pytest.raises(ValueError, match=r"early_stopping\(patience='val_loss'\): patience must.*BestSoFar"):
+        ll.early_stopping("val_loss")
