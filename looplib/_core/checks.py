@@ -69,7 +69,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     """Tensors that hold the numbers of a subclass, such as a quantized tensor's; else the tensor itself."""
     if type(tensor) in PLAIN or not torch_private.wraps_tensors(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 

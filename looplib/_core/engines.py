@@ -152,9 +152,10 @@ _UNREDUCED = (
     "gradients of {count} parameters differ between the ranks, so {engine} has not averaged them and each rank would train "
     "its own: {names}. The state is unchanged. Usual causes: fully_shard was called on the blocks and not on the model "
     "around them; the loss calls model.module, or a module that it has kept, instead of its argument; the parameters were "
-    "added, replaced or thawed after the model was wrapped, lie outside of the wrapped part, or are ignored by it; a "
-    "communication hook or a process group of your own. For parameters that each rank trains by itself on purpose, such as "
-    "its experts, use make_grad_fn(..., per_rank=lambda name, param: ...)"
+    "added, replaced or thawed after the model was wrapped, lie outside of the wrapped part, or are ignored by it; "
+    "DistributedDataParallel without find_unused_parameters=True, if the loss does not reach all of its parameters or "
+    "trainable= leaves some out; a communication hook or a process group of your own. For parameters that each rank trains "
+    "by itself on purpose, such as its experts, use make_grad_fn(..., per_rank=lambda name, param: ...)"
 )
 
 

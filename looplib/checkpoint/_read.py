@@ -84,12 +84,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def _text_of(path: Path) -> bytes:
     """Content of a JSON file. A large one of something else, such as a file of zeros, is not read."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         check(file.read(1) == b"{", "it is no JSON object")
         file.seek(-1, os.SEEK_END)
         check(file.read(1) == b"}", "it is no JSON object")
-        file.seek(0)
-        return file.read()
+    return path.read_bytes()
 
 
 class _Chunk(NamedTuple):

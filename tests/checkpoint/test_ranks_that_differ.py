@@ -1,4 +1,4 @@
-"""What differs between ranks is not saved as that of the first one without a word."""
+"""Ranks that differ: a save refuses to keep only the first rank's values."""
 
 import random
 import warnings

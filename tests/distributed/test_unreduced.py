@@ -133,3 +133,42 @@ def alike():
 
 def test_right_loops_and_experts_that_differ_on_purpose_are_not_refused():
     launch(2, alike)
+
+
+def head_first(model, batches, updates, donate):
+    """The cookbook's loop: only the last layer until two updates were made."""
+    of_head = ll.make_grad_fn(model, loss, trainable=lambda name, tensor: name.startswith("2."))
+    head_step = ll.make_train_step(of_head, SGD, donate=donate)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=donate)
+    state = ll.init_state(model, SGD)
+    for batch in batches[:updates]:
+        state, _ = (head_step if state.step < 2 else train_step)(state, batch)
+    return state
+
+
+def thawed():
+    with ll.distributed.setup(timeout=60):
+        rank = ll.distributed.rank()
+        batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+        own = [part[3 * rank : 3 * rank + 3] for part in batches]
+        model = DistributedDataParallel(net(), find_unused_parameters=True)
+        state = head_first(model, own, 4, donate=True)
+        raw = net()
+        for number, part in enumerate(batches):  # the whole batch in one process
+            raw[0].requires_grad_(number >= 2)
+            raw.zero_grad()
+            loss(raw, part).backward()
+            with torch.no_grad():
+                for param in raw.parameters():
+                    param -= 0.1 * (0 if param.grad is None else param.grad)
+        for name, param in raw.named_parameters():
+            torch.testing.assert_close(state.params[name].detach(), param.detach())
+
+        # Without it, DDP waits for gradients that this loss does not have, and reduces none of their bucket.
+        model = DistributedDataParallel(net())
+        with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias.*find_unused_parameters=True"):
+            head_first(model, own, 1, donate=True)
+
+
+def test_layers_thaw_under_ddp_that_finds_unused_parameters():
+    launch(2, thawed)
