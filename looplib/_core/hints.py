@@ -126,7 +126,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _places() -> dict[str, str]:
-    """Where each public name is: at the top, or in a room."""
+    """Address of each public name: at the top, or in a room."""
     package = sys.modules["looplib"]
     rooms = [room for name in package.__all__ if isinstance(room := getattr(package, name), ModuleType)]
     places = {name: f"{_called(room)}.{name}" for room in rooms for name in room.__all__}

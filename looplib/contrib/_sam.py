@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -48,8 +47,9 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         first = grad_fn(state, batch, request)
         params = mapped(Tensor.detach, pick(state.params, first.grads))
         away = _worst_nearby(params, first.grads, rho, adaptive)
-        moved = state.replace(params={**state.params, **away}, buffers=first.buffers)
-        second = grad_fn(moved, batch, dataclasses.replace(request, donate=False))
+        # In a donated step, this pass may write as well: to parameters of its own, and to copies of the buffers.
+        buffers = mapped(Tensor.clone, first.buffers) if request.donate else first.buffers
+        second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, request)
         return first._replace(grads=second.grads)
 
     made = of_whole_step("sam", sharp, grad_fn, scaled=True)

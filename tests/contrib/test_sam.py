@@ -104,3 +104,46 @@ def test_what_sam_cannot_be_is_refused():
     assert_refused(ValueError, "sam accumulate", lambda: ll.accumulate(sharp()))
     for rho in (0, -1.0):
         assert_refused(ValueError, f"rho {rho}", lambda rho=rho: sharp(rho))
+
+
+class Clamped(nn.Module):
+    """A layer that bounds its weight in each forward pass, with batch norm after it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(3, 4).double(), nn.BatchNorm1d(4).double()
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.2, 0.2)
+        return self.norm(self.layer(x))
+
+
+def test_a_forward_pass_that_writes_a_parameter_does_so_in_both_passes_of_a_donated_step():
+    raw, model, rho = Clamped(), Clamped(), 0.3
+    theirs, optimizer = torch.optim.SGD(raw.parameters(), lr=0.5), ll.optimizer(torch.optim.SGD, lr=0.5)
+    loss_fn = lambda model, x: (model(x) - 1).square().mean() + model.layer.weight.sum()  # noqa: E731
+    train_step = ll.make_train_step(ll.contrib.sam(ll.make_grad_fn(model, loss_fn), rho), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    for x in torch.randn(5, 8, 3).double():
+        theirs.zero_grad()
+        loss_fn(raw, x).backward()
+        statistics = {name: buffer.clone() for name, buffer in raw.named_buffers()}
+        weights = [p.detach().clone() for p in raw.parameters()]
+        scale = rho / (nn.utils.get_total_norm([p.grad for p in raw.parameters()]) + 1e-12)
+        with torch.no_grad():
+            for p in raw.parameters():
+                p += scale * p.grad
+        theirs.zero_grad()
+        loss_fn(raw, x).backward()
+        with torch.no_grad():
+            for p, weight in zip(raw.parameters(), weights, strict=True):
+                p.copy_(weight)
+            for name, buffer in raw.named_buffers():
+                buffer.copy_(statistics[name])
+        theirs.step()
+        state, _ = train_step(state, x)
+        torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(state.buffers), dict(raw.named_buffers()), rtol=1e-12, atol=1e-12)
+        assert model.norm.running_mean is state.buffers["norm.running_mean"]
