@@ -269,9 +269,7 @@ _PACKED = (
     "documents of a row see each other, and the loss is another than that of each document alone. "
     "looplib.testing.assert_samples_independent finds out, as on the page FINE_TUNING"
 )
-_HAS_MASK = (
-    "it has an attention_mask (b, length), with which {} does not keep the documents apart: leave the mask out of the batch"
-)
+_HAS_MASK = "it has an attention_mask (b, length), with which {} does not keep the documents apart: leave the mask out of the batch"
 _IGNORES_POSITIONS = (
     "{}.forward takes no position_ids: give rows of one document each, with padding, or a model that takes them"
 )
