@@ -37,9 +37,9 @@ from looplib._core.lease import (
     with_own_tensors,
     written_since,
 )
+from looplib._core.loss_watch import LossWatch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.loss_watch import LossWatch
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size, map_tensors
