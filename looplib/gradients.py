@@ -297,7 +297,8 @@ def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
 
 _UNREACHED = (
     "no gradient reached {names}: the loss does not depend on them. Choose what is trained "
-    "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with allow_unused=True"
+    "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
+    "make_grad_fn(..., allow_unused=True)"
 )
 
 

@@ -1,4 +1,4 @@
-"""Watch of losses: warnings for values that are averaged over something else than they mean.
+"""Watch of losses: warnings for values that are averaged over something other than they mean.
 
 A plain scalar is taken for the mean over the samples of its microbatch or rank. torch's graph tells of its own losses what
 they are: a sum, a mean over the labels that count, a mean by class weights, or a mean over the samples. Of a loss written by
@@ -103,7 +103,7 @@ class LossWatch:
 
 
 def kinds_of_mean(loss: Tensor, samples: int) -> set[str]:
-    """What the terms of a scalar are: "sum", "class weights", a mean over the "samples", and "unknown"."""
+    """Kinds of the terms of a scalar: "sum", "class weights", a mean over the "samples", and "unknown"."""
     kinds: set[str] = set()
     waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
     while waiting:

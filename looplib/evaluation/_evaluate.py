@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from looplib._core.checks import check, separated
+from looplib._core.checks import check, few, separated, warn
 from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.records import check_kind
 from looplib._core.samples import counter_of
 from looplib.distributed._reduce import merged
 from looplib.evaluation._batches import Reading, ranks_of, read
+from looplib.metrics._collected import Cat
 from looplib.metrics._mean import compute, merge
 from looplib.types import Metric, Metrics, TrainState
 
@@ -117,8 +118,18 @@ def evaluate(
     with restored(torch.default_generator):
         reading = Reading(batches, max_batches, title, divide)
         records = _measured("evaluate", eval_step, state, reading, count if rates else None)
+        _warn_of_tensors(records)
         metrics = compute(records, prefix)  # waits for the device
     return metrics | _rates(counts, time.perf_counter() - began, prefix, divide) if rates else metrics
+
+
+def _warn_of_tensors(records: Metrics) -> None:
+    if left_out := [repr(name) for name, record in records.items() if isinstance(record, Cat)]:
+        warn(
+            f"evaluate returns numbers and leaves out {few(left_out)}, a Cat, whose tensors of all batches it has kept: "
+            "ll.evaluation.measure(eval_step, state, batches) returns the records with it; if you need the numbers alone, "
+            "leave it out of what the metric function returns"
+        )
 
 
 def _rates(counts: dict[str, int], seconds: float, prefix: str, divide: bool) -> dict[str, float]:

@@ -41,8 +41,9 @@ def next_token_loss(
     >>> torch.testing.assert_close(ll.next_token_loss(hidden, tokens, head=head), loss)  # never all logits at once
 
     Return the result from your `loss_fn`, or in a loop of your own, call `loss.compute().backward()`. `accumulate`
-    then gives the gradient of the mean over all tokens, even if microbatches have different token counts. The
-    softmax is computed in float32 (float64 for float64 inputs), under autocast too.
+    then gives the gradient of the mean over all tokens, even if microbatches have different token counts, or none. If no
+    token of a whole step counts, its gradient is zero and its loss is 0 / 0, NaN in the log. The softmax is computed in
+    float32 (float64 for float64 inputs), under autocast too.
 
     With `head`, only one chunk's logits are in memory at a time. Gradients are computed together with the loss,
     unless none are needed, and `backward` only scales them. This takes three times the memory of one chunk's logits

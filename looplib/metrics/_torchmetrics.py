@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +35,13 @@ class TorchMetric(NamedTuple):
     host: Any
     states: Mapping[str, Any]
     updates: int = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not available: a metric of torchmetrics is called, and its record has `of`."""
+        raise TypeError(
+            f"this {type(self.host).__name__} is a record, which is not called: metric.of(predictions, labels) gives the record "
+            "of a batch, to return from the metric function"
+        )
 
     def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
         """Record of a batch, from the arguments of the metric's `update`."""

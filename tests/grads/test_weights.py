@@ -169,7 +169,7 @@ def test_a_plain_sum_is_warned_of_once_under_accumulate(kind):
 @pytest.mark.parametrize("kind", NOT_SUMS)
 def test_a_mean_that_is_written_with_a_sum_is_not_warned_of(kind):
     batch = images()
-    grad_fn, whole, state, raw = both(NOT_SUMS[kind], batch)
+    grad_fn, _whole, state, raw = both(NOT_SUMS[kind], batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(grad_fn(state, batch).grads, raw)

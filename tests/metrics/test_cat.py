@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -104,3 +105,16 @@ def test_a_users_own_record_holds_no_graph_and_no_memory_that_a_later_step_write
     assert torch.equal(metrics["weight"].value, before)
     step(state, torch.ones(4, 3))
     assert torch.equal(metrics["weight"].value, before)
+
+
+def test_evaluate_warns_of_a_tensor_that_it_leaves_out_and_measure_returns_it():
+    model = torch.nn.Linear(2, 1)
+    state, x = ll.init_state(model), torch.randn(6, 2)
+    step = ll.make_eval_step(model, lambda model, x: {"mean": model(x).mean(), "outputs": ll.metrics.Cat(model(x))})
+    with pytest.warns(UserWarning, match=r"leaves out 'outputs', a Cat.*ll\.evaluation\.measure") as caught:
+        assert [*ll.evaluate(step, state, x.split(4))] == ["mean"]
+    assert [one.filename for one in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        records = ll.evaluation.measure(step, state, x.split(4))
+    torch.testing.assert_close(records["outputs"].compute(), model(x).detach())

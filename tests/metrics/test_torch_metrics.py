@@ -192,3 +192,9 @@ def test_merging_adds_up_the_ranks_and_torchmetrics_does_not_do_it_again():
 
     metric = aggregation.SumMetric(dist_sync_fn=sync, distributed_available_fn=lambda: True)
     assert ll.metrics.torchmetric(metric).of(torch.ones(3)).value() == 3
+
+
+def test_a_record_that_is_called_as_the_metric_is_says_of():
+    metric = ll.metrics.torchmetric(classification.BinaryF1Score())
+    with pytest.raises(TypeError, match=r"this BinaryF1Score is a record.*metric\.of\(predictions, labels\)"):
+        metric(torch.tensor([1, 0]), torch.tensor([1, 1]))

@@ -485,3 +485,24 @@ def test_the_two_functions_of_the_first_page_are_those_that_the_rows_run_with(
     torch.testing.assert_close(page["lm_loss"](gpt2, tokens).compute(), lm_loss(gpt2, tokens).compute())
     assert equal(page["train"](state, 7)[-1], train(state, 7)[-1])
     at(7, 1, 2)(page["train"](state, 7)[-1])
+
+
+def test_outputs_of_different_lengths_are_padded_as_the_trainer_pads_them():
+    from transformers.trainer_pt_utils import EvalLoopContainer
+
+    page = (ROOT / "recipes/FROM_TRANSFORMERS_EVALUATION.md").read_text()
+    code = (
+        page.partition('<a id="trainingarguments-eval-do-concat-batches"></a>')[2]
+        .split("```")[1]
+        .removeprefix("py\n")
+    )
+    model = torch.nn.Linear(1, 3)
+    for lengths in ((5, 7, 2), (4, 4, 4)):
+        test_batches = [torch.randn(2, length, 1) for length in lengths]
+        predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+        names = {"ll": ll, "torch": torch, "predict_step": predict_step, "state": ll.init_state(model)}
+        exec(code, names := names | {"test_batches": test_batches})
+        theirs = EvalLoopContainer(do_nested_concat=True, padding_index=-100)
+        for batch in test_batches:
+            theirs.add(model(batch).detach())
+        torch.testing.assert_close(names["logits"], torch.as_tensor(theirs.get_arrays()))
