@@ -121,6 +121,9 @@ def make_grad_fn(
             sync = sync_over_ranks(host.engine, ranks, state, batches, batch_size, total, in_place)
         guarded = None if request.donate else host.unwritten.begin(params)
         call = _Call(params if guarded is None else guarded.params, names, request, sync)
+        if guarded is not None:
+            # In a trace, the leaves have memory of their own.
+            guarded = host.unwritten.begin(call.params) if call.traced else guarded._replace(params=call.params)
         indexes = indices(request, len(batches))
         seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
         grad_mode = torch.is_grad_enabled()

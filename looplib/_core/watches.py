@@ -244,8 +244,8 @@ class _Hook:
 
 _STALE = (
     "this {type} still has the weights of before training: its steps were pure, or donated with a state that is not bound to "
-    "it, so the trained weights are in the state that the last step returned. Call ll.bind(model, state) before you call or save the module. To run it on a state, use "
-    "ll.make_predict_step or ll.make_eval_step; to save a state, ll.checkpoint.state_dict(model, state) or "
+    "it, so the trained weights are in the state that the last step returned. Call ll.bind(model, state) before you call or "
+    "save the module. To run it on a state, use ll.make_predict_step or ll.make_eval_step; to save a state, ll.checkpoint.state_dict(model, state) or "
     "ll.checkpoint.save_pretrained(model, state, folder). In the loss of another network, make the steps of both with "
     "donate=True, or hand this one's state.params on in the batch and call torch.func.functional_call(model, params, x). "
     "If you mean the weights that the module has, ignore this warning"
