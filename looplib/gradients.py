@@ -144,7 +144,7 @@ def make_grad_fn(
             if sync is not None:
                 sync.end()
         if request.donate and host.lent:
-            left_behind(model, state)
+            left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(guarded, params)
