@@ -130,6 +130,9 @@ def make_grad_fn(
             sync = sync_over_ranks(host.engine, ranks, state, batches, counter, total, in_place)
         guarded = None if request.donate else host.unwritten.begin(params)
         call = _Call(params if guarded is None else guarded.params, names, request, sync)
+        if guarded is not None:
+            # In a trace, the leaves have memory of their own.
+            guarded = host.unwritten.begin(call.params) if call.traced else guarded._replace(params=call.params)
         indexes = indices(request, len(batches))
         seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
         copies = with_copies(buffers.values()) if request.donate and not request.copied else None
@@ -157,7 +160,7 @@ def make_grad_fn(
             if sync is not None:
                 sync.end()
         if request.donate and host.lent:
-            left_behind(model, state)
+            left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
             host.unwritten.check(guarded, params)

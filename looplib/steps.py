@@ -149,10 +149,12 @@ def make_train_step(
     itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included, ask
     `ll.after_signal(signal.SIGINT)` at its end.
 
-    **Warnings.** Three mistakes get one warning each: ten calls in a row with the same state and different batches;
-    saving or calling the module while it still has the weights from before its first pure step; and a pure step of
-    another network whose loss reaches such a module's parameters. The second uses hooks on the
-    module, which `ll.bind` removes; saving or calling a part of the module, or a copy of it, is not noticed.
+    **Warnings.** Four mistakes get one warning each: ten calls in a row with the same state and different batches;
+    saving or calling the module while it still has the weights from before its first pure step; a pure step of
+    another network whose loss reaches such a module's parameters; and writing to such a module's parameters between two
+    steps (WGAN's clipping, a perturbation), which has no effect. A donated run on a state that is not bound to the module
+    leaves it behind likewise. The second uses hooks on the module, which `ll.bind` removes; saving or calling a part of the
+    module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from shared import SGD, both_states, both_steps
 from torch import nn
-from torch.nn.utils import parametrizations, parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 
 import looplib as ll
 
@@ -103,6 +103,20 @@ def test_layers_and_parametrizations_that_are_added_later_are_named(donate, edit
     step(state, X)
 
 
+@pytest.mark.parametrize("edit", [frozen_layer_swapped, appended])
+@both_steps
+def test_layers_that_are_replaced_after_a_step_was_compiled_are_named(donate, edit):
+    model, step, state = begin(donate)
+    step = ll.compile_step(step, backend="eager")
+    state, _ = step(state, X)
+    edit(model)
+    with (
+        pytest.warns(UserWarning, match="the layers of Sequential changed since the step was compiled"),
+        pytest.raises(ValueError, match="replaced or added after make_grad_fn"),
+    ):
+        step(state, X)
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("edit", [tied, replaced, assigned, frozen_layer_swapped])
 def test_predictions_with_the_old_tensors_are_refused(edit):
@@ -168,10 +182,12 @@ class Pooled(nn.Module):
 
 @both_steps
 def test_layers_without_parameters_may_be_replaced(donate):
-    model, step, state = begin(donate, model=Pooled())
-    for x in BATCHES:
-        state, _ = step(state, x)
-    assert state.step == len(BATCHES)
+    for transform in (lambda step: step, lambda step: ll.compile_step(step, backend="eager")):
+        _, step, state = begin(donate, model=Pooled())
+        step = transform(step)
+        for x in BATCHES:
+            state, _ = step(state, x)
+        assert state.step == len(BATCHES)
 
 
 # Values that are written into the module
@@ -205,7 +221,6 @@ def in_another_dtype(model):
 
 
 EDITS = [clipped, perturbed, reset, loaded, from_a_vector]
-NO_EFFECT = "were written between two steps .*, which has no effect"
 
 
 def raw_run(edit):
@@ -232,7 +247,7 @@ def test_a_donated_step_on_a_bound_state_trains_what_is_written_into_the_module(
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("donate, bound", [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize(("donate", "bound"), [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("edit", [*EDITS, in_another_dtype])
 def test_writes_into_a_module_that_the_steps_do_not_train_are_warned_of_once(edit, donate, bound):
     model, step, state = begin(donate, bound)
@@ -253,12 +268,16 @@ def test_a_critic_that_is_written_is_warned_of_once_though_the_generators_loss_c
     generator = nn.Linear(4, 4)
     generator_step = ll.make_train_step(ll.make_grad_fn(generator, lambda model, x: critic(model(x)).mean()), SGD)
     generator_state = ll.init_state(generator, SGD)
-    with pytest.warns(UserWarning, match=f"{NO_EFFECT}|still has the weights of before training") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for x in BATCHES:
             critic_state, _ = critic_step(critic_state, x)
             edit(critic)
             generator_state, _ = generator_step(generator_state, x)
     assert len(caught) == 1
+    assert "which has no effect" in str(caught[0].message) or "hand this one's state.params on" in str(
+        caught[0].message
+    )
 
 
 def copied(model, state):
@@ -325,3 +344,80 @@ def test_a_module_that_a_donated_run_on_a_copied_state_leaves_behind_is_warned_o
         model.state_dict()
     ll.bind(model, state)
     torch.testing.assert_close(model.state_dict()["0.weight"], state.params["0.weight"].detach())
+
+
+def test_a_trial_on_a_copy_of_a_run_says_nothing_about_its_module():
+    model, step, state = begin(donate=True)
+    for x in BATCHES:
+        state, _ = step(state, x)
+    trial = ll.copy_state(state)
+    for x in BATCHES:
+        trial, _ = step(trial, x)
+    torch.testing.assert_close(model.state_dict()["0.weight"], state.params["0.weight"].detach())
+
+
+# Buffers
+
+
+def assigned_buffer(model):
+    model[3].running_mean = torch.full((4,), 5.0)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("edit", [assigned_buffer, nn.Module.float], ids=["assigned", "converted to its own dtype"])
+def test_a_buffer_that_is_assigned_between_donated_steps_is_warned_of_once(edit, steps):
+    model, step, state = begin(donate=True)
+    for x in BATCHES[:steps]:
+        state, _ = step(state, x)
+    mean = state.buffers["3.running_mean"].clone()
+    edit(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in BATCHES[:2]:
+            state, _ = step(state, x)
+    assert len(caught) == (edit is assigned_buffer)
+    for one in caught:
+        assert "3.running_mean of the Sequential is another tensor than before" in str(one.message)
+        assert "copy_" in str(one.message)
+    assert (state.buffers["3.running_mean"] - mean).abs().max() < 2
+
+
+class Assigning(nn.Module):
+    """Assigns new buffers in its forward pass, one of which is saved."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.cache = torch.zeros(len(x))
+        return self.linear(x - self.mean)
+
+
+@both_states
+@both_steps
+def test_buffers_that_the_forward_pass_assigns_are_not_warned_of(donate, bound):
+    model = Assigning()
+    optimizer = ll.optim.apply_if_finite(SGD, 9)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    step, other = (
+        ll.make_train_step(each, optimizer, donate=donate) for each in (grad_fn, ll.make_grad_fn(model, loss_fn))
+    )
+    state = ll.init_state(model, optimizer)
+    state = state if bound else ll.copy_state(state)
+    raw = Assigning()
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for number, x in enumerate(BATCHES):
+        model.cache = torch.ones(3)
+        state, _ = step(state, x * torch.inf)
+        state, _ = (other if number % 2 else step)(state, x)
+        sgd.zero_grad()
+        loss_fn(raw, x).backward()
+        sgd.step()
+    assert state.step == len(BATCHES)
+    torch.testing.assert_close(state.buffers["mean"], raw.mean)
+    torch.testing.assert_close(state.params["linear.weight"], raw.linear.weight, check_dtype=False)

@@ -132,6 +132,25 @@ def test_evaluations_and_predictions_run_on_copies_of_what_they_write(kind, boun
     torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", WRITERS)
+def test_graphs_of_pure_steps_and_predictions_refuse_what_writes_and_leave_the_state_intact(kind):
+    model, batch = Writer(kind), torch.randn(4, 3) if "mb" not in kind else ROWS
+    grad_fn = ll.make_grad_fn(model, mean_square)
+    made = [
+        ll.make_train_step(grad_fn, SGD),
+        ll.make_predict_step(model, lambda model, batch: model(batch)),
+    ]
+    if kind == "data =":  # which a graph would leave out
+        made.append(ll.make_train_step(grad_fn, SGD, donate=True))
+    for step in made:
+        state = ll.copy_state(ll.init_state(model, SGD))
+        before = values(state)
+        with pytest.raises(RuntimeError, match=r"wrote to the parameter layer\.weight in place"):
+            ll.compile_step(step, backend="eager")(state, batch)
+        assert_intact(state, before)
+
+
 def test_an_evaluation_that_fails_after_it_has_written_leaves_the_state_intact():
     model = Writer("clamp_")
 

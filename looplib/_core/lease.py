@@ -396,6 +396,7 @@ class Guarded(NamedTuple):
     """The parameters on which a forward pass runs, and what is known of them before it."""
 
     params: dict[str, Tensor]
+    cloned: Set[str]  # those that are copies of the state's
     counts: list[int]
     sums: dict[str, tuple[int, int]]
     copies: dict[str, tuple[Tensor, Tensor]]  # by name: the memory of a parameter and a copy of its values
@@ -417,7 +418,8 @@ class Unwritten:
     def begin(self, params: dict[str, Tensor]) -> Guarded:
         """The parameters for a forward pass."""
         if tracing():
-            return Guarded(params, versions(params), {}, {})
+            return Guarded(params, set(), versions(params), _sums(params), {})
+        written: dict[str, Tensor] = {}
         if self.names:
             written = {name: tensor for name, tensor in params.items() if name in self.names and _is_leaf(tensor)}
             copies = clones([*written.values()])
@@ -425,33 +427,33 @@ class Unwritten:
             for copy, tensor in zip(copies, written.values(), strict=True):
                 copy.requires_grad_(tensor.requires_grad)
         if self.called:
-            return Guarded(params, versions(params), {}, {})
+            return Guarded(params, written.keys(), versions(params), {}, {})
         plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
         kept: dict[str, tuple[Tensor, Tensor]] = {}
         if sum(tensor.nbytes for tensor in plain.values()) <= _MOST_COPIED:
             copied = zip(plain.values(), clones([*plain.values()]), strict=True)
             kept = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
-        return Guarded(params, versions(params), _sums(plain), kept)
+        return Guarded(params, written.keys(), versions(params), _sums(plain), kept)
 
     def end(self, guarded: Guarded, given: Mapping[str, Tensor]) -> tuple[list[str], bool]:
         """Names of the parameters that were written, and True if those of the state have their values.
 
         To be called only if no step has written the state since.
         """
-        params, counts, sums, copies = guarded
+        params, cloned, counts, sums, copies = guarded
         names = written_since(params, counts)
         if sums:
             now = _sums({name: params[name] for name in sums})
             names = [name for name in params if name in {*names} or (name in sums and now[name] != sums[name])]
         self.names.update(names)
-        changed = [name for name in names if params[name] is given[name]]
+        changed = [name for name in names if name not in cloned]
         with torch.no_grad():
             for name in changed:
                 if name in copies:
                     memory, copy = copies[name]
-                    if params[name].data_ptr() != memory.data_ptr():
-                        params[name].data = memory
-                    params[name].copy_(copy)
+                    memory.copy_(copy)
+                    if given[name].data_ptr() != memory.data_ptr():
+                        given[name].data = memory
         return names, tracing() or all(name in copies for name in changed)
 
     def check(self, guarded: Guarded, given: Mapping[str, Tensor], of_state: bool = False) -> None:
@@ -460,7 +462,7 @@ class Unwritten:
         refused = bool(names) and not (of_state and intact and not tracing())
         self.called |= not (refused or tracing())
         if refused:
-            raise RuntimeError(_WROTE.format(names=", ".join(names), state=_INTACT if intact else _HAS_CHANGED))
+            raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT if intact else _HAS_CHANGED))
 
 
 _MOST_COPIED = 1 << 30  # bytes
@@ -470,12 +472,12 @@ def _is_leaf(tensor: Tensor) -> bool:
     return tensor.is_leaf and has_values(tensor)
 
 
-_WROTE = (
+WROTE = (
     "the forward pass wrote to the parameter {names} in place, as F.embedding(max_norm=...), weight.clamp_() or "
     "weight.data does. {state}. Compute new values (weight.clamp(), torch.renorm). A train step with donate=True that is "
     "not compiled may write to parameters, as a raw loop does"
 )
-_INTACT = "A pure step does not change the state that it is given, and its values are as they were"
+INTACT = "A pure step does not change the state that it is given, and its values are as they were"
 _HAS_CHANGED = "So the state that was given has changed: no earlier call wrote there, and nothing was copied"
 
 
@@ -498,7 +500,9 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
 
 
 def _sums(params: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """The address and the checksum of each parameter."""
+    """The address and the checksum of each parameter. In a trace they have no values."""
+    if tracing():
+        return {name: (storage._cdata, 0) for name, tensor in params.items() if (storage := _storage(tensor))}
     addresses = [tensor.data_ptr() for tensor in params.values()]
     return dict(zip(params, zip(addresses, checksums(params.values()), strict=True), strict=True))
 

@@ -161,9 +161,10 @@ class FunctionalModule:
         self.modes: dict[nn.Module, bool] = {}
         self.unwritten = Unwritten()
         self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
-        self.made_in_training = model.training
         self._read()
+        self.made_in_training = model.training
         self.held = tensors(self.slots.params)  # parameters that the module is known to hold
+        self.left = self.buffers()  # those that it was last left with
         self.ran = False
         self.lent = False  # True if the last call ran in place on tensors that are not the module's
         self.engine = engine_of(model)
@@ -182,6 +183,9 @@ class FunctionalModule:
         self.parents = [children for module in self.modes if (children := torch_private.own_modules(module))]
         self.children = self._children()
         self.flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
+        self.transient = {
+            (id(own_buffers(module)), key) for module in self.modes for key in torch_private.transient_buffers(module)
+        }
         shortened = {id(own_parameters(module)) for module in self.modes if _shortens_rows(module)}
         self.unwritten.names |= {slot.name for slot in self.slots.params if id(slot.owner) in shortened}
 
@@ -277,7 +281,10 @@ class FunctionalModule:
             self.lent = in_place and bool(swaps)
             if buffers:
                 for_good = in_place and self.backward and not swaps
-                swaps += _differing(self.slots.buffers, buffers)
+                of_buffers = _differing(self.slots.buffers, buffers)
+                if of_buffers and for_good:
+                    self._warn_of_buffers(of_buffers)
+                swaps += of_buffers
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
             if modes != [*self.modes.values()]:
@@ -297,6 +304,8 @@ class FunctionalModule:
             running.models = hosted
             for owner, key, _, own, _ in () if for_good else swaps:
                 owner[key] = own
+            if for_good:
+                self.left = self.buffers()
             for owner, key, _ in self.slots.empty:
                 owner[key] = None
             if engine is not None:
@@ -321,6 +330,20 @@ class FunctionalModule:
             raise ValueError(_REPLACED.format(names=names, model=type(self.model).__name__))
         self._read()
         self.held = tensors(self.slots.params)
+
+    def _warn_of_buffers(self, swaps: Sequence[Swap]) -> None:
+        """Warn once of buffers of a bound state that were replaced since the last call.
+
+        Those that are not persistent, such as caches, may be replaced by any forward pass.
+        """
+        replaced = [
+            name
+            for owner, key, name, own, tensor in swaps
+            if tensor is self.left[name] and own is not tensor and (id(owner), key) not in self.transient
+        ]
+        if replaced:
+            self.left = self.buffers()
+            warn(_BUFFERS.format(names=few(replaced), model=type(self.model).__name__))
 
     def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters that cannot take the places of the module's own."""
@@ -420,6 +443,11 @@ _REPLACED = (
     "before ll.make_grad_fn and ll.init_state, or call both again; to give a parameter other values, write them in place "
     "(weight.copy_(...) under torch.no_grad()) and donate, or into a new state, "
     "state.replace(params={{**state.params, name: value}})"
+)
+_BUFFERS = (
+    "{names} of the {model} is another tensor than before (assigned, or replaced by model.to(...)), and steps use the "
+    "state's buffer in its place: write the new value into the old tensor (model.running_mean.copy_(value)) and donate, or "
+    "into the state, state.replace(buffers={{**state.buffers, name: value}}), and move a model before ll.init_state"
 )
 _TOGGLED = (
     "requires_grad of {names} changed after make_grad_fn, which chose then what this step trains. To train other layers "

@@ -33,6 +33,7 @@ is_view = operator.methodcaller("_is_view")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules, own_parameters, own_buffers = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
+transient_buffers = operator.attrgetter("_non_persistent_buffers_set")  # names of those that are not saved
 # Base classes: of BatchNorm1d to 3d and SyncBatchNorm, and of all dropout layers.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 Dropout = nn.modules.dropout._DropoutNd

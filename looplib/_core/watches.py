@@ -268,11 +268,11 @@ class _Hook:
 
 _STALE = (
     "this {type} still has the weights of before training: its steps were pure, or donated with a state that is not bound to "
-    "it, so the trained weights are in the state that the last step returned. Call ll.bind(model, state) before you call or save the module. To run it on a state, use "
-    "ll.make_predict_step or ll.make_eval_step; to save a state, ll.checkpoint.state_dict(model, state) or "
-    "ll.checkpoint.save_pretrained(model, state, folder). In the loss of another network, make the steps of both with "
-    "donate=True, or hand this one's state.params on in the batch and call torch.func.functional_call(model, params, x). "
-    "If you mean the weights that the module has, ignore this warning"
+    "it, so the trained weights are in the state that the last step returned. Call ll.bind(model, state) before you call or "
+    "save the module. To run it on a state, use ll.make_predict_step or ll.make_eval_step; to save a state, "
+    "ll.checkpoint.state_dict(model, state) or ll.checkpoint.save_pretrained(model, state, folder). In the loss of another "
+    "network, make the steps of both with donate=True, or hand this one's state.params on in the batch and call "
+    "torch.func.functional_call(model, params, x). If you mean the weights that the module has, ignore this warning"
 )
 _NO_EFFECT = (
     "the parameters of this {type} were written between two steps (clipped, perturbed, loaded or initialized), which has no "
@@ -285,13 +285,19 @@ _warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 
 
-def left_behind(module: nn.Module, state: Any) -> None:
-    """Record a step on tensors that are not the module's."""
+def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
+    """Record a step on tensors that are not the module's.
+
+    A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that.
+    """
     if tracing():
         return
     if (stale := _stale.get(module)) is not None:
         return stale.look(module, state)
     _stale[module] = stale = _Stale(module, state)
+    if donated and any(time for *_, time in stale.writes):
+        stale.writes.clear()
+        return None
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
         stale.hooks.append(module.register_state_dict_pre_hook(_warn_if_stale))  # type: ignore[no-untyped-call]
         stale.hooks.append(module.register_forward_pre_hook(_warn_if_stale))
@@ -302,6 +308,13 @@ def bound(module: nn.Module) -> None:
     if (stale := _stale.pop(module, None)) is not None:
         for hook in stale.hooks:
             hook.remove()
+
+
+def forget_trial(grad_fn: Any) -> None:
+    """Remove the warnings that follow from a run on a copied state which is given up."""
+    for record in chain(grad_fn):
+        if record.model is not None:
+            bound(record.model)
 
 
 def warn_of_reached(others: Iterable[Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from looplib._core.checks import check, check_count, check_number
 from looplib._core.random import restored
 from looplib._core.records import check_kind
+from looplib._core.watches import forget_trial
 from looplib.log._plots import smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
@@ -124,6 +125,7 @@ def find_lr(
             best = min(averages)
             if averages[-1] - best > (diverged - 1) * abs(best):
                 break
+    forget_trial(grad_fn)
     if not losses:
         raise ValueError(f"the loss is {loss} at the first batch, before any update: look at the data or the model")
     return LRCurve(tuple(lrs), tuple(losses), tuple(averages), _steepest(lrs, losses, averages, steps // 10))

@@ -11,7 +11,7 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from looplib._core.checks import LIBRARIES
 from looplib._core.modules import FunctionalModule, named_modules
+from looplib._core.torch_private import own_modules, own_parameters
 
 _INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
@@ -134,7 +135,16 @@ def _of_module(model: nn.Module) -> Iterator[Reference]:
         for name in vars(module):
             if not name.startswith("_") and name != "training":
                 yield f"{path}.{name}", partial(vars(module).get, name)
+        if children := own_modules(module):
+            yield f"the layers of {path}", partial(_layers, children)
         yield path, partial(itself, type(module))
+
+
+def _layers(children: Mapping[str, Any]) -> int:
+    """A number that changes if one of these layers is replaced. Those without parameters may be, in each forward pass."""
+    return hash(
+        tuple(id(child) for child in children.values() if child and (own_parameters(child) or own_modules(child)))
+    )
 
 
 def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) -> Iterator[Reference]:

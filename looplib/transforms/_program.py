@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from looplib._core.lease import INTACT, WROTE
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same
+from looplib._core.updates import leaves_of
 from looplib.optim._traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
 from looplib.transforms._closures import Variable, is_installed, is_plain, walk
@@ -323,6 +325,8 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
     results: list[Node] = list(output.args[0])
     graph.erase_node(output)
 
+    if not donate:
+        _check_unwritten(graph, {name: old[index] for index, name in enumerate(traced.outcome[0][0]) if index in old})
     written = _written(graph)
     for index, node in old.items():
         if _is_copy(results[index], node, written):
@@ -354,6 +358,17 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
         written=names,
         traced=traced,
     )
+
+
+def _check_unwritten(graph: Graph, params: Mapping[str, Node]) -> None:
+    """Raise if the forward pass writes to parameters through `tensor.data`, which torch does not count."""
+    written: set[int] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+                written |= {storage(each) for each in leaves_of(value) if argument.is_write and is_tensor(each)}
+    if names := [name for name, node in params.items() if storage(node) in written]:
+        raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT))
 
 
 def _written(graph: Graph) -> set[int]:
