@@ -160,7 +160,9 @@ def train(case, run, steps):
 
 def end_of(run):
     """All that a run ends with. Of a loader, the rest is drawn."""
-    states = {name: run[name].state_dict() for name in ("model", "optimizer", "scheduler", "scaler", "ema") if name in run}
+    states = {
+        name: run[name].state_dict() for name in ("model", "optimizer", "scheduler", "scaler", "ema") if name in run
+    }
     return {**states, "rows": [next(run["feed"]) for _ in range(7)], "draw": torch.rand(3), "step": run["step"]}
 
 

@@ -32,7 +32,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.records import differences
 from looplib.checkpoint._capture import RandomStreams
 from looplib.checkpoint._format import about, decoded, encoded, in_words, leaves_of, local, words
-from looplib.checkpoint._read import Reader, errors_as_damage, read_manifest
+from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._state_dict import cleaner
 from looplib.types import TrainState
@@ -94,7 +94,9 @@ def _plain(value: Any, where: str) -> Any:
     check(not _has_state(value), f"{where} is {named_value(value)}, an object with a state: {advice}", TypeError)
     kind = type(value)
     if kind is str:
-        check(_is_text(value), f"{where} is the text {value!r}, which is no valid Unicode: keep it as bytes", TypeError)
+        check(
+            _is_text(value), f"{where} is the text {value!r}, which is no valid Unicode: keep it as bytes", TypeError
+        )
         return value
     if (
         kind in (bool, type(None))
@@ -226,10 +228,10 @@ def _load(value: Any, state: Any, versions: Mapping[str, Any]) -> None:
         value.set_state(state)
     elif isinstance(value, nn.Module):
         clean, own = cleaner(value), value.state_dict()
-        named = OrderedDict((key, state[clean(key)]) for key in own)
         noted = getattr(own, "_metadata", {})
-        named._metadata = {path: versions.get(clean(path), note) for path, note in noted.items()}  # type: ignore[attr-defined]
-        value.load_state_dict(named)
+        noted.update({path: {**note, **versions.get(clean(path), {})} for path, note in noted.items()})
+        own.update({key: state[clean(key)] for key in own})
+        value.load_state_dict(own)
     else:
         value.load_state_dict(state)
 
@@ -266,14 +268,18 @@ def take(objects: Objects, ranks: RankGroup) -> tuple[dict[str, Any], dict[Any, 
         ranks.check_alike({"the names are": sorted(kinds.items()), **counts_of(objects)}, title)
         shared = [name for name, kind in kinds.items() if kind in ("module", "optimizer")]
         ranks.check_alike(_facts({name: states[name] for name in shared}), title)
-        own = {name: _digest(entries[name], tensors[name]) for name in without(entries, shared)}
+        others = without(entries, shared)
+        own = ranks.all_or_raise(lambda: {name: _digest(entry, tensors[name]) for name, entry in others.items()})
         everyone = ranks.gather(own)
         for name in own:
             if len({digests[name] for digests in everyone}) > 1:
                 node, mine = _taken(states[name], ("objects", name, ranks.rank))
-                by_rank = ranks.gather((node, mapped(lambda tensor: tensor.detach().cpu(), mine)))
+                # As words, since torch does not send tensors of all dtypes.
+                by_rank = ranks.gather((node, {path: (words(each).cpu(), each.dtype) for path, each in mine.items()}))
                 entries[name] = {**without(entries[name], ("state",)), "ranks": [node for node, _ in by_rank]}
-                tensors[name] = {path: each for _, found in by_rank for path, each in found.items()}
+                tensors[name] = {
+                    path: each.view(dtype) for _, sent in by_rank for path, (each, dtype) in sent.items()
+                }
     return entries, _nested({path: each for found in tensors.values() for path, each in found.items()})
 
 
@@ -285,7 +291,9 @@ def _versions_of(module: nn.Module) -> dict[str, Any]:
 
 def _parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[Any]]:
     """Names, as far as a module that is saved with it has them, and shapes of an optimizer's parameters, by group."""
-    return [[[names.get(id(each), ""), [*each.shape]] for each in group["params"]] for group in optimizer.param_groups]
+    return [
+        [[names.get(id(each), ""), [*each.shape]] for each in group["params"]] for group in optimizer.param_groups
+    ]
 
 
 def _parameter_names(objects: Objects) -> dict[int, str]:
@@ -303,26 +311,22 @@ def _check_shards(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
     params = [each for group in optimizer.param_groups for each in group["params"]]
     for number, entry in state["state"].items():
         for key, leaf in leaves_of(entry).items():
-            like = params[number] if isinstance(number, int) else None
-            alike = is_sharded(like) and (leaf.shape, leaf.placements) == (like.shape, like.placements)  # type: ignore[union-attr]
-            check(
-                not is_sharded(leaf) or alike,
-                f"/objects/{name}/state/{number}{key} is not sharded as its parameter is, so it cannot be restored: use an "
-                "optimizer whose state has the shape of the parameter, or train the parameter unsharded",
-                TypeError,
-            )
+            if is_sharded(leaf):
+                like: Any = params[number]
+                alike = is_sharded(like) and (leaf.shape, leaf.placements) == (like.shape, like.placements)
+                advice = "use an optimizer whose state has the shape of the parameter, or train the parameter unsharded"
+                title = f"/objects/{name}/state/{number}{key} is not sharded as its parameter is"
+                check(alike, f"{title}, so it cannot be restored: {advice}", TypeError)
 
 
 def _facts(states: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values, and dtypes and shapes of tensors, by path."""
-    return {
-        path: about(leaf) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves_of(states).items()
-    }
+    return {path: about(leaf) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves_of(states).items()}
 
 
-def _digest(entry: Mapping[str, Any], tensors: Tensors) -> Any:
-    kinds = [str(about(tensor)) for tensor in tensors.values()]
-    return zlib.crc32(orjson.dumps(entry)), kinds, checksums(tensors.values())
+def _digest(entry: Mapping[str, Any], tensors: Tensors) -> str:
+    kinds = [about(tensor) for tensor in tensors.values()]
+    return f"{zlib.crc32(orjson.dumps(entry))} {kinds} {checksums(tensors.values())}"
 
 
 # ---- restoring ----
@@ -347,7 +351,9 @@ def load_objects(
     check(not misfits, _in_words(path, misfits, optional))
     nodes = {name: chosen[name] for name in objects if name not in kept}
     notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
-    likes = {each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)}
+    likes = {
+        each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)
+    }
     made = _made(reader.read({each: likes.get(each) for each in notes}), notes, likes, reader)
     states = {name: _original(node["state"], made) for name, node in nodes.items()}
     misfits = dict.fromkeys(_misfits_of_states(subset(objects, states), states), "")
@@ -366,16 +372,16 @@ def load_objects(
                     done = f"; loaded before it: {few(loaded)}"
                     raise RuntimeError(f"{message}{done}; start from new objects") from error
                 loaded.append(name)
-        return {
-            name: value if _has_state(value) else states.get(name, value) for name, value in objects.items()
-        }
+        return {name: value if _has_state(value) else states.get(name, value) for name, value in objects.items()}
 
     return restored, manifest["crc32"], warning
 
 
 def _order(value: Any) -> int:
     """Objects whose state only they can check come first, and random streams, which others may draw from, last."""
-    return 3 if isinstance(value, RandomStreams) else ("object", "optimizer", "module", "value").index(_kind_of(value))
+    return (
+        3 if isinstance(value, RandomStreams) else ("object", "optimizer", "module", "value").index(_kind_of(value))
+    )
 
 
 def _of_rank(entry: dict[str, Any], ranks: RankGroup) -> dict[str, Any] | None:
@@ -388,9 +394,7 @@ def _of_rank(entry: dict[str, Any], ranks: RankGroup) -> dict[str, Any] | None:
 
 def _misfits(objects: Objects, chosen: Mapping[str, Any], reader: Reader) -> dict[str, str]:
     """Differences between objects and those of a checkpoint, in words, each with the name that it is about."""
-    misfits = {
-        f"{name} is given, and is not in the checkpoint": name for name in without(objects, chosen)
-    }
+    misfits = {f"{name} is given, and is not in the checkpoint": name for name in without(objects, chosen)}
     misfits |= {f"{name} is in the checkpoint, and is not given": name for name in without(chosen, objects)}
     for name in subset(objects, chosen):
         if chosen[name] is None:

@@ -332,12 +332,16 @@ def test_what_does_not_fit_is_refused_and_all_objects_are_left_as_they_were(tmp_
         assert words in str(error.value)
         assert bits({name: objects[name].state_dict() for name in states}) == before
     for call, words in {
-        lambda: ckpt.restore(ll.init_state(run["model"])): r"from objects by name and not from a state.*model, optimizer",
+        lambda: ckpt.restore(
+            ll.init_state(run["model"])
+        ): r"from objects by name and not from a state.*model, optimizer",
         lambda: ckpt.restore(fresh(), weights_only=True): "weights_only is for a state",
         lambda: ckpt.restore(fresh(), optional="ema"): r"optional is 'ema'; give names",
         lambda: ckpt.restore(ll.init_state(run["model"]), optional=("ema",)): "optional= is for objects by name",
         lambda: ckpt.restore(fresh(half=HalfAnObject())): r"'half' is a HalfAnObject, which has no load_state_dict",
-        lambda: ll.checkpoint_io(tmp_path, select=lambda *_: True).save(run): "select= is for the parameters of a state",
+        lambda: ll.checkpoint_io(tmp_path, select=lambda *_: True).save(
+            run
+        ): "select= is for the parameters of a state",
     }.items():
         with pytest.raises((TypeError, ValueError), match=words):
             call()
@@ -386,7 +390,12 @@ def test_generators_and_the_global_streams_continue(tmp_path):
     run = {"generator": generator, "random": ll.checkpoint.RandomStreams(), "step": 1}
     torch.rand(3, generator=generator)
     ckpt.save(run)
-    draws = lambda: [random.random(), np.random.rand(), *torch.rand(2).tolist(), torch.rand((), generator=generator).item()]  # noqa: E731, NPY002
+    draws = lambda: [
+        random.random(),
+        np.random.rand(),
+        *torch.rand(2).tolist(),
+        torch.rand((), generator=generator).item(),
+    ]  # noqa: E731, NPY002
     first = draws()
     ckpt.restore(run, quiet=True)
     assert draws() == first
