@@ -14,6 +14,7 @@ import pytest
 import schedulefree
 import torch
 from public import ROOT
+from shared import bits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -482,6 +483,18 @@ def walked_on(names):
     return saved.step == 8 and ahead == (again.position, random.random())
 
 
+def resumed_own_optimizer(names):
+    """True if new objects that continue from the checkpoint of step 20 have the bits of the run that went to step 40."""
+    unbroken = names["run"]
+    block = TASKS["Resume my own torch optimizer 1"].replace("ckpt.restore(", "ckpt.restore(which=20, state=")
+    block = block.replace("ckpt.save(run)", "pass")
+    assert [each.step for each in names["ckpt"].steps()] == [20, 30, 40]
+    again = dict(names)
+    exec(block, again)
+    states = [[run[name].state_dict() for name in ("model", "optimizer")] for run in (unbroken, again["run"])]
+    return again["run"] is not unbroken and again["run"]["losses"] == unbroken["losses"] and bits(states[0]) == bits(states[1])
+
+
 def converted(names):
     """True if the quantized model computes what the trained one did, from weights of few bits."""
     layers = names["model"][0], names["model"][2]
@@ -555,6 +568,7 @@ HOLDS = {
     "Give each network a schedule of its own 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == pytest.approx(dict.fromkeys(RATES, 5e-4))
     ),
+    "Resume my own torch optimizer 1": resumed_own_optimizer,
     "Resume draws and objects of your own 1": walked_on,
     "Use the model between steps 1": lambda n: len({tuple(each.tolist()) for each in n["rollouts"]}) == 4,
     "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check, check_type, few
+from looplib._core.checks import check, check_type, few, named
 from looplib._core.modules import _generators
 from looplib._core.trees import map_leaves
 
@@ -29,7 +29,8 @@ def capture(**objects: Any) -> dict[str, Any]:
 
     looplib's own steps and loaders need none of this: their draws follow from the state. Use it if your loop itself
     draws (`random`, `numpy.random`, `torch.rand`), or has environments, samplers or buffers with a state of their
-    own. Capture before each save, `ckpt.save(state.replace(extra=ll.checkpoint.capture(...)))`, and reinstate after a
+    own. (For a loop with an optimizer of torch's, there is no state: `ckpt.save` takes its objects by name.)
+    Capture before each save, `ckpt.save(state.replace(extra=ll.checkpoint.capture(...)))`, and reinstate after a
     restore. The state that you pass to `restore` needs an `extra` of the same structure, so capture once at the start
     as well.
 
@@ -41,13 +42,13 @@ def capture(**objects: Any) -> dict[str, Any]:
 
     Raises:
         AttributeError: an object has no `state_dict`.
+        TypeError: an object is an optimizer of torch's.
     """
-    streams: dict[str, Any] = {
-        "torch": [generator.get_state() for generator in _all_generators()],
-        "random": random.getstate(),
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        streams["numpy"] = _plain(numpy.random.get_state(legacy=False))
+    for name, each in objects.items():
+        advice = "save it by name, as in ckpt.save({'optimizer': optimizer, ..., 'step': step})"
+        title = f"{name!r} is {named(each)}, whose state a new process does not have yet, and restore needs one like it"
+        check(not isinstance(each, torch.optim.Optimizer), f"{title}; {advice}", TypeError)
+    streams = _plain(RandomStreams().state_dict())
     return {"streams": streams, "objects": {name: _plain(each.state_dict()) for name, each in objects.items()}}
 
 
@@ -75,11 +76,7 @@ def reinstate(captured: Mapping[str, Any], **objects: Any) -> None:
         f"captured were {few(states)} and the streams of {len(streams['torch'])} devices, and reinstate got "
         f"{few(objects)} and has {len(generators)} devices: give objects of the same names, on the same devices",
     )
-    for generator, stream in zip(generators, streams["torch"], strict=True):
-        generator.set_state(stream.cpu())
-    random.setstate(streams["random"])
-    if "numpy" in streams:
-        import_module("numpy.random").set_state(_original(streams["numpy"]))
+    RandomStreams().load_state_dict(_original(streams))
     for name, each in objects.items():
         each.load_state_dict(_original(states[name]))
 

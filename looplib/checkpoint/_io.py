@@ -59,7 +59,7 @@ def checkpoint_io(
     describe: Mapping[str, Any] | None = None,
     select: Select | None = None,
 ) -> CheckpointIO:
-    """Checkpointing: save and restore states in a directory so that no crash loses the last good one.
+    """Checkpointing: save and restore a run in a directory so that no crash loses the last good one.
 
     >>> import looplib as ll, tempfile, torch
     >>> folder = tempfile.TemporaryDirectory()
@@ -70,6 +70,16 @@ def checkpoint_io(
     >>> path = ckpt.save(state.replace(step=500), {"eval/loss": 0.3})
     >>> path.name, ckpt.best().step, ckpt.restore(state, quiet=True).step
     ('step-00000500', 500, 500)
+    >>> folder.cleanup()
+
+    A loop of your own, with torch's optimizer, gives its objects by name instead of a state:
+
+    >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> ckpt = ll.checkpoint_io(folder.name, keep_last=3)
+    >>> run = ckpt.restore({"model": model, "optimizer": adamw, "step": 0})  # no checkpoint yet: loads nothing
+    >>> path = ckpt.save({**run, "step": 500})
+    >>> ckpt.restore({"model": model, "optimizer": adamw, "step": 0}, quiet=True)["step"]
+    500
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
@@ -124,8 +134,21 @@ def checkpoint_io(
     instead. `restore` takes them from the state it is given, and refuses one whose base model is different. Optimizer
     state, buffers, counts and `extra` are saved as always. Parameters that FSDP2 shards cannot be left out.
 
+    **Objects by name.** Modules, torch's optimizers and schedulers, a `GradScaler`, a sampler, a `torch.Generator`, and
+    whatever else has `state_dict` and `load_state_dict`, besides plain values: numbers, strings, bytes, None, dtypes,
+    devices, tensors and NumPy arrays, in lists, tuples and dicts with keys of any of these types. `"step"` is one of
+    them. Of subclasses of dict, `OrderedDict` and `Counter` stay what they are, and the others become a dict. A module is
+    saved under the names of the innermost module. Optimizers restore their hyperparameters too, as in torch. Dropout in a
+    loop of your own draws from torch's global stream: save `ll.checkpoint.RandomStreams()` with the rest if a resumed run
+    is to have the bits of an unbroken one.
+
+    Of several ranks, modules and optimizers are the first rank's, or shards of all, and may differ only in what their
+    tensors hold. Other objects and values that differ, such as a sampler or the streams, are saved for each rank, gathered
+    by the others first, so keep them small; they are restored on the same number of ranks. The rest is restored on any.
+
     **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
-    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. `manifest.json` has the dtype and
+    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]` of a state, `["/objects/model/NAME"]` of a
+    module saved as "model". `manifest.json` has the dtype and
     shape of each tensor; dtypes that safetensors does not have are stored as bytes. A tensor that a state holds twice
     is stored once and tied again by a restore. Tensors that overlap without being the same are refused. A state with
     DTensors is in files `tensors-RANK.safetensors`, whose metadata say which part of a tensor each has. A restored tensor
@@ -183,7 +206,17 @@ class CheckpointIO:
         return f"CheckpointIO({str(self._listing.folder)!r})"
 
     def save(self, state: TrainState | Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> Path:
-        """Save a checkpoint, then delete those that no policy keeps.
+        """Save a checkpoint of a state, or of objects by name, then delete those that no policy keeps.
+
+        >>> import looplib as ll, tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 100)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ckpt = ll.checkpoint_io(folder)
+        ...     path = ckpt.save({"model": model, "optimizer": adamw, "scheduler": scheduler, "step": 7})
+        ...     ckpt.latest().step
+        7
 
         If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
         is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
@@ -197,7 +230,9 @@ class CheckpointIO:
         cannot be continued from them.
 
         Args:
-            state: the state to save.
+            state: the state to save; or a mapping of names to objects with `state_dict` and `load_state_dict` and to plain
+                values, as `checkpoint_io` lists them. Its "step" is the number of steps made so far. Its "epoch",
+                "batch" and "samples", if it has them, are those of the `Checkpoint`.
             metrics: name -> number, stored with the checkpoint. If the monitored metric is among them, the checkpoint
                 is a candidate for the best.
 
@@ -206,8 +241,9 @@ class CheckpointIO:
 
         Raises:
             ValueError: `metrics` are given without the monitored one; the directory has checkpoints of later steps, which
-                belong to a different run; two tensors overlap; or the ranks' states differ.
-            TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
+                belong to a different run; two tensors overlap; the ranks' states differ; or a mapping has no "step".
+            TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums; or a DTensor is
+                outside of modules and of the state of their optimizers.
             OSError: the disk is full, or the directory cannot be written. Earlier checkpoints are left unchanged.
             DonatedStateError: the state was donated to a step.
         """
@@ -279,7 +315,7 @@ class CheckpointIO:
         optional: Collection[str] = (),
         quiet: bool = False,
     ) -> TrainState | dict[str, Any]:
-        """Restore a checkpoint into the structure of a state and onto its devices.
+        """Restore a checkpoint into the structure of a state and onto its devices, or into objects by name.
 
         >>> import looplib as ll, tempfile, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -294,23 +330,42 @@ class CheckpointIO:
         first rank prints what was restored and from where. If `state` is bound to a module, so is the result: the
         values are written into the module's tensors, and `state` itself can no longer be used.
 
+        Of objects by name, each is given its state, also in a process whose optimizer has no state yet. Plain values need
+        no template, and their start values are what it returns without a checkpoint:
+
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ckpt, adamw = ll.checkpoint_io(folder), torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ...     path = ckpt.save({"model": model, "optimizer": adamw, "losses": [0.5, 0.4], "step": 2})
+        ...     run = ckpt.restore({"model": model, "optimizer": adamw, "losses": [], "step": 0}, quiet=True)
+        >>> run["step"], run["losses"]
+        (2, [0.5, 0.4])
+
+        Names, classes of torch's objects, parameters and shapes are compared before the first object is loaded, so that
+        either all are loaded or none. If the `load_state_dict` of an object of your own raises nevertheless, optimizers and
+        modules have not been loaded yet. Tensors among the values are on the CPU.
+
         Args:
-            state: a state of the same structure, created with `init_state`.
+            state: a state of the same structure, created with `init_state`; or a mapping of the names that were saved to
+                new objects and start values.
             which: "latest" for the latest complete checkpoint, "best", or a step.
             weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
             required: if True, raise an error if there is no checkpoint, for a run that must not start over.
+            optional: names of objects that the checkpoint or the mapping may lack, or that a different number of ranks has
+                saved. Objects that are not in the checkpoint keep their state, and values are as given.
             quiet: if True, print nothing.
 
         Returns:
-            The saved state, or `state` itself if "latest" is requested and there is no checkpoint yet.
+            The saved state, or `state` itself if "latest" is requested and there is no checkpoint yet. For a mapping, a
+            dict of the same names with the given objects and the saved values, or the given ones.
 
         Raises:
-            ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
+            ValueError: the checkpoint does not fit the state or the objects (the message lists what differs), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
                 an epoch of a different length; the state is on the meta device; or there is no best, no checkpoint of that
                 step, or none at all and it is `required`.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used. It stays until you delete it.
+            RuntimeError: an object's own `load_state_dict` failed.
             DonatedStateError: the state was donated to a step.
 
         **Changed settings.** A warning names the settings that differ from those of the saved run, as far as both are
@@ -424,7 +479,7 @@ class CheckpointIO:
     def _taken_apart(
         self, state: TrainState, metrics: Mapping[str, float] | None, first: bool
     ) -> tuple[Parts, dict[str, Any]]:
-        """The tensors of a state, copied if they are written in the background, and its manifest."""
+        """The tensors of a state, copied if they are written in the background, and what its manifest says."""
         scores = self._scores(metrics)
         if metrics is not None:
             warn_of_records(state.extra, scores)
@@ -445,7 +500,7 @@ class CheckpointIO:
         metrics: Mapping[str, float] | None,
         first: bool,
     ) -> tuple[Parts, dict[str, Any]]:
-        """The same of objects by name, with what `take` has made of them."""
+        """The same for objects by name, of which `take` has made entries and trees."""
         check(
             self._select is None, "select= is for the parameters of a state: leave out what you do not want to save"
         )
@@ -459,12 +514,14 @@ class CheckpointIO:
         }
 
     def _scores(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        """Metrics as numbers, checked by the policy."""
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
         return scores
 
     def _parts(self, trees: Any, first: bool) -> Parts:
+        """The tensors to write, copied if that is done in the background."""
         parts = Parts(trees, first)
         check(
             not (parts.sharded and is_alone()),

@@ -228,10 +228,10 @@ def _load(value: Any, state: Any, versions: Mapping[str, Any]) -> None:
         value.set_state(state)
     elif isinstance(value, nn.Module):
         clean, own = cleaner(value), value.state_dict()
-        named = OrderedDict((key, state[clean(key)]) for key in own)
         noted = getattr(own, "_metadata", {})
-        named._metadata = {path: versions.get(clean(path), note) for path, note in noted.items()}  # type: ignore[attr-defined]
-        value.load_state_dict(named)
+        noted.update({path: {**note, **versions.get(clean(path), {})} for path, note in noted.items()})
+        own.update({key: state[clean(key)] for key in own})
+        value.load_state_dict(own)
     else:
         value.load_state_dict(state)
 
@@ -268,14 +268,18 @@ def take(objects: Objects, ranks: RankGroup) -> tuple[dict[str, Any], dict[Any, 
         ranks.check_alike({"the names are": sorted(kinds.items()), **counts_of(objects)}, title)
         shared = [name for name, kind in kinds.items() if kind in ("module", "optimizer")]
         ranks.check_alike(_facts({name: states[name] for name in shared}), title)
-        own = {name: _digest(entries[name], tensors[name]) for name in without(entries, shared)}
+        others = without(entries, shared)
+        own = ranks.all_or_raise(lambda: {name: _digest(entry, tensors[name]) for name, entry in others.items()})
         everyone = ranks.gather(own)
         for name in own:
             if len({digests[name] for digests in everyone}) > 1:
                 node, mine = _taken(states[name], ("objects", name, ranks.rank))
-                by_rank = ranks.gather((node, mapped(lambda tensor: tensor.detach().cpu(), mine)))
+                # As words, since torch does not send tensors of all dtypes.
+                by_rank = ranks.gather((node, {path: (words(each).cpu(), each.dtype) for path, each in mine.items()}))
                 entries[name] = {**without(entries[name], ("state",)), "ranks": [node for node, _ in by_rank]}
-                tensors[name] = {path: each for _, found in by_rank for path, each in found.items()}
+                tensors[name] = {
+                    path: each.view(dtype) for _, sent in by_rank for path, (each, dtype) in sent.items()
+                }
     return entries, _nested({path: each for found in tensors.values() for path, each in found.items()})
 
 
@@ -307,14 +311,12 @@ def _check_shards(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
     params = [each for group in optimizer.param_groups for each in group["params"]]
     for number, entry in state["state"].items():
         for key, leaf in leaves_of(entry).items():
-            like = params[number] if isinstance(number, int) else None
-            alike = is_sharded(like) and (leaf.shape, leaf.placements) == (like.shape, like.placements)  # type: ignore[union-attr]
-            check(
-                not is_sharded(leaf) or alike,
-                f"/objects/{name}/state/{number}{key} is not sharded as its parameter is, so it cannot be restored: use an "
-                "optimizer whose state has the shape of the parameter, or train the parameter unsharded",
-                TypeError,
-            )
+            if is_sharded(leaf):
+                like: Any = params[number]
+                alike = is_sharded(like) and (leaf.shape, leaf.placements) == (like.shape, like.placements)
+                advice = "use an optimizer whose state has the shape of the parameter, or train the parameter unsharded"
+                title = f"/objects/{name}/state/{number}{key} is not sharded as its parameter is"
+                check(alike, f"{title}, so it cannot be restored: {advice}", TypeError)
 
 
 def _facts(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,9 +324,9 @@ def _facts(states: Mapping[str, Any]) -> dict[str, Any]:
     return {path: about(leaf) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves_of(states).items()}
 
 
-def _digest(entry: Mapping[str, Any], tensors: Tensors) -> Any:
-    kinds = [str(about(tensor)) for tensor in tensors.values()]
-    return zlib.crc32(orjson.dumps(entry)), kinds, checksums(tensors.values())
+def _digest(entry: Mapping[str, Any], tensors: Tensors) -> str:
+    kinds = [about(tensor) for tensor in tensors.values()]
+    return f"{zlib.crc32(orjson.dumps(entry))} {kinds} {checksums(tensors.values())}"
 
 
 # ---- restoring ----

@@ -77,3 +77,5 @@ def test_what_was_captured_does_not_change_with_the_objects_and_returns_to_the_s
         ll.checkpoint.reinstate({})
     with pytest.raises(AttributeError, match="state_dict"):
         ll.checkpoint.capture(a=3)
+    with pytest.raises(TypeError, match=r"'opt' is an? SGD.*ckpt.save"):
+        ll.checkpoint.capture(opt=torch.optim.SGD([torch.ones(1)]))

@@ -436,6 +436,14 @@ def _(device):
     return other[0].weight
 
 
+@case("checkpoint.RandomStreams")
+def _(device):
+    state = ll.checkpoint.RandomStreams().state_dict()
+    first = torch.rand(3, device=device)
+    ll.checkpoint.RandomStreams().load_state_dict(state)
+    return first, torch.rand(3, device=device)
+
+
 @case("checkpoint.state_dict", "checkpoint.load_state_dict")
 def _(device):
     model, state = started(device)
