@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ def _check_names(grad_fn: GradFn, scaler: torch.amp.GradScaler | None) -> None:
 
 def _scale_of(scaler: torch.amp.GradScaler, params: dict[str, Tensor]) -> Tensor:
     device = next(iter(params.values())).device
-    return cast(Tensor, scaler.scale(torch.ones((), device=device)))
+    return scaler.scale(torch.ones((), device=device))
 
 
 def _check_fit(out: Gradients, params: dict[str, Tensor]) -> None:

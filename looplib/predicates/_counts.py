@@ -124,7 +124,7 @@ class every_n_samples(_EveryCount):
     (True, False)
 
     A batch counts even if its update was skipped. In a loop of your own, give both `samples` and `batch_samples`, the
-    number in the last batch: without the second it never fires.
+    number in the last batch.
 
     Args:
         n: number of samples between points, at least 1. A batch that crosses several points fires once.
@@ -132,10 +132,16 @@ class every_n_samples(_EveryCount):
             batch.
 
     Raises:
-        ValueError: a value is not an int or is out of range.
+        ValueError: a value is not an int or is out of range; or, when called, the state has samples and says of no batch that
+            it had any.
     """
 
     def fires(self, state: TrainState) -> bool:
+        if not state.batch_samples and state.samples and not (state.batch or state.epoch):  # of no run: it would never fire
+            raise ValueError(
+                f"{self!r}: the state has samples={state.samples} and batch_samples=0; give both, "
+                "ll.TrainState(samples=samples, batch_samples=len(x))."
+            )
         return not state.no_batch and _crossed(state.samples, state.batch_samples, self.n, self.first, self.last)
 
 

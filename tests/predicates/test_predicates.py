@@ -148,6 +148,16 @@ def test_a_fraction_of_a_streams_epoch_is_refused():
     assert ll.after_epochs(2.0)(TrainState(epoch=2))
 
 
+def test_samples_without_those_of_the_last_batch_are_refused_instead_of_never_firing():
+    every = ll.predicates.every_n_samples(100)
+    with pytest.raises(ValueError, match=r"every_n_samples\(100\): .*samples=128 and batch_samples=0; give both"):
+        every(TrainState(step=2, samples=128))
+    counts = range(0, 640, 64)
+    assert [n for n in counts if every(TrainState(samples=n, batch_samples=min(n, 64)))] == [128, 256, 320, 448, 512]
+    assert not every(end_epoch(TrainState(samples=128, batch=2, batch_samples=64)))
+    assert not every(TrainState(samples=128, batch=3))  # after an empty batch
+
+
 def test_nothing_fires_before_the_first_update():
     fresh = TrainState(epoch_length=4)
     skipped = fresh.replace(batch=1, samples=2, batch_samples=2, batch_steps=0)
