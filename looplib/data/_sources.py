@@ -136,7 +136,7 @@ class Stream(Reader):
 
 
 def warn_if_alike(name: str, begun: Sequence[Any]) -> None:
-    """Warn if the first two workers begin with the same samples, and the first goes on with different ones.
+    """Warn if the first two workers begin with the same samples, and the first continues with different ones.
 
     Args:
         name: the stream's name.

@@ -1,4 +1,4 @@
-"""What a loader takes over from torch: DataLoaders, `shuffle`, streams read by workers."""
+"""DataLoaders that a loader takes over, `shuffle`, and streams that workers read."""
 
 import pytest
 import torch

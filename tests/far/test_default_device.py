@@ -1,4 +1,4 @@
-"""What looplib makes lies where the tensors are that it belongs to, whatever torch's default device is."""
+"""Tensors of looplib's own lie where those are that they belong to, whatever torch's default device is."""
 
 import pytest
 import torch
