@@ -67,7 +67,7 @@ from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainStat
 __all__ = ["apply_gradients"]
 
 # Of all parameters, the buffers, True if the forward pass writes to parameters, and the values to evaluate at.
-Evaluate = Callable[[Params, Params, bool, Mapping[str, Tensor]], tuple[Any, Grads]]
+Evaluate = Callable[[Params, Params, bool, Params], tuple[Any, Grads]]
 
 
 def apply_gradients(
@@ -158,7 +158,7 @@ def apply_gradients(
     out = given._replace(grads=grads, buffers=new_buffers, samples=samples or 0)
     before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
     count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
-    at_any_point = evaluate and (lambda own, _, __, values: evaluate({**own, **values}))
+    at_any_point = None if evaluate is None else partial(_at, evaluate)
     try:
         _hold_signals = True  # until this has returned: see `_core.interrupts`
         new, metrics = update(optimizer, state, out, before, count, at_any_point, copy_buffers=donate)
@@ -168,6 +168,13 @@ def apply_gradients(
         undo(state, before)
         fold(error)
         raise
+
+
+def _at(
+    evaluate: Callable[[Params], tuple[Any, Grads]], owned: Params, buffers: Params, writes: bool, values: Params
+) -> tuple[Any, Grads]:
+    """A function of all parameters, at values of some of them."""
+    return evaluate({**owned, **values})
 
 
 def _as_gradients(gradients: Any) -> Gradients:

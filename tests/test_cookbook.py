@@ -377,7 +377,7 @@ def at_their_old_weights(task):
     return dict(networks.named_parameters())
 
 
-ORIGINS, TWO_LOSSES, ROLLOUT, CONFLICT, CLIENTS = (
+ORIGINS, TWO_LOSSES, ROLLOUT, CONFLICT, FEDERATED = (
     f"{heading} 1"
     for heading in (
         "Apply gradients of your own",
@@ -458,7 +458,7 @@ def projected_by_hand(names):
 
 def of_all_clients(names):
     """The mean of three networks that raw loops train, four times."""
-    model = at_the_start(CLIENTS, "server, client")["model"]
+    model = at_the_start(FEDERATED, "server, client")["model"]
     for number in range(4):
         trained = []
         for shard in names["shards"]:
@@ -492,7 +492,11 @@ def resumed_own_optimizer(names):
     again = dict(names)
     exec(block, again)
     states = [[run[name].state_dict() for name in ("model", "optimizer")] for run in (unbroken, again["run"])]
-    return again["run"] is not unbroken and again["run"]["losses"] == unbroken["losses"] and bits(states[0]) == bits(states[1])
+    return (
+        again["run"] is not unbroken
+        and again["run"]["losses"] == unbroken["losses"]
+        and bits(states[0]) == bits(states[1])
+    )
 
 
 def converted(names):
@@ -624,7 +628,7 @@ HOLDS = {
     TWO_LOSSES: lambda n: close(n["state"].params, clipped_apart(n)),
     ROLLOUT: lambda n: close(n["state"].params, after_rollouts(n)) and n["state"].step == 12,
     CONFLICT: lambda n: close(n["state"].params, projected_by_hand(n)),
-    CLIENTS: lambda n: close(n["state"].params, of_all_clients(n)) and n["state"].step == 4,
+    FEDERATED: lambda n: close(n["state"].params, of_all_clients(n)) and n["state"].step == 4,
     "Mix datasets 1": mixed,
     # 13 batches of 8 and 10 of 16 are an epoch with the rest of 8; the second has 9 of 16 and 2 of 64
     "Grow the batch size during a run 1": lambda n: (

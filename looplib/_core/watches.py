@@ -367,7 +367,7 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     if calls & (calls - 1):
         return
     restarts = positions[:, 1:] <= positions[:, :-1]
-    if masked and mask.shape[1] == positions.shape[1]:  # type: ignore[union-attr]
+    if isinstance(mask, Tensor) and masked and mask.shape[1] == positions.shape[1]:
         seen = mask != 0
         restarts = restarts & seen[:, 1:] & seen[:, :-1]  # padding has any position
     if bool(restarts.any()):

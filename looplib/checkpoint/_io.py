@@ -414,22 +414,23 @@ class CheckpointIO:
             )
             if warning and ranks.first:
                 warnings.warn(warning, stacklevel=2)
+            new: Any
             if isinstance(state, Mapping):
-                state = ranks.all_or_raise(restored)
-                title = f"step {state['step']}"
+                new = ranks.all_or_raise(restored)
+                title = f"step {new['step']}"
             else:
-                state = restored()
-                title = "weights" if weights_only else f"step {state.step} (epoch {state.epoch}, batch {state.batch})"
+                new = restored()
+                title = "weights" if weights_only else f"step {new.step} (epoch {new.epoch}, batch {new.batch})"
             if ranks.first and not quiet:
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
-                if isinstance(state, TrainState) and not weights_only and is_of_another_loader(state):
+                if isinstance(new, TrainState) and not weights_only and is_of_another_loader(new):
                     print(
                         f"No looplib loader gave the run's batches. A plain DataLoader starts the epoch again: skip its first "
-                        f"{state.batch} batches, or write loader = ll.make_loader(dataloader) and for batch in loader(state)",
+                        f"{new.batch} batches, or write loader = ll.make_loader(dataloader) and for batch in loader(state)",
                         flush=True,
                     )
-            return state
+            return new  # type: ignore[no-any-return]
         check(
             not required,
             f"there is no checkpoint in {self._listing.folder}, and required=True: is this the directory of the run?",

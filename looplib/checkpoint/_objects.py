@@ -228,7 +228,7 @@ def _load(value: Any, state: Any, versions: Mapping[str, Any]) -> None:
         value.set_state(state)
     elif isinstance(value, nn.Module):
         clean, own = cleaner(value), value.state_dict()
-        noted = getattr(own, "_metadata", {})
+        noted: dict[str, Any] = getattr(own, "_metadata", {})
         noted.update({path: {**note, **versions.get(clean(path), {})} for path, note in noted.items()})
         own.update({key: state[clean(key)] for key in own})
         value.load_state_dict(own)
@@ -314,7 +314,9 @@ def _check_shards(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
             if is_sharded(leaf):
                 like: Any = params[number]
                 alike = is_sharded(like) and (leaf.shape, leaf.placements) == (like.shape, like.placements)
-                advice = "use an optimizer whose state has the shape of the parameter, or train the parameter unsharded"
+                advice = (
+                    "use an optimizer whose state has the shape of the parameter, or train the parameter unsharded"
+                )
                 title = f"/objects/{name}/state/{number}{key} is not sharded as its parameter is"
                 check(alike, f"{title}, so it cannot be restored: {advice}", TypeError)
 
@@ -341,11 +343,11 @@ def load_objects(
     differ from those saved, or "".
     """
     manifest = read_manifest(path)
-    entries = manifest.get("objects")
+    entries: Any = manifest.get("objects")
     advice = "restore it by state = ckpt.restore(state)"
     check(entries is not None, f"{path} was saved from a state, and not from objects by name: {advice}")
     reader = Reader(path, manifest)
-    chosen = {name: _of_rank(entry, ranks) for name, entry in entries.items()}
+    chosen: dict[str, Any] = {name: _of_rank(entry, ranks) for name, entry in entries.items()}
     kept = {name for name in optional if name not in objects or chosen.get(name) is None}
     misfits = _misfits(without(objects, kept), without(chosen, kept), reader)
     check(not misfits, _in_words(path, misfits, optional))

@@ -166,7 +166,7 @@ def _count_of(layers: list[Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
 def _prompts_of(layers: list[Any]) -> str:
     """The kind of peft's prompt learning that is around the model, if any."""
     for layer in layers:
-        config = getattr(layer, "active_peft_config", None)
+        config: Any = getattr(layer, "active_peft_config", None)
         if getattr(config, "is_prompt_learning", False) and not getattr(layer, "_adapters_disabled", False):
             return str(config.peft_type.value)
     return ""

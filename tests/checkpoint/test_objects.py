@@ -395,7 +395,7 @@ def test_generators_and_the_global_streams_continue(tmp_path):
         np.random.rand(),
         *torch.rand(2).tolist(),
         torch.rand((), generator=generator).item(),
-    ]  # noqa: E731, NPY002
+    ]
     first = draws()
     ckpt.restore(run, quiet=True)
     assert draws() == first
