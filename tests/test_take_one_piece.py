@@ -22,7 +22,8 @@ SECTIONS = {
 }
 [LOOP] = SECTIONS["Take one piece"]
 ACCUMULATE, PRIVATE, CONTRAST = SECTIONS["Gradients"]
-[LOADER], [RESUME] = SECTIONS["Data"], SECTIONS["Resume"]
+[LOADER], [RESUME] = SECTIONS["Data"], SECTIONS["Checkpoints and resume"]
+[DICT] = SECTIONS["An optimizer on a dict of tensors"]
 [SCHEDULE], [EVALUATE] = SECTIONS["Predicates and schedules"], SECTIONS["Metrics, evaluation and predictions"]
 [STOP], [LOG], [CHECKS] = SECTIONS["Early stopping"], SECTIONS["Logs and plots"], SECTIONS["Unit tests"]
 TRAIN = ACCUMULATE.partition("\n")[2]
@@ -188,14 +189,16 @@ def script(folder, workers, stop):
     """The page's script in a new process, which ends after `stop` batches."""
     loader = LOADER.partition("\n")[0].replace("num_workers=2", f"num_workers={workers}")
     with contextlib.chdir(folder):
-        run({}, LOOP, loader, RESUME + f"        if step == {stop}:\n            os._exit(0)\n")
+        run({}, "import os", LOOP, loader, RESUME + f"        if step == {stop}:\n            os._exit(0)\n")
 
 
 def test_a_script_that_is_killed_twice_ends_like_a_plain_loop(tmp_path):
     for workers, stop in (0, 5), (2, 8), (0, 99):
         launch(0, script, tmp_path, workers, stop)
-        found = torch.load(tmp_path / "mine.pt")
-        assert found["step"] == min(stop, 15)
+        found = run({}, LOOP)
+        parts = {name: found[name] for name in ("model", "adamw", "scheduler")}
+        kept = ll.checkpoint_io(tmp_path / "mine").restore({**parts, "step": 0}, quiet=True)
+        assert kept["step"] == min(stop, 15)
 
     raw = run({}, LOOP, LOADER.partition("\n")[0].replace(", num_workers=2", ""))
     raw |= {"step": 0, "batches": [b for epoch in range(3) for b in raw["loader"](ll.TrainState(epoch=epoch))]}
@@ -205,10 +208,26 @@ def test_a_script_that_is_killed_twice_ends_like_a_plain_loop(tmp_path):
         raw["loss_fn"](model, batch).backward()
 
     raw_loop(raw, backward)
-    assert same(found["model"], values(raw))
-    assert found["scheduler"] == raw["scheduler"].state_dict()
-    moments = found["adamw"]["state"], raw["adamw"].state_dict()["state"]
+    assert same(values(found), values(raw))
+    assert found["scheduler"].state_dict() == raw["scheduler"].state_dict()
+    moments = found["adamw"].state_dict()["state"], raw["adamw"].state_dict()["state"]
     assert all(same(*both) for both in zip(*(each.values() for each in moments), strict=True))
+
+
+def test_an_optimizer_over_a_dict_has_the_bits_of_torchs(loops):
+    names, _ = loops
+    run(names, DICT)
+    w, b = torch.zeros(10, 20, requires_grad=True), torch.zeros(10, requires_grad=True)
+    raw, averages = torch.optim.SGD([w, b], lr=0.1, momentum=0.9, fused=True), [torch.zeros(10, 20), torch.zeros(10)]
+    for _ in range(5):
+        raw.zero_grad()
+        F.cross_entropy(names["x"] @ w.T + b, names["y"]).backward()
+        raw.step()
+        for average, tensor in zip(averages, (w, b), strict=True):
+            average.lerp_(tensor.detach(), 1 - 0.9)
+    # torch.func computes the same sums, but may add in another order.
+    torch.testing.assert_close(names["params"], {"w": w.detach(), "b": b.detach()}, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(names["average"], dict(zip("wb", averages, strict=True)), rtol=1e-6, atol=1e-7)
 
 
 def test_a_schedule_drives_param_groups_and_a_predicate_counts_updates(loops, capsys):
