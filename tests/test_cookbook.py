@@ -298,7 +298,11 @@ def resumed_own_optimizer(names):
     again = dict(names)
     exec(block, again)
     states = [[run[name].state_dict() for name in ("model", "optimizer")] for run in (unbroken, again["run"])]
-    return again["run"] is not unbroken and again["run"]["losses"] == unbroken["losses"] and bits(states[0]) == bits(states[1])
+    return (
+        again["run"] is not unbroken
+        and again["run"]["losses"] == unbroken["losses"]
+        and bits(states[0]) == bits(states[1])
+    )
 
 
 def converted(names):

@@ -46,7 +46,9 @@ def capture(**objects: Any) -> dict[str, Any]:
     """
     for name, each in objects.items():
         advice = "save it by name, as in ckpt.save({'optimizer': optimizer, ..., 'step': step})"
-        title = f"{name!r} is {named(each)}, whose state a new process does not have yet, and restore needs one like it"
+        title = (
+            f"{name!r} is {named(each)}, whose state a new process does not have yet, and restore needs one like it"
+        )
         check(not isinstance(each, torch.optim.Optimizer), f"{title}; {advice}", TypeError)
     streams = _plain(RandomStreams().state_dict())
     return {"streams": streams, "objects": {name: _plain(each.state_dict()) for name, each in objects.items()}}

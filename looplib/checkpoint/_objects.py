@@ -104,6 +104,12 @@ def _plain(value: Any, where: str) -> Any:
         or (kind is float and math.isfinite(value))
     ):
         return value
+    check(
+        kind in (int, float, complex, bytes),
+        f"{where} is {named_value(value)}, which a checkpoint cannot hold without a template: keep tensors, NumPy arrays, "
+        "numbers, strings, bytes, None, and dicts, lists and tuples of these, or give it state_dict and load_state_dict",
+        TypeError,
+    )
     return encoded(where, value)
 
 
@@ -145,7 +151,7 @@ def _original(node: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _tensors_in(node: Any) -> dict[str, list[Any]]:
-    """What JSON says of each tensor in it, by path: its strides and if it requires a gradient."""
+    """Strides of each tensor in JSON, and if it requires a gradient, by path."""
     if isinstance(node, list):
         return {path: notes for child in node for path, notes in _tensors_in(child).items()}
     if not isinstance(node, dict):
@@ -240,7 +246,7 @@ def _load(value: Any, state: Any, versions: Mapping[str, Any]) -> None:
 
 
 def take(objects: Objects, ranks: RankGroup) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """What a manifest says of objects, by name, and a tree of their tensors. All ranks take the same ones together.
+    """Entries of a manifest for objects, by name, and a tree of their tensors. All ranks take the same ones together.
 
     Values and objects that differ between ranks are taken from each of them. Modules and optimizers are the first
     rank's, and only their tensors may differ, as buffers do.
@@ -314,7 +320,9 @@ def _check_shards(name: str, optimizer: torch.optim.Optimizer, state: Any) -> No
             if is_sharded(leaf):
                 like: Any = params[number]
                 alike = is_sharded(like) and (leaf.shape, leaf.placements) == (like.shape, like.placements)
-                advice = "use an optimizer whose state has the shape of the parameter, or train the parameter unsharded"
+                advice = (
+                    "use an optimizer whose state has the shape of the parameter, or train the parameter unsharded"
+                )
                 title = f"/objects/{name}/state/{number}{key} is not sharded as its parameter is"
                 check(alike, f"{title}, so it cannot be restored: {advice}", TypeError)
 
