@@ -349,7 +349,7 @@ def load_objects(
     differ from those saved, or "".
     """
     manifest = read_manifest(path)
-    entries = manifest.get("objects")
+    entries: Any = manifest.get("objects")
     advice = "restore it by state = ckpt.restore(state)"
     check(entries is not None, f"{path} was saved from a state, and not from objects by name: {advice}")
     reader = Reader(path, manifest)
@@ -357,7 +357,7 @@ def load_objects(
     kept = {name for name in optional if name not in objects or chosen.get(name) is None}
     misfits = _misfits(without(objects, kept), without(chosen, kept), reader)
     check(not misfits, _in_words(path, misfits, optional))
-    nodes = {name: chosen[name] for name in objects if name not in kept}
+    nodes: dict[str, Any] = {name: chosen[name] for name in objects if name not in kept}
     notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
     likes = {
         each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)
