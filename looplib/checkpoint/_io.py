@@ -342,7 +342,7 @@ class CheckpointIO:
 
         Names, classes of torch's objects, parameters and shapes are compared before the first object is loaded, so that
         either all are loaded or none. If the `load_state_dict` of an object of your own raises nevertheless, optimizers and
-        modules have not been loaded yet. Tensors among the values are on the CPU.
+        modules have not been loaded yet. After Ctrl-C in between, restore again. Tensors among the values are on the CPU.
 
         Args:
             state: a state of the same structure, created with `init_state`; or a mapping of the names that were saved to
@@ -385,9 +385,6 @@ class CheckpointIO:
             check(not weights_only, "weights_only is for a state: give the module alone, with optional=", TypeError)
             is_several = isinstance(optional, Collection) and not isinstance(optional, str)
             check(is_several, f"optional is {optional!r}; give names, such as optional=('ema',)", TypeError)
-            reading = partial(
-                load_objects, objects=state, optional=optional, settings=self._settings, ranks=together()
-            )
         else:
             check_state(state, "ckpt.restore(state)")
             check(
@@ -395,8 +392,11 @@ class CheckpointIO:
                 "optional= is for objects by name; a state is restored with all that is in it",
                 TypeError,
             )
-            reading = partial(load, template=state, weights_only=weights_only, settings=self._settings)
         ranks = self._barrier()
+        if isinstance(state, Mapping):
+            reading = partial(load_objects, objects=state, optional=optional, settings=self._settings, ranks=ranks)
+        else:
+            reading = partial(load, template=state, weights_only=weights_only, settings=self._settings)
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             try:
@@ -414,12 +414,10 @@ class CheckpointIO:
             )
             if warning and ranks.first:
                 warnings.warn(warning, stacklevel=2)
-            new: Any
+            new: Any = ranks.all_or_raise(restored) if isinstance(state, Mapping) else restored()
             if isinstance(state, Mapping):
-                new = ranks.all_or_raise(restored)
                 title = f"step {new['step']}"
             else:
-                new = restored()
                 title = "weights" if weights_only else f"step {new.step} (epoch {new.epoch}, batch {new.batch})"
             if ranks.first and not quiet:
                 shown = min(os.path.relpath(path), str(path), key=len)

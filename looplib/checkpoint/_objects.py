@@ -32,6 +32,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.records import differences
 from looplib.checkpoint._capture import RandomStreams
 from looplib.checkpoint._format import about, decoded, encoded, in_words, leaves_of, local, words
+from looplib.checkpoint._format import counts_of as counts_of_state
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._state_dict import cleaner
@@ -104,6 +105,12 @@ def _plain(value: Any, where: str) -> Any:
         or (kind is float and math.isfinite(value))
     ):
         return value
+    check(
+        kind in (int, float, complex, bytes),
+        f"{where} is {named_value(value)}, which a checkpoint cannot hold without a template: keep tensors, NumPy arrays, "
+        "numbers, strings, bytes, None, and dicts, lists and tuples of these, or give it state_dict and load_state_dict",
+        TypeError,
+    )
     return encoded(where, value)
 
 
@@ -145,7 +152,7 @@ def _original(node: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _tensors_in(node: Any) -> dict[str, list[Any]]:
-    """What JSON says of each tensor in it, by path: its strides and if it requires a gradient."""
+    """Strides of each tensor in JSON, and if it requires a gradient, by path."""
     if isinstance(node, list):
         return {path: notes for child in node for path, notes in _tensors_in(child).items()}
     if not isinstance(node, dict):
@@ -206,10 +213,10 @@ def check_objects(objects: Objects, call: str) -> None:
     check(is_count(step, 0), f"'step' is {named_value(step)}, {step!r}; {advice}")
 
 
-def counts_of(objects: Objects) -> dict[str, int]:
-    """Counts of a checkpoint: the values of these names, and 0 for those that are not given."""
-    given = {name: objects.get(name, 0) for name in _COUNTS}
-    return {name: value if is_count(value, 0) else 0 for name, value in given.items()}
+def counts_of(objects: Objects) -> dict[str, Any]:
+    """Counts of a checkpoint: the values of these names, and those of a new run for others."""
+    given = {name: value for name in _COUNTS if is_count(value := objects.get(name, 0), 0)}
+    return counts_of_state(TrainState(**given))
 
 
 def _state_of(value: Any) -> Any:
@@ -240,7 +247,7 @@ def _load(value: Any, state: Any, versions: Mapping[str, Any]) -> None:
 
 
 def take(objects: Objects, ranks: RankGroup) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """What a manifest says of objects, by name, and a tree of their tensors. All ranks take the same ones together.
+    """Entries of a manifest for objects, by name, and a tree of their tensors. All ranks take the same ones together.
 
     Values and objects that differ between ranks are taken from each of them. Modules and optimizers are the first
     rank's, and only their tensors may differ, as buffers do.
@@ -351,7 +358,7 @@ def load_objects(
     kept = {name for name in optional if name not in objects or chosen.get(name) is None}
     misfits = _misfits(without(objects, kept), without(chosen, kept), reader)
     check(not misfits, _in_words(path, misfits, optional))
-    nodes = {name: chosen[name] for name in objects if name not in kept}
+    nodes: dict[str, Any] = {name: chosen[name] for name in objects if name not in kept}
     notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
     likes = {
         each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)

@@ -243,8 +243,8 @@ def test_what_cannot_be_stored_is_refused_by_its_path(tmp_path):
     ckpt, cycle = ll.checkpoint_io(tmp_path / "runs"), []
     cycle.append(cycle)
     refused = {
-        r"/x/1/a is a Unstorable": [0, {"a": Unstorable()}],
-        r"/x is a function": lambda: 0,
+        r"/x/1/a is an? Unstorable": [0, {"a": Unstorable()}],
+        r"/x is the function <lambda>, which a checkpoint cannot hold without a template": lambda: 0,
         r"/x/0 is a set": [{1}],
         r"/x/0 is a NumPy array of <U1": [np.array(["a"])],
         r"/x/0 is a NumPy array of object": [np.array([None])],
@@ -390,12 +390,11 @@ def test_generators_and_the_global_streams_continue(tmp_path):
     run = {"generator": generator, "random": ll.checkpoint.RandomStreams(), "step": 1}
     torch.rand(3, generator=generator)
     ckpt.save(run)
-    draws = lambda: [
-        random.random(),
-        np.random.rand(),
-        *torch.rand(2).tolist(),
-        torch.rand((), generator=generator).item(),
-    ]
+
+    def draws():
+        numbers = random.random(), np.random.rand(), torch.rand(2), torch.rand((), generator=generator)  # noqa: NPY002
+        return bits(list(numbers))
+
     first = draws()
     ckpt.restore(run, quiet=True)
     assert draws() == first

@@ -68,7 +68,8 @@ def full(tree):
 def end_of(run):
     # The running statistics of batch norm are the first rank's, which FSDP2 leaves to each rank.
     weights = dict(run["model"].state_dict() if rank == 0 else run["model"].named_parameters())
-    return [full(weights)] + [full(run[name].state_dict()) for name in ("optimizer", "scheduler")] + [run["sampler"].order, run["loss"], torch.rand(2).tolist()]
+    states = [full(run[name].state_dict()) for name in ("optimizer", "scheduler")]
+    return [full(weights), *states, run["sampler"].order, run["loss"], torch.rand(2).tolist()]
 
 
 def ddp(model):
@@ -121,7 +122,7 @@ with pytest.raises(ValueError, match="differs between ranks.*\\n.*step is 0 on r
     ckpt.save({**run, "step": rank})
 with pytest.raises(ValueError, match="differs between ranks.*\\n.*the names are"):
     ckpt.save({**run, f"own of {rank}": 3})
-with pytest.raises(TypeError, match="rank 1: /objects/x is a function|/objects/x is a function"):
+with pytest.raises(TypeError, match="rank 1: /objects/x is the function print, which a checkpoint cannot hold"):
     ckpt.save({**run, "x": print if rank else 3})
 sharded = run_of(0, fsdp)
 with pytest.raises(TypeError, match="/objects/x/0 is a DTensor, which is restored only in a module"):
@@ -132,7 +133,7 @@ assert ckpt.steps() == []
 ckpt.save(run)
 fresh = {**run_of(3, ddp)}
 before = shown(fresh["model"].state_dict())
-with pytest.raises(ValueError, match="sampler is given|'sampler'|does not fit"):
+with pytest.raises(ValueError, match="rank 1: .*does not fit"):
     ckpt.restore({**fresh, **({"ema": nn.Linear(1, 1)} if rank else {})})
 assert shown(fresh["model"].state_dict()) == before
 """
