@@ -137,9 +137,8 @@ class every_n_samples(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        if (
-            not state.batch_samples and state.samples and not (state.batch or state.epoch)
-        ):  # of no run: it would never fire
+        # A run has no such state, and it would never fire.
+        if not state.batch_samples and state.samples and not (state.batch or state.epoch):
             raise ValueError(
                 f"{self!r}: the state has samples={state.samples} and batch_samples=0; give both, "
                 "ll.TrainState(samples=samples, batch_samples=len(x))."
