@@ -164,7 +164,7 @@ class FunctionalModule:
         self._read()
         self.made_in_training = model.training
         self.held = tensors(self.slots.params)  # parameters that the module is known to hold
-        self.left = self.buffers()  # those that it was last left with
+        self._leave()
         self.ran = False
         self.lent = False  # True if the last call ran in place on tensors that are not the module's
         self.engine = engine_of(model)
@@ -305,7 +305,7 @@ class FunctionalModule:
             for owner, key, _, own, _ in () if for_good else swaps:
                 owner[key] = own
             if for_good:
-                self.left = self.buffers()
+                self._leave()
             for owner, key, _ in self.slots.empty:
                 owner[key] = None
             if engine is not None:
@@ -331,6 +331,11 @@ class FunctionalModule:
         self._read()
         self.held = tensors(self.slots.params)
 
+    def _leave(self) -> None:
+        """Note the buffers that the module is left with, by name and by place: a forward pass may replace one of two tied ones."""
+        self.left = self.buffers()
+        self.left_in = {(id(owner), key): owner[key] for owner, key, _ in self.slots.buffers}
+
     def _warn_of_buffers(self, swaps: Sequence[Swap]) -> None:
         """Warn once of buffers of a bound state that were replaced since the last call.
 
@@ -339,10 +344,12 @@ class FunctionalModule:
         replaced = [
             name
             for owner, key, name, own, tensor in swaps
-            if tensor is self.left[name] and own is not tensor and (id(owner), key) not in self.transient
+            if tensor is self.left[name]
+            and own is not self.left_in.get((id(owner), key))
+            and (id(owner), key) not in self.transient
         ]
         if replaced:
-            self.left = self.buffers()
+            self._leave()
             warn(_BUFFERS.format(names=few(replaced), model=type(self.model).__name__))
 
     def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
