@@ -159,7 +159,7 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
-        if request.donate and host.lent:
+        if request.copied and host.lent:  # in a train step; a call by hand may be of any tensors
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since

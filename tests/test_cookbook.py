@@ -175,7 +175,7 @@ def of_actor_and_critic(names):
     for step in range(10):
         batch = next(iter(names["transitions"](state.replace(batch=step))))
         networks.zero_grad()
-        names["critic_loss"](networks, (batch, dict(target.named_parameters()))).backward()
+        names["critic_loss"](networks, (*batch, dict(target.named_parameters()))).backward()
         of_critic.step()
         for slow, fast in zip(target.parameters(), networks["critic"].parameters(), strict=True):
             slow.data.lerp_(fast.detach(), 1 - 0.995)
@@ -187,7 +187,7 @@ def of_actor_and_critic(names):
 
 
 def with_its_target(names):
-    target = names["with_target"](names["state"], None)[1]
+    *_, target = names["with_target"](names["state"], ())
     return {**names["state"].params, **{f"target {name}": tensor for name, tensor in target.items()}}
 
 

@@ -8,6 +8,7 @@ different state's tensors, like `torch.func.functional_call` at a tenth of its c
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
@@ -266,7 +267,7 @@ class FunctionalModule:
         modes = [*map(_is_training, self.modes)]
         engine, lent = self.engine, None
         swaps: list[Swap] = []
-        hosted, for_good = running.models, False
+        hosted, for_good, done = running.models, False, False
         try:
             running.models = (*hosted, self.model)
             if engine is not None:
@@ -296,16 +297,18 @@ class FunctionalModule:
                 _set_modes(self.modes, self.modes.values())
             self.ran = True
             out = body()
+            done = True
             if filled := [name for owner, key, name in self.slots.empty if owner[key] is not None]:
                 raise ValueError(_FILLED.format(names=", ".join(filled)))
             return out
         finally:
             _hold_signals = True  # see `_core.interrupts`
             running.models = hosted
-            for owner, key, _, own, _ in () if for_good else swaps:
-                owner[key] = own
             if for_good:
-                self._leave()
+                self._keep_buffers(None if done else buffers)
+            else:
+                for owner, key, _, own, _ in swaps:
+                    owner[key] = own
             for owner, key, _ in self.slots.empty:
                 owner[key] = None
             if engine is not None:
@@ -331,21 +334,31 @@ class FunctionalModule:
         self._read()
         self.held = tensors(self.slots.params)
 
+    def _keep_buffers(self, given: Mapping[str, Tensor] | None) -> None:
+        """Leave the buffers of a donated state in the module; after a pass that failed, those that were given."""
+        for owner, key, name in self.slots.buffers if given is not None else ():
+            owner[key] = given[name]  # type: ignore[index]
+        self._leave()
+
     def _leave(self) -> None:
-        """Note the buffers that the module is left with, by name and by place: a forward pass may replace one of two tied ones."""
-        self.left = self.buffers()
-        self.left_in = {(id(owner), key): owner[key] for owner, key, _ in self.slots.buffers}
+        """Note the buffers that the module is left with, by whichever of its functions ran last.
+
+        By name, and by their place: of two tied ones, a forward pass may replace one.
+        """
+        places = {(id(owner), key): owner[key] for owner, key, _ in self.slots.buffers}
+        _left[self.model] = self.buffers(), places
 
     def _warn_of_buffers(self, swaps: Sequence[Swap]) -> None:
         """Warn once of buffers of a bound state that were replaced since the last call.
 
         Those that are not persistent, such as caches, may be replaced by any forward pass.
         """
+        by_name, places = _left[self.model]
         replaced = [
             name
             for owner, key, name, own, tensor in swaps
-            if tensor is self.left[name]
-            and own is not self.left_in.get((id(owner), key))
+            if tensor is by_name.get(name)
+            and own is not places.get((id(owner), key))
             and (id(owner), key) not in self.transient
         ]
         if replaced:
@@ -484,6 +497,8 @@ _FILLED = (
 
 
 _is_training = attrgetter("training")
+# The buffers that each module was last left with, by name and by place.
+_left: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Tensor], dict[Any, Tensor]]] = weakref.WeakKeyDictionary()
 _values = methodcaller("values")
 
 

@@ -98,8 +98,8 @@ def as_on_one_rank(grad_fn):
 
 
 def annealed(grad_fn_of):
-    grad_fn = grad_fn_of(lambda model, batch: loss_fn(model, batch[0]) * batch[1])
-    return ll.grads.map_batch(grad_fn, lambda state, batch: (batch, state.step / 4))
+    grad_fn = grad_fn_of(lambda model, batch: loss_fn(model, batch[:2]) * batch[2])
+    return ll.grads.map_batch(grad_fn, lambda state, batch: (*batch, state.step / 4))
 
 
 CASES = {
@@ -347,14 +347,14 @@ def test_buffers_move_however_they_are_written(donated):
 
 def test_a_function_that_reads_the_state_gets_what_it_is_given_and_misses_the_rest_by_name():
     model = net()
-    grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch[0]) * batch[1])
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch[:2]) * batch[2])
 
     def factor(state, batch):
-        return batch, state.epoch + state.extra["base"]
+        return *batch, state.epoch + state.extra["base"]
 
     seen = []
     mapped = ll.grads.map_batch(
-        grad_fn, lambda state, batch: seen.append(factor(state, batch)[1]) or factor(state, batch)
+        grad_fn, lambda state, batch: seen.append(factor(state, batch)[2]) or factor(state, batch)
     )
     ll.grads.backward(mapped, model, data(1)[0], step=0, epoch=3, extra={"base": 0.5})
     assert seen == [3.5]
