@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
@@ -200,7 +201,7 @@ class CheckpointIO:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._second_group = lru_cache(1)(RankGroup.another)
         self._pending: Future[None] | None = None
-        self._params_compared = False
+        self._compared_in: Callable[[], Any] = lambda: None  # the processes whose parameters were compared
 
     def __repr__(self) -> str:
         return f"CheckpointIO({str(self._listing.folder)!r})"
@@ -268,7 +269,7 @@ class CheckpointIO:
             ranks.check_alike(facts, _DIFFERS, in_words, _ONE_FOR_ALL, 4)
             if not isinstance(state, Mapping):
                 together_with_data().check_alike(numbers_of({"extra": state.extra}), _DIFFERS, str, _ONE_FOR_ALL, 4)
-                self._warn_of_params_that_differ(state)
+                self._warn_of_params_that_differ(state, ranks)
         target = ranks.on_rank0(partial(self._begin, about["counts"]["step"]))
 
         def write(ranks: RankGroup) -> None:
@@ -530,11 +531,15 @@ class CheckpointIO:
             parts.copy()
         return parts
 
-    def _warn_of_params_that_differ(self, state: TrainState) -> None:
-        """Warn at the first save of several ranks if these train different parameters, of which one rank's are saved."""
-        if self._params_compared:
+    def _warn_of_params_that_differ(self, state: TrainState, ranks: RankGroup) -> None:
+        """Warn at the first save of several ranks if these train different parameters, of which one rank's are saved.
+
+        All ranks of a group compare at the same save: those that continue with a new process, in place of one that was lost,
+        compare with it again.
+        """
+        if self._compared_in() is ranks.group:
             return
-        self._params_compared = True
+        self._compared_in = weakref.ref(ranks.group)
         names = different(together_with_data(), *checksums_by_name(state.params))
         if names and is_first():
             warn(_PARAMS_DIFFER.format(names=few(names)), RuntimeWarning)

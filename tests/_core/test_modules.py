@@ -151,7 +151,9 @@ def test_a_layer_replaced_afterwards_takes_the_states_tensors(kind, called):
     state = state.replace(params={name: tensor.detach() + 1 for name, tensor in state.params.items()})
     out = torch.func.functional_call(model, state.params, x)
     if called:  # the function cannot tell this state from one that was made before
-        with pytest.raises(ValueError, match=r"2.weight, 2.bias of the Sequential is another tensor.*call both again"):
+        with pytest.raises(
+            ValueError, match=r"2.weight, 2.bias of the Sequential is another tensor.*call both again"
+        ):
             function(state, x)
     elif kind == "predict":
         torch.testing.assert_close(function(state, x), out)

@@ -180,7 +180,10 @@ def test_a_wrapper_does_for_each_member_what_it_does_alone(name, donate):
 def with_others(model, batch):
     x, y = batch
     mean = ll.Mean(F.cross_entropy(model(x), y, reduction="sum"), (y > 0).sum())
-    return mean, {"positive": (y > 0).double().mean(), "size": ll.Mean(model[0].weight.square().sum(), 2)}
+    return mean, {
+        "positive": ll.Mean((y > 0).double().sum(), len(y)),
+        "size": ll.Mean(model[0].weight.square().sum(), 2),
+    }
 
 
 SETTINGS = {
