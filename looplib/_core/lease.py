@@ -442,6 +442,8 @@ class Unwritten:
         """
         params, cloned, counts, sums, copies = guarded
         names = written_since(params, counts)
+        if not (names or sums):  # as after most calls
+            return [], True
         if sums:
             now = _sums({name: params[name] for name in sums})
             names = [name for name in params if name in {*names} or (name in sums and now[name] != sums[name])]

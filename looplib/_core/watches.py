@@ -223,14 +223,11 @@ class _Stale:
         marks, before, sums = self._marks(), self.marks, self.sums
         self.marks, self.sums = marks, None
         written = follows and (marks != before or (sums is not None and checksums(self.params.values()) != sums))
+        if not written:
+            return
         # By a donated step, or with the state's own values.
         times = [last_write(tensor) for tensor in self.params.values()]
-        if (
-            written
-            and times == [time for *_, time in self.writes]
-            and self._is_of(module)
-            and not self._has_values_of(state)
-        ):
+        if times == [time for *_, time in self.writes] and self._is_of(module) and not self._has_values_of(state):
             self.marks = None
             warn(_NO_EFFECT.format(type=type(module).__name__))
 

@@ -109,10 +109,11 @@ def compile_step(
     takes long to compile for many. `foreach=` of the optimizer asks for generated code with any number.
 
     **Time to compile.** On a terminal or in a notebook, a line before and one after show that the step compiles with
-    Inductor and how long that took. `backend="eager"` takes about a second: it runs the graph's operations one after
-    the other, without autograd and `torch.func`, and calls the optimizer's fused kernel for any number of parameters.
-    It suits tests, and small models whose steps autograd and `torch.func` slow down, such as those with per-sample
-    gradients.
+    Inductor and how long that took. On a CPU, Inductor first tries each set of vector instructions, once for each
+    cache, which takes seconds; `options={"cpp.vec_isa_ok": True}` leaves that out. `backend="eager"` takes about a
+    second: it runs the graph's operations one after the other, without autograd and `torch.func`, and calls the
+    optimizer's fused kernel for any number of parameters. It suits tests, and small models whose steps autograd and
+    `torch.func` slow down, such as those with per-sample gradients.
     """
     parts = spec_of(step, "compile_step")
     check(
