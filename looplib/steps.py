@@ -173,8 +173,8 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
     count = Count(same_batch=same_batch)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        trees_of(state, "train_step(state, batch)")  # raises for a spent state, before anything else
-        before = before_donation(state) if donate else None
+        params, buffers, _ = trees_of(state, "train_step(state, batch)")  # raises for a spent state
+        before = before_donation(params, buffers) if donate else None
         if not donate:
             watch.see(state, batch)
         try:

@@ -257,9 +257,8 @@ class Before(NamedTuple):
     writes: list[int]
 
 
-def before_donation(state: TrainState) -> Before:
+def before_donation(params: Params, buffers: Params) -> Before:
     """Copy what a donated step's forward pass may write, and count the writes to the rest."""
-    params, buffers, _ = trees_of(state)
     return Before(params, buffers, with_copies(buffers.values()), versions(params))
 
 

@@ -504,7 +504,10 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
 def _sums(params: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     """The address and the checksum of each parameter. In a trace they have no values."""
     if tracing():
-        return {name: (storage._cdata, 0) for name, tensor in params.items() if (storage := _storage(tensor))}
+        storages = {name: _storage(tensor) for name, tensor in params.items()}
+        return {
+            name: (torch_private.identity_of_storage(storage), 0) for name, storage in storages.items() if storage
+        }
     addresses = [tensor.data_ptr() for tensor in params.values()]
     return dict(zip(params, zip(addresses, checksums(params.values()), strict=True), strict=True))
 

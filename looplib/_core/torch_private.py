@@ -30,6 +30,8 @@ run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version = operator.attrgetter("_version")
 is_view = operator.methodcaller("_is_view")
+# Tells whether two storages are one, also where they have no address, as while a graph is traced.
+identity_of_storage = operator.attrgetter("_cdata")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules, own_parameters, own_buffers = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))

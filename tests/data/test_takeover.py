@@ -41,7 +41,7 @@ def test_a_dataset_that_reads_lists_is_asked_with_the_list_of_a_batch():
 
 
 @pytest.mark.slow
-def test_it_is_read_by_workers_and_drawn_anew_in_each_epoch():
+def test_workers_read_it_and_each_epoch_has_draws_of_its_own():
     def loader(workers):
         sampler = BatchSampler(RandomSampler(range(10)), 4, drop_last=True)
         return ll.make_loader(DataLoader(Table(), batch_size=None, sampler=sampler, num_workers=workers))
