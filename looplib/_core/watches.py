@@ -36,12 +36,12 @@ from looplib._core.tracing import tracing
 
 _CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
 
-# Parameters of the modules of all gradient functions, by id. Between its passes, FSDP2 may put others into a module.
 # Functions that only select, arrange or cast elements of one tensor.
 _VIEW = re.compile(
     "(Alias|AsStrided|Clone|Diagonal|Expand|Index|IndexSelect|Movedim|Permute|ReshapeAlias|Select|Slice|Split|"
     "SplitWithSizes|Squeeze|T|ToCopy|Transpose|Unbind|Unfold|UnsafeSplit|UnsafeView|Unsqueeze|View)Backward[0-9]+$"
 )
+# Parameters of the modules of all gradient functions, by id. Between its passes, FSDP2 may put others into a module.
 _trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 

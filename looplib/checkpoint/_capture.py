@@ -29,7 +29,7 @@ def capture(**objects: Any) -> dict[str, Any]:
 
     looplib's own steps and loaders need none of this: their draws follow from the state. Use it if your loop itself
     draws (`random`, `numpy.random`, `torch.rand`), or has environments, samplers or buffers with a state of their
-    own. (For a loop with an optimizer of torch's, there is no state: `ckpt.save` takes its objects by name.)
+    own. (A loop with torch's own optimizer has no `TrainState`: give its objects to `ckpt.save` by name.)
     Capture before each save, `ckpt.save(state.replace(extra=ll.checkpoint.capture(...)))`, and reinstate after a
     restore. The state that you pass to `restore` needs an `extra` of the same structure, so capture once at the start
     as well.
@@ -121,8 +121,8 @@ class RandomStreams:
         Raises:
             ValueError: this process sees a different number of devices.
         """
-        for problem in self.misfits(state):
-            raise ValueError(f"the streams {problem}")
+        misfits = self.misfits(state)
+        check(not misfits, f"the streams {few(misfits)}")
         for generator, stream in zip(_all_generators(), state["torch"], strict=True):
             generator.set_state(stream.cpu())
         random.setstate(state["random"])

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.checksums import checksums
 from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_sharded
+from looplib._core.replicas import checksums_by_name
 from looplib.metrics import Window
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -101,9 +101,8 @@ def numbers_of(tree: Any) -> dict[str, str]:
         if isinstance(leaf, Tensor) and not is_sharded(leaf)
     }
     small = {path: str(leaf.tolist()) for path, leaf in tensors.items() if leaf.numel() <= 4}
-    large = without(tensors, small)
-    hashes = zip(large, checksums(large.values()), strict=True)
-    return {**small, **{f"{path} has the checksum": f"{number % 2**64:016x}" for path, number in hashes}}
+    large, _ = checksums_by_name(without(tensors, small))
+    return {**small, **{f"{path} has the checksum": number for path, number in large.items()}}
 
 
 # Plain types by name: a function that makes JSON of a value, and its inverse.

@@ -250,6 +250,8 @@ class CheckpointIO:
         """
         if isinstance(state, Mapping):
             check_objects(state, "ckpt.save")
+            advice = "leave out what you do not want to save"
+            check(self._select is None, f"select= is for the parameters of a state: {advice}")
         else:
             check_state(state, "ckpt.save(state)")
             warn_of_position(state)
@@ -501,9 +503,6 @@ class CheckpointIO:
         first: bool,
     ) -> tuple[Parts, dict[str, Any]]:
         """The same for objects by name, of which `take` has made entries and trees."""
-        check(
-            self._select is None, "select= is for the parameters of a state: leave out what you do not want to save"
-        )
         return self._parts(trees, first), {
             "counts": counts_of_objects(objects),
             "metrics": mapped(described, self._scores(metrics)),

@@ -357,7 +357,7 @@ def load_objects(
     chosen: dict[str, Any] = {name: _of_rank(entry, ranks) for name, entry in entries.items()}
     kept = {name for name in optional if name not in objects or chosen.get(name) is None}
     misfits = _misfits(without(objects, kept), without(chosen, kept), reader)
-    check(not misfits, _in_words(path, misfits, optional))
+    check(not misfits, _refusal(path, misfits, optional))
     nodes: dict[str, Any] = {name: chosen[name] for name in objects if name not in kept}
     notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
     likes = {
@@ -366,7 +366,7 @@ def load_objects(
     made = _made(reader.read({each: likes.get(each) for each in notes}), notes, likes, reader)
     states = {name: _original(node["state"], made) for name, node in nodes.items()}
     misfits = dict.fromkeys(_misfits_of_states(subset(objects, states), states), "")
-    check(not misfits, _in_words(path, misfits, optional))
+    check(not misfits, _refusal(path, misfits, optional))
     changed = differences(manifest["made_with"], settings.described)
     warning = other_settings(path, changed) if changed else ""
 
@@ -388,9 +388,9 @@ def load_objects(
 
 def _order(value: Any) -> int:
     """Objects whose state only they can check come first, and random streams, which others may draw from, last."""
-    return (
-        3 if isinstance(value, RandomStreams) else ("object", "optimizer", "module", "value").index(_kind_of(value))
-    )
+    if isinstance(value, RandomStreams):
+        return 3
+    return {"object": 0, "optimizer": 1, "module": 2, "value": 3}[_kind_of(value)]
 
 
 def _of_rank(entry: dict[str, Any], ranks: RankGroup) -> dict[str, Any] | None:
@@ -413,7 +413,7 @@ def _misfits(objects: Objects, chosen: Mapping[str, Any], reader: Reader) -> dic
     return misfits
 
 
-def _in_words(path: Path, misfits: Mapping[str, str], optional: Collection[str]) -> str:
+def _refusal(path: Path, misfits: Mapping[str, str], optional: Collection[str]) -> str:
     names = [name for name in misfits.values() if name]
     advice = "Give the objects of the run that it was saved from, or use another directory"
     if names:
@@ -528,9 +528,9 @@ def _made(
             if path in likes:
                 made[root] = torch.empty_like(likes[path].detach(), dtype=value.dtype)
             elif strides is None:
-                made[root] = torch.empty(value.shape, dtype=value.dtype)
+                made[root] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             else:
-                made[root] = torch.empty_strided(value.shape, strides, dtype=value.dtype)
+                made[root] = torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu")
             words(local(made[root])).copy_(words(value))
         made[path] = made[root].detach().requires_grad_(requires_grad)
     return {path: made[path] for path in values}

@@ -48,7 +48,9 @@ def order_of(order: Order | None, shuffle: bool | None) -> Order | None:
         shuffle is None or order is None,
         f"shuffle={shuffle} and order={order} are given: the order says whether to shuffle; leave shuffle out",
     )
-    return order if shuffle is None else shuffled() if shuffle else sequential()
+    if shuffle is None:
+        return order
+    return shuffled() if shuffle else sequential()
 
 
 def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, drop_last: bool) -> int | None:

@@ -62,8 +62,9 @@ class Reading:
 class Loader:
     """Data loader returned by `make_loader`: batches as a function of the state.
 
-    `loader(state)` returns an iterator over the remaining batches of the state's epoch. There are none if a run whose
-    epochs `end_epoch` ends was saved after the last one: the restarted loop then ends the epoch. `len(loader)` is the
+    `loader(state)` returns an iterator over the remaining batches of the state's epoch. It is empty if the state stands
+    after the last batch of an epoch that `end_epoch` has not ended yet, as in a run that was restarted there: the loop then
+    ends the epoch. `len(loader)` is the
     number of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
     `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
     warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
@@ -81,7 +82,7 @@ class Loader:
         drop_last: True if an incomplete last batch is dropped.
         max_batches: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
-        counts: counts the samples in a batch.
+        counts: function from a batch to its number of samples.
     """
 
     dataset: Any
@@ -310,8 +311,9 @@ def make_loader(
             `epoch_length` instead.
         collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
         count_samples: function from a batch to its number of samples, for a `collate_fn` that packs samples into rows,
-            leaves some out on purpose, or returns a batch that the rule of `ll.data.count_samples` counts differently.
-            Without it, a batch in which the rule counts other than the samples drawn is refused. Give it to `make_grad_fn` too.
+            leaves some out on purpose, or returns a batch for which the rule of `ll.data.count_samples` gives a different
+            number. Without it, a batch is refused if the rule does not give the number of samples drawn. Pass the same
+            function to `make_grad_fn`.
         device: device to move the tensors of each batch to (and anything else in it that has a `to`). The copy to an
             accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
         divide: if False, each rank gets the whole batch.
@@ -391,8 +393,8 @@ def make_loader(
         if divide:
             check_undivided(repr(order), order.source)
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
-    as_counter(count_samples)  # which checks it
-    counts = Counts(count_samples, isinstance(collate_fn, collate_microbatches))
+    is_given, in_microbatches = count_samples is not None, isinstance(collate_fn, collate_microbatches)
+    counts = Counts(as_counter(count_samples), is_given, in_microbatches)
     source: Samples | Streamed
     if order is None:
         engines = Engines(Stream(dataset, collate_fn, seed, counts, size, drop_last), seed, dataloader_options)
@@ -468,7 +470,7 @@ def _note(state: Any, reading: Reading, description: Mapping[str, Any]) -> None:
     was, now = last.get("workers"), description.get("workers")
     check(
         not state.batch or was == now or {**last, "workers": now} != description,
-        f"the state is at batch {state.batch} of an epoch of a stream that was read by {was} workers, and num_workers is "
+        f"the state is at batch {state.batch} of an epoch of a stream that was read in {was} processes, and is read in "
         f"{now} now: its samples come in other batches, so some would come again and others never. Continue this epoch "
         f"with num_workers={was}, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
     )

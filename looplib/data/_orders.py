@@ -62,8 +62,8 @@ class Order:
     >>> [batch.tolist() for batch in loader(ll.TrainState())]
     [[0, 1], [2, 3], [4]]
 
-    Every order is a function of (seed, epoch): the loader seeds everything that the order draws. It is no sampler of torch's
-    DataLoader.
+    Every order is a function of (seed, epoch): the loader seeds everything that the order draws. An order cannot be passed
+    to torch's DataLoader as a sampler.
 
     Attributes:
         text: the code that made it.

@@ -8,7 +8,7 @@ samples in the batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils.data import StackDataset, Subset, TensorDataset, default_collat
 
 from looplib._core.checks import check
 from looplib._core.random import mix
-from looplib._core.samples import CountSamples, as_counter, counted
+from looplib._core.samples import CountSamples, counted
 from looplib.data._orders import listed
 from looplib.data._plan import own_part
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
@@ -55,20 +55,21 @@ class Counts:
     """Counter of the samples in a loader's batches: `counts(batch)`.
 
     Attributes:
-        count_samples: given to `make_loader`, or None for the rule, which is held against the number that was drawn.
+        counter: counts the samples of one batch.
+        is_given: True if it was given to `make_loader`. The rule is held against the number that was drawn.
         in_microbatches: True if a batch is a list of microbatches.
     """
 
-    count_samples: CountSamples | None
+    counter: CountSamples
+    is_given: bool
     in_microbatches: bool
 
     def __call__(self, batch: Any) -> int:
-        counter = as_counter(self.count_samples)
-        return sum(map(counter, batch)) if self.in_microbatches else counter(batch)
+        return sum(map(self.counter, batch)) if self.in_microbatches else self.counter(batch)
 
     def check(self, batch: Any, drawn: int) -> None:
         """Raise ValueError for a batch that the rule counts wrongly. One that it cannot count is refused where that matters."""
-        if self.count_samples is not None:
+        if self.is_given:
             return
         try:
             count = self(batch)
@@ -106,6 +107,11 @@ class Reader:
         """This rank's items of a batch, and the number of samples in the batch; None at the end of a stream."""
         raise NotImplementedError
 
+    def seeds(self, job: Job) -> Iterator[int]:
+        """Seeds of the items of a batch."""
+        visits = itertools.repeat(0) if job.visits is None else listed(job.visits)
+        return map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), listed(job.keys), visits)
+
     def __getitem__(self, job: Any) -> tuple[Any, int] | None:
         with kept_streams() if self.collate_may_draw or self.dataset_may_draw else nullcontext():
             try:
@@ -137,15 +143,11 @@ class Items(Reader):
     Nothing is seeded for a dataset of torch's or Python's own that cannot draw.
     """
 
-    def __copy__(self) -> Items:
-        return self  # all iterations share one
-
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys, dataset = listed(job.keys), self.dataset
         if not self.dataset_may_draw or not keys:
             return [dataset[key] for key in keys], job.size
-        visits = itertools.repeat(0) if job.visits is None else listed(job.visits)
-        seeds = map(mix, itertools.repeat(mix(ITEM, self.seed, job.epoch)), keys, visits)
+        seeds = self.seeds(job)
         if self.batched and _reads_lists(dataset):
             seed_streams(next(seeds))
             return dataset.__getitems__(keys), job.size
@@ -166,9 +168,7 @@ class Lists(Reader):
     def read(self, job: Job) -> tuple[list[Any], int]:
         keys = listed(job.keys)
         if self.dataset_may_draw and keys:
-            seed_streams(
-                mix(mix(ITEM, self.seed, job.epoch), keys[0], listed(job.visits)[0] if job.visits is not None else 0)
-            )
+            seed_streams(next(self.seeds(job)))
         return [self.dataset[keys]], job.size
 
 

@@ -9,11 +9,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from looplib._core import torch_private
+from looplib._core import torch_private, trees
 from looplib._core.checks import check, is_plain, warn
 from looplib._core.random import mix
 from looplib._core.ranks import is_first
@@ -151,15 +150,14 @@ def warn_if_alike(name: str, begun: Sequence[Any]) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True for batches of equal tensors, arrays, numbers and strings."""
+    """True for batches of equal tensors, numbers and strings."""
     ones, others = (torch_private.pytree.tree_flatten(batch) for batch in (one, other))
     return bool(ones[0]) and ones[1] == others[1] and all(map(_equal, ones[0], others[0]))
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and is_plain(one) and torch.equal(one, other)
-    return type(one) is type(other) and isinstance(one, (str, bytes, int, float)) and one == other
+    comparable = is_plain(one) if isinstance(one, Tensor) else isinstance(one, (str, bytes, int, float))
+    return comparable and trees.same(one, other)
 
 
 class Streamed:

@@ -109,7 +109,8 @@ def nbytes(tree: Any) -> int:
         name = type(leaf).__name__
         check(not hasattr(leaf, "state_dict"), f"nbytes got a {name}; give {name.lower()}.state_dict()", TypeError)
     storages = {}
-    for part in (part for leaf in tensors_in(tree) for part in parts_of(local(leaf))):
-        storage = part.untyped_storage()
-        storages[storage.device, storage.data_ptr()] = storage.nbytes()
+    for leaf in tensors_in(tree):
+        for part in parts_of(local(leaf)):
+            storage = part.untyped_storage()
+            storages[storage.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -130,11 +130,13 @@ def optimizer(
 
 
 _whole = inspect.signature(optimizer)
-_given = [one for one in _whole.parameters.values() if one.kind is not one.VAR_POSITIONAL]
-_given = [
-    one.replace(default=one.empty) if one.name == "lr" else one for one in _given
-]  # its default is refused by name
-vars(optimizer)["__signature__"] = _whole.replace(parameters=_given)  # as `help` shows it
+# As `help` shows it: without *parameters, and without the default of lr, which are there to be refused by name.
+_shown = [
+    one.replace(default=one.empty) if one.name == "lr" else one
+    for one in _whole.parameters.values()
+    if one.kind is not one.VAR_POSITIONAL
+]
+vars(optimizer)["__signature__"] = _whole.replace(parameters=_shown)
 
 
 # Hyperparameters of a state

@@ -313,13 +313,12 @@ def _line_for(given: Any, kind: type) -> str:
     if not issubclass(kind, torch.optim.Optimizer):
         return "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     name = f"torch.optim.{kind.__name__}" if getattr(torch.optim, kind.__name__, None) is kind else kind.__name__
-    values = {} if given is kind else given.defaults
-    settings = {"lr": values.get("lr", "..."), **values}
+    defaults = {} if given is kind else given.defaults
     known = inspect.signature(kind).parameters
-    chosen = [f"lr={settings.pop('lr')}"] + [
+    chosen = [f"lr={defaults.get('lr', '...')}"] + [
         f"{key}={value!r}"
-        for key, value in settings.items()
-        if key in known and value is not known[key].default and value != known[key].default
+        for key, value in defaults.items()
+        if key != "lr" and key in known and value is not known[key].default and value != known[key].default
     ]
     groups = ", groups=[(predicate, {...})]" * (given is not kind and len(given.param_groups) > 1)
     return f"ll.optimizer({name}, {', '.join(chosen)}{groups})"

@@ -71,8 +71,9 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
 
 def _begun(names: Sequence[str], given: Sequence[str], started: Tensor) -> tuple[tuple[str, ...], Tensor]:
     """Parameters whose first update this is, and the flags after it."""
-    first = [name for name, flag in zip(names, started.tolist(), strict=True) if name in given and not flag]
-    return (*first,), started | torch.tensor([name in given for name in names])
+    updated = {*given}
+    first = [name for name, flag in zip(names, started.tolist(), strict=True) if name in updated and not flag]
+    return (*first,), started | torch.tensor([name in updated for name in names], device="cpu")
 
 
 def _check(recipe: Recipe, grads: Grads) -> None:

@@ -259,8 +259,8 @@ class early_stopping(Predicate):
         ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
 
     It behaves like Lightning's EarlyStopping and, with `BestSoFar(..., cumulative=False)`, like transformers'
-    EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning. A record that has seen no
-    value after `patience + 1` epochs gets one, too.
+    EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning. There is also a
+    warning if the record has seen no value after `patience + 1` epochs.
     """
 
     patience: int

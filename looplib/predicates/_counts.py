@@ -137,7 +137,7 @@ class every_n_samples(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        # A run has no such state, and it would never fire.
+        # No run has such a state. Without batch_samples, the predicate would never fire.
         if not state.batch_samples and state.samples and not (state.batch or state.epoch):
             raise ValueError(
                 f"{self!r}: the state has samples={state.samples} and batch_samples=0; give both, "
