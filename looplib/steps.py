@@ -153,8 +153,8 @@ def make_train_step(
     saving or calling the module while it still has the weights from before its first pure step; a pure step of
     another network whose loss reaches such a module's parameters; and writing to such a module's parameters between two
     steps (WGAN's clipping, a perturbation), which has no effect. A donated run on a state that is not bound to the module
-    leaves it behind likewise. The second uses hooks on the module, which `ll.bind` removes; saving or calling a part of the
-    module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
+    leaves it behind likewise. Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
+    the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
     """
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
@@ -174,8 +174,10 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, _ = trees_of(state, "train_step(state, batch)")  # raises for a spent state
-        before = before_donation(params, buffers) if donate else None
-        if not donate:
+        if donate:
+            before = before_donation(params, buffers)
+        else:
+            before = None
             watch.see(state, batch)
         try:
             out = grad_fn(state, batch, request)

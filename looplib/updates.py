@@ -14,8 +14,8 @@ The order of an update, and why:
 - advance: the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
   a reader is told that there is no state after it.
 
-Signals wait from the decision's end until the next state has been returned: none can come between giving up the old state
-and returning the new one.
+Signals wait from the moment the gradients are there until the next state has been returned: none can come between giving
+up the old state and returning the new one.
 """
 
 from __future__ import annotations
@@ -152,10 +152,11 @@ def apply_gradients(
     given = _as_gradients(gradients)
     grads = _checked(given.grads, params)
     if donate and given is not gradients:  # tensors of the caller's own: an update must not read what it writes
-        written = {memory_of(tensor) for tensor in tensors_in((params, opt_state))}
-        grads = {name: grad.clone() if memory_of(grad) in written else grad for name, grad in grads.items()}
+        grads = apart_from(grads, tensors_in((params, opt_state)))
     new_buffers = _new_buffers(given.buffers, buffers, old_buffers)
-    out = given._replace(grads=grads, buffers=new_buffers, samples=samples or 0)
+    # The weight of the plain values that the update reports: the samples, or 1 if they are not known.
+    weight = samples if samples is not None else given.samples or 1
+    out = given._replace(grads=grads, buffers=new_buffers, samples=weight)
     before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
     count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
     at_any_point = None if evaluate is None else partial(_at, evaluate)
@@ -271,9 +272,8 @@ def undo(state: TrainState, before: Before | None) -> None:
     _hold_signals = True
     if before is None or overwritten(state, (before.params, before.buffers)) is not None:
         return
-    written = written_since(
-        before.params, before.writes
-    )  # before buffers are put back, which may share memory with one
+    # Before buffers are put back, which may share memory with a parameter.
+    written = written_since(before.params, before.writes)
     put_back(before.copies)
     if written:
         lease_over("a train step with donate=True", tensors_in((before.params, before.buffers))).write()
@@ -340,7 +340,6 @@ def update(
                 new_opt_state = _copy_into(owned, replaced, new_opt_state)
             if report:  # which may be refused: before the run is said to be at the next step
                 metrics = with_report(metrics, report, samples)
-            del info, new_params
         new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, count, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step

@@ -186,6 +186,33 @@ def test_lbfgs_is_given_evaluate():
 # Purity, skips, donation
 
 
+def reporting(optimizer, values):
+    """The optimizer, whose updates report these plain values in turn."""
+
+    def update_(grads, opt_state, params, step, report, **info):
+        report["share"] = torch.tensor(next(values))
+        return optimizer.update_(grads, opt_state, params, step, report=report, **info)
+
+    return dataclasses.replace(optimizer, update_=update_)
+
+
+@both
+@pytest.mark.parametrize("made_by", ["a gradient function", "hand"])
+def test_plain_values_that_an_update_reports_are_averaged(made_by, donate):
+    model = net()
+    optimizer = reporting(ll.optimizer(torch.optim.SGD, lr=0.1), iter([1.0, 4.0]))
+    state, grad_fn = ll.init_state(model, optimizer), ll.make_grad_fn(model, loss_fn)
+    merged = None
+    for batch in BATCHES[:2]:
+        gradients = grad_fn(state, batch)
+        if made_by == "hand":
+            gradients = gradients.grads
+        state, metrics = ll.apply_gradients(optimizer, state, gradients, donate=donate)
+        merged = metrics if merged is None else ll.merge(merged, metrics)
+    assert ll.compute(merged)["share"] == 2.5
+    assert state.samples == 0
+
+
 def test_a_pure_update_changes_nothing_that_it_is_given():
     model = net()
     optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=0.1))

@@ -97,9 +97,8 @@ def give_hints(room: dict[str, Any]) -> None:
 
 def unknown(module: ModuleType, name: str) -> AttributeError:
     """Error for a name that a module does not have, with a hint."""
-    advice = (
-        "" if name.startswith("_") else f": {_hint(module, name)}"
-    )  # names with an underscore are asked for by imports
+    # Imports ask for names with an underscore.
+    advice = "" if name.startswith("_") else f": {_hint(module, name)}"
     return AttributeError(f"module {module.__name__!r} has no attribute {name!r}{advice}", name=name, obj=module)
 
 

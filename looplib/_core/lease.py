@@ -461,10 +461,10 @@ class Unwritten:
     def check(self, guarded: Guarded, given: Mapping[str, Tensor], of_state: bool = False) -> None:
         """Raise if a parameter was written; with `of_state`, only if one of the state has other values now."""
         names, intact = self.end(guarded, given)
-        refused = bool(names) and not (of_state and intact and not tracing())
-        self.called |= not (refused or tracing())
-        if refused:
+        if names and (tracing() or not (of_state and intact)):
             raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT if intact else _HAS_CHANGED))
+        if not tracing():
+            self.called = True
 
 
 _MOST_COPIED = 1 << 30  # bytes

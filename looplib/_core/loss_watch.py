@@ -89,14 +89,17 @@ class LossWatch:
 
     def look_beside(self, loss: Any, values: Mapping[str, Any], samples: int) -> None:
         """Look at the values beside a loss that is a `Mean`."""
-        if _BESIDE in self._warned:
+        if _BESIDE in self._warned or not self._now():
             return
         plain = {
             name: value
             for name, value in values.items()
             if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
         }
-        if not plain or not self._now() or (weight := float(loss.weight) * loss.times) == samples:
+        if not plain:
+            return
+        weight = float(loss.weight) * loss.times
+        if weight == samples:
             return
         if names := [name for name, value in plain.items() if kinds_of_mean(value, samples) != {"samples"}]:
             self._warn(_BESIDE, names=few([repr(name) for name in names]), weight=weight, samples=samples)

@@ -105,7 +105,7 @@ def tensors(slots: Iterable[Slot]) -> dict[str, Tensor]:
 
 
 def check_names(what: str, of_state: Mapping[str, Tensor], slots: list[Slot], model: nn.Module) -> None:
-    """Raise unless `given` matches the model in names, shapes and dtypes."""
+    """Raise unless these tensors of a state have the names and shapes of the model's."""
     of_model = tensors(slots)
     title = f"the state's {what} are not those of this {type(model).__name__}"
     advice = "make the state with ll.init_state from the same model"
@@ -336,8 +336,9 @@ class FunctionalModule:
 
     def _keep_buffers(self, given: Mapping[str, Tensor] | None) -> None:
         """Leave the buffers of a donated state in the module; after a pass that failed, those that were given."""
-        for owner, key, name in self.slots.buffers if given is not None else ():
-            owner[key] = given[name]  # type: ignore[index]
+        if given is not None:
+            for owner, key, name in self.slots.buffers:
+                owner[key] = given[name]
         self._leave()
 
     def _leave(self) -> None:
@@ -454,8 +455,8 @@ _LATE_EVAL = (
     "had then, here training mode: call eval() before make_grad_fn, and model.train() after an evaluation of your own"
 )
 _CHANGED = (
-    "layers or parameters of the model were replaced or added after make_grad_fn, which chose then what is trained: call ll.make_grad_fn "
-    "again, and ll.init_state, after you change the model"
+    "layers or parameters of the model were replaced or added after make_grad_fn, which chose then what is trained: call "
+    "ll.make_grad_fn again, and ll.init_state, after you change the model"
 )
 _REPLACED = (
     "{names} of the {model} is another tensor than when the state was made (a new nn.Parameter, tied weights, or "

@@ -138,11 +138,9 @@ def all_ranks(flag: Tensor) -> Tensor:
 
 def largest_over_ranks(count: int) -> int:
     """The largest of all ranks' counts, on each of them."""
-    return (
-        int(_all_reduce(torch.tensor(count, device="cpu"), distributed.ReduceOp.MAX, group()))
-        if is_distributed()
-        else count
-    )
+    if not is_distributed():
+        return count
+    return int(_all_reduce(torch.tensor(count, device="cpu"), distributed.ReduceOp.MAX, group()))
 
 
 _BUCKET = 25 << 20  # bytes, as in DistributedDataParallel

@@ -69,7 +69,10 @@ def count_samples(batch: Any) -> int:
     elif type(batch) in (tuple, list, dict) and batch:
         count = None
         for entry in batch.values() if type(batch) is dict else batch:
-            if not isinstance(entry, Tensor) or not entry.dim() or count not in (None, size := entry.size(0)):
+            if not isinstance(entry, Tensor) or not entry.dim():
+                break
+            size = entry.size(0)
+            if count is not None and size != count:
                 break
             count = size
         else:
@@ -315,12 +318,10 @@ def as_counter(function: Any) -> CountSamples:
 
 def _checked_count(function: CountSamples, batch: Any) -> int:
     count = function(batch)
-    if type(count) is not int:
-        try:
-            count = operator.index(count)  # a number of NumPy's
-        except TypeError:
-            count = -1
-    check(
-        count >= 0, f"count_samples returned {function(batch)!r}; return an int, the number of samples in the batch"
-    )
-    return count
+    try:
+        number = operator.index(count)  # of NumPy's integers too
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"count_samples returned {count!r}; return an int, the number of samples in the batch")
+    return number

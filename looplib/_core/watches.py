@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from looplib._core import trees
 from looplib._core.checks import warn
 from looplib._core.checksums import checksums
-from looplib._core.lease import has_values, last_write
+from looplib._core.lease import has_values, last_write, versions
 from looplib._core.modules import LATE_CHECKPOINT, members, running, tensors
 from looplib._core.records import chain
 from looplib._core.torch_private import version
@@ -195,11 +195,12 @@ class _Stale:
         self.writes = _writes(module)  # empty once its user has been warned of a use
         self.hooks: list[RemovableHandle] = []
         self.run = state.seed, state.step
-        self.marks: list[tuple[int, int]] | None = self._marks()  # None if writes are not looked for
+        self.marks: tuple[list[int], list[int]] | None = self._marks()  # None if writes are not looked for
         self.sums: list[int] | None = checksums(self.params.values())  # until the second step has compared them
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(tensor.data_ptr(), _counted(tensor)) for tensor in self.params.values()]
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """The memory of each parameter, and torch's counts of the writes to them."""
+        return [tensor.data_ptr() for tensor in self.params.values()], versions(self.params)
 
     def used(self, module: nn.Module) -> None:
         """Its user has called or saved it: if it was written before, that was meant."""

@@ -28,6 +28,7 @@ from looplib.contrib._per_sample import mean_of
 from looplib.distributed._reduce import gather_tensors
 from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients
+from looplib.grads._accumulation import even
 from looplib.metrics import Mean
 from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
 
@@ -111,7 +112,7 @@ def make_contrastive_grad_fn(
         _check_whole(request)
         count = counter(batch)
         check(count, "the batch has no samples, so its loss has no value: leave it out")
-        sizes = [*map(len, torch.arange(count, device="cpu").tensor_split(max(1, min(microbatches, count))))]
+        sizes = even(count, microbatches)
         batches = split(batch, count, sizes, counter)
         embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)

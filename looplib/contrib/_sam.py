@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         away = _worst_nearby(params, first.grads, rho, adaptive)
         # In a donated step, this pass may write as well: to parameters of its own, and to copies of the buffers.
         buffers = mapped(Tensor.clone, first.buffers) if request.donate else first.buffers
-        second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, request)
+        again = replace(request, copied=False)
+        second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, again)
         return first._replace(grads=second.grads)
 
     made = of_whole_step("sam", sharp, grad_fn, scaled=True)

@@ -102,10 +102,10 @@ def accumulate(
     def accumulated(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
         if microbatches is None and size is None:
             pieces = _given(batch)
-            count = counter_of_pieces(batch)
+            count = sum(map(counter, pieces))
         else:
             count = counter(batch)
-            sizes = size if size is not None else _even(count, microbatches or 1)
+            sizes = size if size is not None else even(count, microbatches or 1)
             pieces = split(batch, count, sizes, counter)
         total = request.sum or RunningSum()
         if total.samples is None and type(count) is int:
@@ -169,7 +169,8 @@ def _given(batch: Any) -> Sequence[Any]:
     return batch
 
 
-def _even(count: int, pieces: int) -> list[int]:
+def even(count: int, pieces: int) -> list[int]:
+    """Sizes of this many microbatches, as of `torch.tensor_split`: the first ones may have one sample more."""
     pieces = max(1, min(pieces, count))
     return [count // pieces + (index < count % pieces) for index in range(pieces)]
 

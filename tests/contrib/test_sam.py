@@ -147,3 +147,12 @@ def test_a_forward_pass_that_writes_a_parameter_does_so_in_both_passes_of_a_dona
         torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(dict(state.buffers), dict(raw.named_buffers()), rtol=1e-12, atol=1e-12)
         assert model.norm.running_mean is state.buffers["norm.running_mean"]
+
+
+def test_a_skipped_step_of_a_bound_state_does_not_say_that_the_module_is_untrained(recwarn):
+    model, optimizer = net(), ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.5))
+    sharp = ll.contrib.sam(ll.make_grad_fn(model, lambda model, x: loss_fn(model, x) * torch.nan))
+    state, _ = ll.make_train_step(sharp, optimizer, donate=True)(ll.init_state(model, optimizer), batches(1)[0])
+    model.state_dict()
+    assert state.skipped
+    assert not [str(warning.message) for warning in recwarn]

@@ -176,3 +176,21 @@ def test_what_is_closed_over_is_watched_and_tensors_are_read(monkeypatch):
     own = torch.full((), 5.0)
     with pytest.warns(UserWarning, match="^own changed"):
         steps.agree(3)
+
+
+class WithoutLength(torch.nn.Linear):
+    """A layer that Python takes for false, as it does an empty container."""
+
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.filterwarnings("ignore:the layers of Sequential changed since")
+def test_a_replaced_layer_is_noticed_even_if_it_has_no_length():
+    model = torch.nn.Sequential(WithoutLength(2, 2), torch.nn.Linear(2, 1))
+    steps = Steps(model, squares)
+    steps.agree(1)
+    model[0] = WithoutLength(2, 2)
+    for step in (steps.plain, steps.compiled):
+        with pytest.raises(ValueError, match="layers or parameters of the model were replaced"):
+            step(steps.state, torch.ones(3, 2))
