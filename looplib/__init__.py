@@ -42,11 +42,11 @@ from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict, predict_to
 from looplib.gradients import make_grad_fn
-from looplib.grads import accumulate, clip_by_global_norm
+from looplib.grads import accumulate
 from looplib.log import console, jsonl, plot, progress, tee
 from looplib.losses import autocast, next_token_loss
 from looplib.metrics import Mean, Window, accuracy, compute, merge
-from looplib.optim import ema, eval_state, optimizer
+from looplib.optim import chain, clip_by_global_norm, ema, eval_state, optimizer, skip_nonfinite
 from looplib.predicates import (
     after_epochs,
     after_signal,
@@ -83,6 +83,7 @@ __all__ = [
     "at_step",
     "autocast",
     "bind",
+    "chain",
     "checkpoint",
     "checkpoint_io",
     "clip_by_global_norm",
@@ -124,6 +125,7 @@ __all__ = [
     "predict_to",
     "progress",
     "schedules",
+    "skip_nonfinite",
     "state",
     "steps",
     "tee",

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import compress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
 from looplib._core.checks import check, named
-from looplib._core.engines import RunningSum, Sync
+from looplib._core.engines import BatchPart, Sync
 from looplib._core.mappings import as_record, mapped, wide_dtype, without
 from looplib._core.ranks import (
     Sums,
@@ -40,35 +40,45 @@ from looplib.metrics._mean import Mean, check_real
 from looplib.types import Gradients, Metric
 
 
-def objective_of(
-    loss: Any, samples: int, total: RunningSum | None, sync: Sync | None
-) -> tuple[Tensor, Tensor | float, Tensor | float | None]:
-    """Objective to differentiate for a scalar loss or a `Mean`: the mean loss, or for a running sum, the summed loss.
+class Objective(NamedTuple):
+    """What a backward pass differentiates.
 
-    Returns the value, the factor of its gradient, and the weight by which the gradient is still to be divided, if any.
-    The first microbatch of a sum chooses the normalizer of all. On several ranks, whose gradients are averaged
-    afterwards, it is their mean number of samples, and the mean is over all of them.
+    Attributes:
+        value: the scalar.
+        factor: of its gradient.
+        weight, normalizer: see `Gradients`.
+    """
+
+    value: Tensor
+    factor: Tensor | float
+    weight: Tensor | float | None = None
+    normalizer: Tensor | float | None = None
+
+
+def objective_of(loss: Any, samples: int, part: BatchPart | None, sync: Sync | None) -> Objective:
+    """Objective for a scalar loss or a `Mean`: the mean loss, or for a part of a batch, the summed loss.
+
+    The first part chooses the normalizer of all. On several ranks, whose gradients are averaged afterwards, it is their
+    mean number of samples, and the mean is over all of them.
     """
     value, ranks = value_of(loss), 1
-    normalizer: Any = None if total is None else total.normalizer
+    normalizer: Any = None if part is None else part.normalizer
     if sync is not None:
         ranks, normalizer = sync.ranks, sync.samples() / sync.ranks
     if isinstance(loss, Mean):
         weight = _detached(loss.weight)
         if loss.times != 1:
             weight = weight * loss.times
-        if total is None:
-            return value, _divided(loss.times * ranks, _weight_of_all(weight, ranks)), None
+        if part is None:
+            return Objective(value, _divided(loss.times * ranks, _weight_of_all(weight, ranks)))
         if normalizer is None:
             normalizer = _wide(weight).clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-        total.normalizer = normalizer
-        return value, loss.times / normalizer, weight
-    if total is None:
-        return value, 1.0 if normalizer is None else samples / normalizer, None
+        return Objective(value, loss.times / normalizer, weight, normalizer)
+    if part is None:
+        return Objective(value, 1.0 if normalizer is None else samples / normalizer)
     if normalizer is None:  # the samples of the step are known in advance, so no division is left for the end
-        normalizer = max(samples if total.samples is None else total.samples, 1)
-    total.normalizer = normalizer
-    return value, samples / normalizer, samples if ranks == 1 else None
+        normalizer = max(samples if part.samples is None else part.samples, 1)
+    return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
 
 
 def _weight_of_all(weight: Tensor | float, ranks: int) -> Tensor | float:
@@ -239,15 +249,15 @@ def apart(value: Any) -> Any:
     )
 
 
-def mean_of_sums(out: Gradients, total: RunningSum) -> Gradients:
+def mean_of_sums(out: Gradients, ranks: int = 1) -> Gradients:
     """Turn gradients of the summed loss into gradients of the mean loss."""
     if out.weight is not None:
-        weight = _weight_of_all(out.weight, total.ranks)
-        multiply(out.grads, _divided(_normalizer(total) * total.ranks, weight))
-    return out._replace(weight=None)
+        weight = _weight_of_all(out.weight, ranks)
+        multiply(out.grads, _divided(_normalizer(out) * ranks, weight))
+    return out._replace(weight=None, normalizer=None)
 
 
-def mean_over_ranks(out: Gradients, total: RunningSum, params: Mapping[str, Tensor]) -> Gradients:
+def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
     """Gradient of the mean loss over all ranks, from each rank's gradient of its summed loss. A collective call.
 
     The weights are summed over ranks first, then the gradients. A gradient that a rank does not have counts as zero.
@@ -260,13 +270,13 @@ def mean_over_ranks(out: Gradients, total: RunningSum, params: Mapping[str, Tens
     samples, number, *counts = sums.read()
     reached = compress(params, counts)
     grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
-    add_up_over_ranks(grads.values(), _divided(_normalizer(total), weight if on_device else number))
-    return out._replace(grads=grads, samples=round(samples), weight=None)
+    add_up_over_ranks(grads.values(), _divided(_normalizer(out), weight if on_device else number))
+    return out._replace(grads=grads, samples=round(samples), weight=None, normalizer=None)
 
 
-def _normalizer(total: RunningSum) -> Tensor | float:
+def _normalizer(out: Gradients) -> Tensor | float:
     """The divisor of the summed losses: 1 if no gradient function has divided them."""
-    return 1.0 if total.normalizer is None else total.normalizer
+    return 1.0 if out.normalizer is None else out.normalizer
 
 
 def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:

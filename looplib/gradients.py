@@ -2,13 +2,15 @@
 
 `make_grad_fn` runs your loss function on your module with the state's tensors in it, and takes the gradient inside
 that call, so hooks, buffers and activation checkpointing behave as in a raw loop. Everything between the loss and the
-update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
+update is either a wrapper, which decides how the gradient is computed (accumulation, ranks), or a part of the update, which
+acts on a gradient that is there (clipping, skipping, averages).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.engines import RunningSum, Sync, sync_over_ranks
+from looplib._core.engines import BatchPart, Sync, sync_over_ranks
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
 from looplib._core.loss_watch import LossWatch
 from looplib._core.mappings import pairs, without
@@ -30,6 +32,7 @@ from looplib._core.watches import Reach, left_behind
 from looplib._objective import (
     apart,
     aux_records,
+    mean_of_sums,
     objective_of,
     record,
     split_loss,
@@ -38,7 +41,7 @@ from looplib._objective import (
     without_weight,
 )
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, LossFn, TrainState
+from looplib.types import GradFn, Gradients, LossFn, TrainState
 
 __all__ = ["make_grad_fn"]
 
@@ -116,33 +119,67 @@ def make_grad_fn(
     counter = as_counter(count_samples)
     passes_of = _passes_of(host, loss_fn, counter, reach)
 
-    def grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        return microbatches(state, (batch,), request)[0]
+    def grad_fn(
+        state: TrainState,
+        batch: Any,
+        *,
+        index: int = 0,
+        scale: Tensor | None = None,
+        donate: bool = False,
+        copied: bool = False,
+        part: BatchPart | None = None,
+    ) -> Gradients:
+        return run(state, (batch,), index, scale, donate, copied, part)[0][0]
 
-    def microbatches(state: TrainState, batches: Sequence[Any], request: GradRequest) -> list[Gradients]:
-        """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
+    def microbatches(
+        state: TrainState,
+        batches: Sequence[Any],
+        samples: int | None,
+        *,
+        index: int = 0,
+        scale: Tensor | None = None,
+        donate: bool = False,
+        copied: bool = False,
+        part: BatchPart | None = None,
+    ) -> list[Gradients]:
+        """Results of all microbatches of a batch, whose gradients are in the last: their sum, or their mean if it is whole."""
+        known = part or BatchPart()
+        if known.samples is None:
+            known = replace(known, samples=samples)
+        outs, ranks = run(state, batches, index, scale, donate, copied, known)
+        return _whole(outs, ranks) if part is None else outs
+
+    def run(
+        state: TrainState,
+        batches: Sequence[Any],
+        index: int,
+        scale: Tensor | None,
+        donate: bool,
+        copied: bool,
+        part: BatchPart | None,
+    ) -> tuple[list[Gradients], int]:
+        """Gradients of several microbatches in order, with the state's tensors placed in the module once; and the ranks."""
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         rank, ranks = rank_and_size()
-        sync, total = None, request.sum
+        sync = None
         if ranks > 1 or host.engine is not None:
-            in_place = request.donate and host.holds(params)
-            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, total, in_place)
-        guarded = None if request.donate else host.unwritten.begin(params)
-        call = _Call(params if guarded is None else guarded.params, names, request, sync)
+            in_place = donate and host.holds(params)
+            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place)
+        guarded = None if donate else host.unwritten.begin(params)
+        call = _Call(params if guarded is None else guarded.params, names, scale, part, sync)
         if guarded is not None:
             # In a trace, the leaves have memory of their own.
             guarded = host.unwritten.begin(call.params) if call.traced else guarded._replace(params=call.params)
-        indexes = indices(request, len(batches))
-        seeds = indexes if call.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
-        copies = with_copies(buffers.values()) if request.donate and not request.copied else None
+        seeds = call.seeds(state, rank, indices(index, len(batches)))
+        copies = with_copies(buffers.values()) if donate and not copied else None
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
             if trainable is None:
                 host.warn_of_flags()
             body = partial(passes_of, call, batches, seeds)
-            grads, after = host.run(call.params, buffers, seeds[0], body, request.donate)
+            grads, after = host.run(call.params, buffers, seeds[0], body, donate)
             if sync is not None:
                 sync.check_reduced(grads, params, per_rank)
         except BaseException as error:
@@ -159,7 +196,7 @@ def make_grad_fn(
             torch_private.set_grad_enabled(grad_mode)
             if sync is not None:
                 sync.end()
-        if request.copied and host.lent:  # in a train step; a call by hand may be of any tensors
+        if copied and host.lent:  # in a train step; a call by hand may be of any tensors
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
@@ -169,9 +206,8 @@ def make_grad_fn(
         if len(grads) < len(needed):
             put_back(copies or ())
             raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
-        last = call.outs[-1]
-        call.outs[-1] = Gradients(grads, last.metrics, after, last.samples, last.weight, last.scale, copies)
-        return call.outs
+        outs = [*call.outs[:-1], call.outs[-1]._replace(grads=grads, buffers=after, copies=copies)]
+        return outs, 1 if sync is None else sync.ranks
 
     facts = Made(
         "grad_fn",
@@ -191,6 +227,13 @@ def make_grad_fn(
     return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
+def _whole(outs: Sequence[Gradients], ranks: int) -> list[Gradients]:
+    """Results of all parts of a batch, of which the last has the gradients, as those of the mean loss."""
+    weights = [out.weight for out in outs if out.weight is not None]
+    last = outs[-1]._replace(weight=sum(weights) if weights else None)
+    return [*(out._replace(weight=None) for out in outs[:-1]), mean_of_sums(last, ranks)]
+
+
 def _passes_of(
     host: _modules.FunctionalModule, loss_fn: LossFn, count_samples: Callable[[Any], int], reach: Reach
 ) -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -205,7 +248,7 @@ def _passes_of(
         call: _Call, batches: Sequence[Any], seeds: Sequence[int]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
-        sync, total = call.sync, call.request.sum
+        sync = call.sync
         before = [leaf.grad for leaf in call.inputs]
         try:
             for tensor in call.frozen:
@@ -219,7 +262,7 @@ def _passes_of(
                 if samples:
                     one = partial(microbatch, call, batch, samples)
                 else:
-                    batch = _stand_in(batch, total, sync)
+                    batch = _stand_in(batch, call.part, sync)
                     one = partial(aside, call, batch)
                 out = one() if sync is None else sync.make(number, one)
                 call.outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
@@ -253,7 +296,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
 
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
-        total, scale, call.loss = call.request.sum, call.request.scale, None
+        scale, call.loss = call.scale, None
         with around_loss() if call.traced else _NOTHING:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
@@ -261,8 +304,10 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
             loss = with_own_weight(loss) if samples else without_weight(loss)
             if aux and samples:
                 watch.look_beside(loss, aux, samples)
-        value, factor, weight = objective_of(loss, samples, total, call.sync)
-        if samples and not isinstance(loss, Mean) and (total is not None or call.sync is not None):
+        value, factor, weight, normalizer = objective_of(loss, samples, call.part, call.sync)
+        if call.part is not None and call.part.normalizer is None:
+            call.part = replace(call.part, normalizer=normalizer)
+        if samples and not isinstance(loss, Mean) and (call.part is not None or call.sync is not None):
             watch.look(batch, value, samples)
         call.loss = value
         if not (reach.known or call.traced):
@@ -286,14 +331,14 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         metrics = {"loss": record("loss", loss, samples)}
         if aux:
             metrics |= aux_records(aux, samples)
-        return Gradients({}, metrics, {}, samples, weight, scale)
+        return Gradients({}, metrics, {}, samples, weight, normalizer, scale)
 
     return microbatch
 
 
-def _stand_in(batch: Any, total: RunningSum | None, sync: Sync | None) -> Any:
+def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:
     """A batch to run the model on in place of one without samples, since other ranks or microbatches may have some."""
-    if sync is None and (total is None or (total.samples == 0 and not total.local)):
+    if sync is None and (part is None or (part.samples == 0 and not part.local)):
         raise ValueError("the batch has no samples, so its mean loss has no value: leave it out")
     return padding_batch(batch)
 
@@ -309,7 +354,7 @@ class _Call:
     """Record that the passes of one call share.
 
     Attributes:
-        request, sync: as given.
+        scale, part, sync: as given; `part` with the normalizer that the first pass has chosen.
         leaves: trained parameters as the leaves of the call's graphs, with their gradients in `grad`.
         inputs: the same, as a backward pass takes them.
         params: all parameters, including the trained ones.
@@ -319,12 +364,17 @@ class _Call:
         loss: of the last microbatch.
     """
 
-    __slots__ = ("frozen", "inputs", "leaves", "loss", "outs", "params", "request", "sync", "traced")
+    __slots__ = ("frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync", "traced")
 
     def __init__(
-        self, params: dict[str, Tensor], names: Sequence[str], request: GradRequest, sync: Sync | None
+        self,
+        params: dict[str, Tensor],
+        names: Sequence[str],
+        scale: Tensor | None,
+        part: BatchPart | None,
+        sync: Sync | None,
     ) -> None:
-        self.request, self.sync = request, sync
+        self.scale, self.part, self.sync = scale, part, sync
         self.leaves = {
             name: tensor if (tensor := params[name]).requires_grad and tensor.is_leaf else _leaf(name, tensor)
             for name in names
@@ -340,12 +390,16 @@ class _Call:
         self.outs: list[Gradients] = []
         self.loss: Any = None
 
+    def seeds(self, state: TrainState, rank: int, indexes: Sequence[int]) -> Sequence[int]:
+        """Seeds of the passes. A trace draws for the indices of the microbatches themselves."""
+        return indexes if self.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
 
-def indices(request: GradRequest, count: int) -> Sequence[int]:
+
+def indices(index: int, count: int) -> Sequence[int]:
     """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
     if count == 1:
-        return [request.index]
-    return range(count) if not request.index else [mix(request.index, index) for index in range(count)]
+        return [index]
+    return range(count) if not index else [mix(index, each) for each in range(count)]
 
 
 def _leaf(name: str, tensor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.checks import check_type
+from looplib._core.chain import any_of, flags_in_graph, update_where
+from looplib._core.checks import check
 from looplib._core.errors import fold
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
 from looplib._core.loss_watch import LossWatch
@@ -26,16 +27,16 @@ from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.samples import as_counter
 from looplib._core.tracing import tracing
-from looplib._core.updates import any_of, call_decide, flags_in_graph, update_where
 from looplib._core.watches import Watch
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
-from looplib.grads._wrapper import check_whole
+from looplib.grads._wrapper import DROPPED, check_grad_fn
 from looplib.metrics._mean import Mean
+from looplib.optim._chain import check_writes
 from looplib.types import (
     EvalStep,
     GradFn,
-    GradRequest,
+    Gradients,
     Metric,
     Optimizer,
     Params,
@@ -128,7 +129,7 @@ def make_train_step(
 
     Args:
         grad_fn: from `make_grad_fn`, with or without wrappers.
-        optimizer: from `ll.optimizer`, with or without wrappers. Use the one that created the state.
+        optimizer: from `ll.optimizer` or `ll.chain`. Use the one that created the state.
         donate: if True, write the new state over the old one, for the speed and memory of an in-place loop.
             Afterwards the old state, and every state that shares a tensor with it (trained parameters, all buffers, the
             optimizer's state), raises DonatedStateError. The forward pass may write to parameters then, as in a raw loop,
@@ -156,10 +157,9 @@ def make_train_step(
     leaves it behind likewise. Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
     the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
     """
-    given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
-    advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-    check_type("optimizer is", optimizer, Optimizer, advice)
-    watched = (given, optimizer.decide, optimizer.update_)
+    given, grad_fn = grad_fn, check_grad_fn(grad_fn, "make_train_step")
+    check_writes(optimizer, "make_train_step")
+    watched = (given, [each for part in optimizer.parts.values() for each in (part.transform, part.update_)])
     parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
     step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch), parts)
     return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
@@ -167,20 +167,20 @@ def make_train_step(
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
     """The gradient function, then the update (`looplib.updates`), which consumes one more batch."""
-    request = GradRequest(donate=donate, copied=donate)
+    request = {"donate": True, "copied": True} if donate else {}
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
     count = Count(same_batch=same_batch)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        params, buffers, _ = trees_of(state, "train_step(state, batch)")  # raises for a spent state
+        params, buffers, opt_state = trees_of(state, "train_step(state, batch)")  # raises for a spent state
         if donate:
             before = before_donation(params, buffers)
         else:
             before = None
             watch.see(state, batch)
         try:
-            out = grad_fn(state, batch, request)
+            out = _gradients(grad_fn, state, batch, optimizer, opt_state, request)
             # Until this has returned, signals wait: see `_core.interrupts`.
             _hold_signals = True
             new, metrics = update(optimizer, state, out, before, count, partial(_evaluate, grad_fn, state, batch))
@@ -200,18 +200,33 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
     """The step for graphs, from the same parts: to own is to copy, and tensors choose whether the update is made."""
 
     def core(state: TrainState, batch: Any) -> Outcome:
-        out = grad_fn(state, batch, GradRequest())
         params, _, opt_state = trees_of(state)
-        decision, opt_state = call_decide(optimizer, out.grads, opt_state, out.metrics, params, state.step)
-        flags = flags_in_graph(decision)
-        buffers = out.buffers
-        report: dict[str, Any] = {}
-        info = {"metrics": out.metrics, "report": report, "buffers": buffers, "seed": state.seed}
-        new_params, opt_state = update_where(flags, optimizer, out.grads, opt_state, params, state.step, info)
-        metrics = with_report(out.metrics, report, out.samples)
-        return Outcome({**params, **new_params}, opt_state, buffers, metrics, out.samples, any_of(flags))
+        out = _gradients(grad_fn, state, batch, optimizer, opt_state, {})
+        info = {"metrics": out.metrics, "seed": state.seed, "owned": True}
+        scale = {} if out.scale is None else {"scale": out.scale}
+        first = optimizer.transform(out.grads, opt_state, params, state.step, **info, **scale)
+        flags = flags_in_graph(first)
+        info |= {"buffers": out.buffers, "carry": first.carry}
+        new_params, opt_state, report = update_where(
+            flags, optimizer, first.grads, first.state, params, state.step, info
+        )
+        metrics = with_report(with_report(out.metrics, first.metrics, out.samples), report, out.samples)
+        return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, any_of(flags))
 
     return core
+
+
+def _gradients(
+    grad_fn: GradFn, state: TrainState, batch: Any, optimizer: Optimizer, opt_state: Any, request: Mapping[str, Any]
+) -> Gradients:
+    """The gradients of a step, of a loss that is multiplied by the scale of the update if it has one."""
+    scale = optimizer.loss_scale(opt_state)
+    if scale is None:
+        return grad_fn(state, batch, **request)
+    out = grad_fn(state, batch, scale=scale, **request)
+    what = "gradients of a loss that was not multiplied by the scale of dynamic_loss_scale"
+    check(out.scale is scale, DROPPED.format(who="make_train_step", what=what), TypeError)
+    return out
 
 
 def _evaluate(
@@ -230,7 +245,7 @@ def _evaluate(
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
     copies = with_copies(buffers.values()) if writes else []
-    out = grad_fn(now, batch, GradRequest(donate=writes, copied=writes))
+    out = grad_fn(now, batch, donate=writes, copied=writes)
     put_back(copies)
     return loss_over_ranks(out.metrics), out.grads
 

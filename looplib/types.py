@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from looplib._core import errors, lease, updates
-from looplib._core.engines import RunningSum
+from looplib._core import chain as chains
+from looplib._core import errors, lease
+from looplib._core.chain import Transformed as Transformed
+from looplib._core.engines import BatchPart as BatchPart
 from looplib._core.lease import TREES as TREES
 from looplib._core.lease import DonatedStateError, check_valid, clock
 from looplib._core.lease import check_state as check_state
@@ -21,11 +23,10 @@ from looplib._core.torch_private import pytree
 from looplib._core.trees import by_fields
 
 __all__ = [
-    "Decide",
+    "BatchPart",
     "DonatedStateError",
     "EvalStep",
     "GradFn",
-    "GradRequest",
     "Gradients",
     "Grads",
     "Init",
@@ -35,10 +36,14 @@ __all__ = [
     "Metrics",
     "Optimizer",
     "Params",
+    "Part",
     "PredictStep",
+    "Role",
     "Schedule",
     "TrainState",
     "TrainStep",
+    "Transform",
+    "Transformed",
     "Update",
 ]
 
@@ -240,14 +245,15 @@ class Gradients(NamedTuple):
     A wrapper replaces the fields it is responsible for and keeps the rest: `out._replace(grads=...)`.
 
     Attributes:
-        grads: name -> gradient of the mean loss, or if a running sum was requested, of the summed loss divided by its
-            normalizer. The caller owns the tensors.
+        grads: name -> gradient of the mean loss; if the call was one of several (`part=`), of its summed loss divided by
+            `normalizer`. The caller owns the tensors.
         metrics: name -> mergeable record. Always contains "loss".
         buffers: name -> tensor after the forward pass.
         samples: number of samples in the batch.
-        weight: of this batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean loss. The
-            gradient of a step's mean loss is the sum of `grads` times `request.sum.normalizer` over the sum of weights.
-        scale: the `GradRequest.scale` by which the loss was multiplied, else None.
+        weight: of this part of a batch, in samples or what a `Mean` counts; None if `grads` are already those of the mean
+            loss. The gradient of a step's mean loss is the sum of `grads` times `normalizer` over the sum of weights.
+        normalizer: the number by which the summed loss of a part was divided, the same for all parts of a step; else None.
+        scale: the `scale` by which the loss was multiplied, which `grads` still contain; else None.
         copies: pairs of a buffer of the state and a copy of its value before a donated call has written it, so that
             `apply_gradients` can put it back if the update is skipped; None if there is nothing to put back.
     """
@@ -257,56 +263,52 @@ class Gradients(NamedTuple):
     buffers: dict[str, Tensor]
     samples: int
     weight: Tensor | float | None = None
+    normalizer: Tensor | float | None = None
     scale: Tensor | None = None
     copies: Sequence[tuple[Tensor, Tensor]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GradRequest:
-    """Request to a `GradFn`: the gradient of the mean loss, or that of one microbatch of a step.
-
-    A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(request, ...)`.
-
-    Attributes:
-        index: index of the microbatch, which its random numbers depend on.
-        scale: factor by which the loss is multiplied before the backward pass.
-        donate: True if the state's buffers may be overwritten, as a model in DDP or FSDP2 needs.
-        copied: True if the caller has copies of the buffers already, as a train step does. Otherwise, a donated call makes
-            them (`Gradients.copies`), and puts them back if it fails.
-        sum: the running sum within `accumulate`, to which the gradient of the summed loss is added; otherwise None. Pass it
-            on as it is: what it contains may change between versions.
-    """
-
-    index: int = 0
-    scale: Tensor | None = None
-    donate: bool = False
-    copied: bool = False
-    sum: RunningSum | None = None
-
-
-WHOLE = GradRequest()
-
-
 class GradFn(Protocol):
-    """Gradient function: `grad_fn(state, batch, request=GradRequest()) -> Gradients`, pure.
+    """Gradient function: `grad_fn(state, batch, **request) -> Gradients`, pure.
 
-    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes `request` on. If it calls the inner one
-    twice, a donated step writes to its buffers twice, as two forward passes of a raw loop do; with
-    `dataclasses.replace(request, donate=False)`, a call leaves them alone:
+    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes on what it is given by name. If it calls
+    the inner one twice, a donated step writes to its buffers twice, as two forward passes of a raw loop do; with
+    `donate=False`, a call leaves them alone:
 
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
-    ...     def halved_grad_fn(state, batch, request=ll.types.GradRequest()):
-    ...         out = grad_fn(state, batch, request)
+    ...     def halved_grad_fn(state, batch, **request):
+    ...         out = grad_fn(state, batch, **request)
     ...         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
     ...     return halved_grad_fn
     >>> model = torch.nn.Linear(2, 1)
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
     >>> halved(grad_fn)(ll.init_state(model), torch.ones(4, 2)).grads["weight"]
     tensor([[0.5000, 0.5000]])
+
+    What acts on a gradient that is already there (clipping, skipping, averages) is a part of the update: see `ll.chain`.
+
+    Args:
+        index: index of the microbatch, which its random numbers depend on.
+        scale: factor by which the loss is multiplied before the backward pass; `Gradients.scale` returns it.
+        donate: True if the state's buffers may be overwritten, as a model in DDP or FSDP2 needs.
+        copied: True if the caller has copies of the buffers already, as a train step does. Otherwise, a donated call makes
+            them (`Gradients.copies`), and puts them back if it fails.
+        part: what is known of the whole batch, if this is one of several calls whose gradients are added up; else None. A
+            gradient function that has no meaning for a part, such as one that adds noise, refuses it.
     """
 
-    def __call__(self, state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients: ...
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Any,
+        *,
+        index: int = 0,
+        scale: Tensor | None = None,
+        donate: bool = False,
+        copied: bool = False,
+        part: BatchPart | None = None,
+    ) -> Gradients: ...
 
 
 @runtime_checkable
@@ -338,7 +340,7 @@ Metrics = Mapping[str, Metric]
 
 
 class Init(Protocol):
-    """Optimizer initialization: `init(params, **extra) -> opt_state`, a pytree with a fixed structure.
+    """First state of a part of an update: `init(params, **extra) -> state`, a pytree with a fixed structure.
 
     It is one of torch's pytrees: dicts, lists, tuples, and the classes that are registered with them. looplib does not look
     into other containers (`UserDict`), so states would share the tensors in them.
@@ -349,89 +351,157 @@ class Init(Protocol):
     def __call__(self, params: Params, **extra: Any) -> Any: ...
 
 
-class Update(Protocol):
-    """Optimizer update: `update_(grads, opt_state, params, step, **info) -> (params, opt_state)`.
+class Transform(Protocol):
+    """First half of an update: `transform(grads, state, params, step, **info) -> Transformed`, before anything is written.
 
-    It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because
-    the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
-    not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
-    tensors into `opt_state`, return a new dict, `{**opt_state, "count": count}`: the dict that it is given may also be
-    that of other states.
+    It returns `Transformed(grads, state, apply=..., carry=..., metrics=...)`: the gradients, changed or not; the state of
+    this part, kept even if the update is skipped, so put into it what is counted for each batch; whether to update; a value
+    for the second half; and what to report. What cannot be updated is refused here. It writes neither to `params` nor to
+    `state`: changed entries go into a new dict, `{**state, "skips": skips}`. It may write over `grads` if the part changes
+    gradients (`role="gradients"`, the default). No gradients are recorded.
 
-    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
-    updates, which schedules depend on.
+    The host reads the flags of all parts at once. On several ranks, decide by what all of them share, such as the
+    gradients: the metrics are those of the rank's own batch, and ranks that decide differently end with different weights.
 
-    Args:
-        info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
-            `applied` (pass it on), `evaluate`, a function from params to `(loss, grads)` on the same batch, and `report`,
-            a dict: scalars and metrics that an update puts into it are returned with those of the step. A skipped update
-            reports nothing, and `ll.Window` averages over those that were made. (A compiled step reports the values that
-            it has computed for the skipped one.) A function that does not take one of them is not passed it.
-    """
-
-    def __call__(self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Any: ...
-
-
-class Decide(Protocol):
-    """Optimizer decision: `decide(grads, opt_state, metrics) -> (flag, opt_state)`, before anything is written.
-
-    `flag` says whether to update: a bool, or a 0-dim bool tensor, which the train step reads. `opt_state` goes to the
-    update, or is kept if there is none. Put into it what is counted per batch rather than per update: skips, windows
-    of losses, loss scales. It writes to nothing that it is given: changed entries go into a new dict,
-    `{**opt_state, "skips": skips}`. What the optimizer cannot update is refused here. No gradients are recorded.
-
-    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. Such wrappers can be
-    nested, and the host still reads only one flag per step. On several ranks, decide by what all of them share, such as
-    the gradients: the metrics are those of the rank's own batch, and ranks that decide differently end with different
-    weights.
-
-    >>> import dataclasses, looplib as ll, torch
-    >>> def skip_small_gradients(optimizer, least):
-    ...     def decide(grads, opt_state, metrics, **info):
-    ...         flag, opt_state = optimizer.decide(grads, opt_state, metrics, **info)
-    ...         return flag & (ll.grads.global_norm(grads.values()) >= least), opt_state
-    ...     return dataclasses.replace(optimizer, decide=decide)
-    >>> model, optimizer = torch.nn.Linear(2, 1), skip_small_gradients(ll.optimizer(torch.optim.SGD, lr=0.1), 10.0)
+    >>> import looplib as ll, torch
+    >>> def skip_small(least):
+    ...     def transform(grads, state, params, step, **info):
+    ...         return ll.types.Transformed(grads, apply=ll.optim.global_norm(grads.values()) >= least)
+    ...     return ll.optim.part("skip_small", transform=transform)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.chain(skip_small(10.0), ll.optimizer(torch.optim.SGD, lr=0.1))
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     >>> state.step, state.skipped
     (0, True)
 
     Args:
-        info: the `params` and the `step` of the update. A function that does not take one of them is not passed it.
+        grads: name -> gradient, of the parameters to change.
+        state: this part's own, as `init` or its last call has returned it; None if it keeps none.
+        params: name -> tensor.
+        step: number of earlier updates, which schedules depend on.
+        info: `metrics`, those of the gradients, and `seed`, the state's. Take `**info`, or exactly those that you use.
     """
 
-    def __call__(self, grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple[Any, Any]: ...
+    def __call__(self, grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed: ...
+
+
+class Update(Protocol):
+    """Second half of an update: `update_(grads, state, params, step, **info) -> (params, state)`.
+
+    It owns what it is given: it may write over the tensors of `params` and `state`, or return new ones, because
+    the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
+    not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
+    tensors into `state`, return a new dict, `{**state, "count": count}`. A third value, if it returns one, is a dict of
+    scalars and metrics to report with those of the step. A skipped update reports nothing, and `ll.Window` averages over
+    those that were made. (A compiled step reports the values that it has computed for the skipped one.)
+
+    `grads` names the parameters to change; the others are returned unchanged. Parts write in the order of the chain, and
+    each sees what the ones before it wrote.
+
+    Args:
+        info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
+            `carry`, what this part's `transform` has handed over, `applied`, the flags of the update, and `evaluate`, a
+            function from params to `(loss, grads)` on the same batch. Take `**info`, or exactly those that you use.
+    """
+
+    def __call__(self, grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Any: ...
 
 
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
 
+Role = Literal["judge", "gradients", "weights", "after"]
+"""What a part of an update is about, which decides where it may stand in a chain.
+
+- `"judge"` looks at the gradients as they entered the chain and decides whether to update. It runs before the others.
+- `"gradients"` changes gradients, or decides by them. It stands before the weights.
+- `"weights"` writes parameters from gradients. There is one; `ll.optim.partition` has one for each label.
+- `"after"` follows the weights: averages, projections.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Part of an update, as `ll.optim.part` makes it.
+
+    Attributes:
+        role: see `Role`.
+        init: first state of the part, or None if it keeps none. See `Init`.
+        transform, update_: its two halves, or None. See `Transform` and `Update`.
+        evaluation: `evaluation(params, buffers, state) -> (params, buffers)`, the weights to evaluate with if
+            they differ from the trained ones, such as averages. See `eval_state`.
+        hyperparameters: `hyperparameters(state, step) -> {name: float}`, the values for the next update. See
+            `ll.optim.hyperparameters`.
+        description: settings as plain values, which checkpoints store.
+        kernel: function that returns the name of torch's kernel used by the updates, for `repr`.
+        loss_scale: `loss_scale(state) -> Tensor`, of the part that scales losses.
+        unscale: `unscale(grads, scale)`, which divides gradients by it in place.
+        evaluates: True if `update_` evaluates the loss at other parameters, as LBFGS does.
+    """
+
+    role: Role
+    init: Callable[..., Any] | None = None
+    transform: Callable[..., Transformed] | None = None
+    update_: Callable[..., Any] | None = None
+    evaluation: Evaluation | None = None
+    hyperparameters: Callable[[Any, int], dict[str, float]] | None = None
+    description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kernel: Callable[[], str] | None = None
+    loss_scale: Callable[[Any], Tensor] | None = None
+    unscale: Callable[[Grads, Tensor], None] | None = None
+    evaluates: bool = False
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
-    """Optimizer: `init`, `decide` and `update_`.
+    """Update: named parts, whose first halves read and whose second halves write. `ll.chain` puts several together.
 
-    `ll.optimizer` makes one from a `torch.optim` class, and wrappers make one from another.
+    What `ll.optimizer`, `ll.ema` and `ll.clip_by_global_norm` return has one part. Users of a chain need not know which it has:
+    `init`, `transform`, `update_`, `evaluation` and `hyperparameters` are those of all parts together.
 
     Attributes:
-        init, update_, decide: see `Init`, `Update` and `Decide`.
-        evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with if
-            they differ from the trained ones, such as averages. See `eval_state`.
-        hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, the values for the next update. See
-            `ll.optim.hyperparameters`.
-        description: the optimizer class and its settings as plain values, which checkpoints store.
-        kernel: function that returns the name of torch's kernel used by the updates, for `repr`.
+        parts: name -> part, in order.
         call: the call that made it, for `repr`.
     """
 
-    init: Callable[..., Any]
-    update_: Callable[..., Any]
-    decide: Callable[..., tuple[Any, Any]] = lambda grads, opt_state, metrics, **info: (True, opt_state)
-    evaluation: Evaluation = lambda params, buffers, opt_state: (params, buffers)
-    hyperparameters: Callable[[Any, int], dict[str, float]] = lambda opt_state, step: {}
-    description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    kernel: Callable[[], str] | None = None
-    call: Call | None = dataclasses.field(default=None, init=False, compare=False)
+    parts: Mapping[str, Part]
+    call: Call | None = dataclasses.field(default=None, compare=False)
+    _firsts: Sequence[tuple[str, Part]] = dataclasses.field(init=False, compare=False)
+    _seconds: Sequence[tuple[str, Part]] = dataclasses.field(init=False, compare=False)
+    _keys: Mapping[str, None] = dataclasses.field(init=False, compare=False)
+    _scaler: tuple[str, Part] | None = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        firsts = [(name, part) for name, part in self.parts.items() if part.transform is not None]
+        firsts.sort(key=lambda named: named[1].role != "judge")
+        object.__setattr__(self, "_firsts", firsts)
+        object.__setattr__(self, "_seconds", [each for each in self.parts.items() if each[1].update_ is not None])
+        keys = dict.fromkeys(name for name, part in self.parts.items() if part.init is not None)
+        object.__setattr__(self, "_keys", keys)
+        scalers = [each for each in self.parts.items() if each[1].loss_scale is not None]
+        object.__setattr__(self, "_scaler", scalers[0] if scalers else None)
+
+    def init(self, params: Params, **extra: Any) -> dict[str, Any]:
+        """First state: a dict with an entry for each part that keeps one."""
+        return {name: part.init(params, **extra) for name, part in self.parts.items() if part.init is not None}
+
+    def transform(self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        """The first halves of all parts, in order. Raises ValueError for a state of another optimizer.
+
+        `scale=` says that these are gradients of a loss that was multiplied by it (`dynamic_loss_scale`), and `owned=True`
+        that they may be written.
+        """
+        if type(opt_state) is not dict or opt_state.keys() != self._keys.keys():
+            raise chains.wrong_state(opt_state, repr(self), self._keys)
+        if "scale" in info or self._scaler is not None:
+            grads = chains.unscaled(self._scaler, grads, info)
+        return chains.transform(self._firsts, grads, opt_state, params, step, info)
+
+    def update_(
+        self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
+    ) -> tuple[Params, Any, dict[str, Any]]:
+        """The second halves of all parts, in order, on tensors that they may write: parameters, state, and reports."""
+        return chains.update_(self._seconds, grads, opt_state, params, step, info)
 
     def update(
         self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
@@ -445,18 +515,44 @@ class Optimizer:
 
         `applied` is False if the optimizer has decided to skip the update. While a graph is traced it is a tensor.
         """
-        return updates.update_by_hand(self, grads, opt_state, params, step, info)
+        return chains.update_by_hand(self, grads, opt_state, params, step, info)
+
+    def evaluation(self, params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
+        """Weights and buffers to evaluate with: those of the last part that has its own. See `ll.eval_state`."""
+        for name, part in self.parts.items():
+            if part.evaluation is not None:
+                params, buffers = part.evaluation(params, buffers, opt_state.get(name))
+        return params, buffers
+
+    def hyperparameters(self, opt_state: Any, step: int) -> dict[str, float]:
+        """Values for the next update. See `ll.optim.hyperparameters`."""
+        return chains.named_reports(
+            {
+                name: part.hyperparameters(opt_state.get(name), step)
+                for name, part in self.parts.items()
+                if part.hyperparameters is not None
+            }
+        )
+
+    def loss_scale(self, opt_state: Any) -> Tensor | None:
+        """The factor by which the loss is to be multiplied, or None. See `ll.optim.dynamic_loss_scale`."""
+        if self._scaler is None:
+            return None
+        name, part = self._scaler
+        if type(opt_state) is not dict or name not in opt_state:
+            raise chains.wrong_state(opt_state, repr(self), self._keys)
+        scale: Tensor = part.loss_scale(opt_state[name])  # type: ignore[misc]
+        return scale
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Settings of each part as plain values, which checkpoints store."""
+        return {name: dict(part.description) for name, part in self.parts.items()}
 
     def __repr__(self) -> str:
-        kernel = [] if self.kernel is None else [f"kernel: {self.kernel()}"]
-        if self.call is not None:
-            return "  # ".join([str(self.call), *kernel])
-        settings = [f"{name}={value!r}" for name, value in self.description.items()]
-        return f"Optimizer({', '.join([*settings, *kernel])})"
-
-    def __post_init__(self) -> None:
-        for name in ("init", "update_", "decide"):
-            object.__setattr__(self, name, updates.ignore_extra_kwargs(getattr(self, name)))
+        kernels = [f"kernel: {part.kernel()}" for part in self.parts.values() if part.kernel is not None]
+        shown = f"Optimizer({', '.join(self.parts)})" if self.call is None else str(self.call)
+        return "  # ".join([shown, *kernels])
 
 
 _NOT_OF_AN_OPTIMIZER = {

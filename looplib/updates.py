@@ -29,7 +29,9 @@ from torch import Tensor
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
+from looplib._core.chain import any_of, new_tensors, read
 from looplib._core.checks import check, check_optional_count, check_type, few
+from looplib._core.copies import clones, own_copies
 from looplib._core.errors import fold
 from looplib._core.lease import (
     Lease,
@@ -52,16 +54,8 @@ from looplib._core.mappings import mapped
 from looplib._core.ranks import is_sharded
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import map_tensors
-from looplib._core.updates import (
-    any_of,
-    call_decide,
-    call_update,
-    clones,
-    new_tensors,
-    own_copies,
-    read,
-)
 from looplib._objective import aux_records
+from looplib.optim._chain import check_writes
 from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState
 
 __all__ = ["apply_gradients"]
@@ -79,6 +73,7 @@ def apply_gradients(
     buffers: Mapping[str, Tensor] | None = None,
     samples: int | None = None,
     same_batch: bool = False,
+    scale: Tensor | float | None = None,
     evaluate: Callable[[Params], tuple[Any, Grads]] | None = None,
 ) -> tuple[TrainState, dict[str, Metric]]:
     """Apply gradients: one optimizer update, from gradients of any origin to the next state.
@@ -106,7 +101,7 @@ def apply_gradients(
     `same_batch=True` if it is a further update on the batch that the last step consumed.
 
     **Several ranks.** Every rank calls it, with the same gradients (shards of the same gradients for FSDP2). For a model in
-    DDP or FSDP2, `grad_fn(state, batch, ll.types.GradRequest(donate=True))` followed by `apply_gradients(..., donate=True)`
+    DDP or FSDP2, `grad_fn(state, batch, donate=True)` followed by `apply_gradients(..., donate=True)`
     is what a donated train step does.
 
     Args:
@@ -121,6 +116,8 @@ def apply_gradients(
         samples: number of samples in the batch that this update consumes, over all ranks together. It advances the position
             by one batch, as a train step does.
         same_batch: if True, the update belongs to the batch that was consumed last, as in `make_train_step`.
+        scale: factor by which the loss of these gradients was multiplied, for an optimizer with `dynamic_loss_scale`, which
+            divides by it. Taken from `gradients` if those come from a gradient function.
         evaluate: function from params (name -> tensor, all of them) to `(loss, gradients)`, for optimizers that evaluate the
             loss at several points (LBFGS).
 
@@ -130,14 +127,14 @@ def apply_gradients(
     Raises:
         TypeError: `optimizer`, `state` or `gradients` is something different.
         ValueError: there is no gradient; a name is not that of a parameter; a shape, dtype or device differs from the
-            parameter's; `gradients` are those of a microbatch or of a scaled loss; `samples` and `same_batch` are both given;
+            parameter's; `gradients` are those of a microbatch, or of a scaled loss without
+            `dynamic_loss_scale`; `samples` and `same_batch` are both given;
             or the optimizer refuses. The state is unchanged then.
         DonatedStateError: the state was already donated.
 
     Source: `flax.training.train_state.TrainState.apply_gradients`.
     """
-    advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-    check_type("optimizer is", optimizer, Optimizer, advice)
+    check_writes(optimizer, "apply_gradients")
     check_optional_count("samples", samples, 0)
     check(
         samples is None or not same_batch, "samples= consumes a batch, and same_batch=True does not: give one of them"
@@ -146,10 +143,10 @@ def apply_gradients(
     check(
         not tracing(),
         "ll.apply_gradients inside a step that runs as a graph: make the inner step with ll.make_train_step, around a "
-        "gradient function of your own if need be, function(state, batch, request) -> Gradients",
+        "gradient function of your own if need be, function(state, batch, **request) -> Gradients",
         UntraceableError,
     )
-    given = _as_gradients(gradients)
+    given = _as_gradients(gradients, scale)
     grads = _checked(given.grads, params)
     if donate and given is not gradients:  # tensors of the caller's own: an update must not read what it writes
         grads = apart_from(grads, tensors_in((params, opt_state)))
@@ -162,7 +159,7 @@ def apply_gradients(
     at_any_point = None if evaluate is None else partial(_at, evaluate)
     try:
         _hold_signals = True  # until this has returned: see `_core.interrupts`
-        new, metrics = update(optimizer, state, out, before, count, at_any_point, copy_buffers=donate)
+        new, metrics = update(optimizer, state, out, before, count, at_any_point, owned=False, copy_buffers=donate)
         del out, grads, given, gradients, new_buffers  # freed while signals are still held back
         return new, metrics
     except BaseException as error:
@@ -178,7 +175,7 @@ def _at(
     return evaluate({**owned, **values})
 
 
-def _as_gradients(gradients: Any) -> Gradients:
+def _as_gradients(gradients: Any, scale: Any) -> Gradients:
     """Gradients of a whole step, from what a gradient function returned or a dict of tensors."""
     if isinstance(gradients, Gradients):
         check(
@@ -187,15 +184,15 @@ def _as_gradients(gradients: Any) -> Gradients:
             "ll.accumulate returns",
         )
         check(
-            gradients.scale is None,
-            "these are gradients of a scaled loss: give what ll.grads.scale_loss(grad_fn) returns, which divides by the scale",
+            scale is None or gradients.scale is None,
+            "these gradients say themselves by what their loss was multiplied (Gradients.scale): leave scale= out",
         )
-        return gradients
+        return gradients if scale is None else gradients._replace(scale=scale)
     advice = "give what a gradient function returned, or a dict of name -> gradient"
     if isinstance(gradients, tuple) and gradients and isinstance(gradients[0], Mapping):
         advice += " (torch.func.grad_and_value returns two values: gradients first)"
     check_type("gradients are", gradients, Mapping, advice)
-    return Gradients(dict(gradients), {}, {}, 0)
+    return Gradients(dict(gradients), {}, {}, 0, scale=scale)
 
 
 def _checked(grads: Mapping[str, Any], params: Params) -> Grads:
@@ -294,20 +291,27 @@ def update(
     count: Count,
     evaluate: Evaluate | None,
     *,
+    owned: bool = True,
     copy_buffers: bool = False,
 ) -> tuple[TrainState, dict[str, Metric]]:
     """The next state and its metrics. The caller undoes a step that fails.
 
-    `before` is None for a pure step. If `copy_buffers`, a donated one writes new values of buffers into the state's own.
+    `before` is None for a pure step. If `owned`, the gradients may be written.
+    If `copy_buffers`, a donated one writes new values of buffers into the state's own.
     """
     params, buffers, opt_state = trees_of(state)
-    grads, metrics, new_buffers, samples, *_ = out
+    metrics, new_buffers, samples = out.metrics, out.buffers, out.samples
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
         written = () if before is None else written_since(params, before.writes)  # names of parameters
-        decision, next_opt_state = call_decide(optimizer, grads, opt_state, metrics, params, state.step)
-        applied = decision is True or read(decision)
+        info: dict[str, Any] = {"metrics": metrics, "seed": state.seed, "owned": owned}
+        if out.scale is not None:
+            info["scale"] = out.scale
+        first = optimizer.transform(out.grads, opt_state, params, state.step, **info)
+        grads, next_opt_state = first.grads, first.state
+        metrics = with_report(metrics, first.metrics, samples)  # which may be refused
+        applied = first.apply is True or read(first)
         _hold_signals = True  # see `_core.interrupts`
         trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
         makes_update = applied is True or any_of(applied)
@@ -315,32 +319,33 @@ def update(
             if before is not None:
                 put_back(before.copies)
             lease = give_up(state, {*written})[0] if written else lease_of(state)
-            owned, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
+            mine, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
         else:
             _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if before is None:
-                owned, next_opt_state = own_copies(grads, params, next_opt_state)
+                mine, next_opt_state = own_copies(grads, params, next_opt_state)
                 lease = None
             else:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                owned, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
+                mine, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
                 if copy_buffers:
                     new_buffers = _in_memory_of(buffers, new_buffers)
-            report: dict[str, Any] = {}
             info = {
                 "applied": applied,
                 "metrics": metrics,
-                "report": report,
                 "buffers": new_buffers,
                 "seed": state.seed,
-                "evaluate": evaluate and partial(evaluate, owned, new_buffers, bool(written)),
+                "carry": first.carry,
+                "evaluate": evaluate and partial(evaluate, mine, new_buffers, bool(written)),
             }
-            new_params, new_opt_state = call_update(optimizer, grads, next_opt_state, dict(owned), state.step, info)
-            if replaced := new_tensors(new_params, owned, grads):  # by a functional update
-                new_opt_state = _copy_into(owned, replaced, new_opt_state)
+            new_params, new_opt_state, report = optimizer.update_(
+                grads, next_opt_state, dict(mine), state.step, **info
+            )
+            if replaced := new_tensors(new_params, mine, grads):  # by a functional update
+                new_opt_state = _copy_into(mine, replaced, new_opt_state)
             if report:  # which may be refused: before the run is said to be at the next step
                 metrics = with_report(metrics, report, samples)
-        new = advanced(state, owned, new_buffers, new_opt_state, samples, makes_update, count, lease)
+        new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, count, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
         if before is not None:  # freed now, and not with the caller's frame, when signals are no longer held back
@@ -382,6 +387,8 @@ def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
 
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """The metrics of a step, with those that its update reports."""
+    if not report:
+        return metrics
     for name in report:
         check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
     return {**metrics, **aux_records(report, samples)}

@@ -27,22 +27,21 @@ from looplib._core.replicas import checksums_by_name, different
 from looplib._core.tracing import UntraceableError, tracing
 
 
-@dataclass(slots=True)
-class RunningSum:
-    """Running sum of gradients: the microbatches of one step share it, until their sum becomes the gradient of a mean.
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """What is known of the whole batch in a call for a part of it, whose gradients the caller adds up.
 
     Attributes:
-        samples: samples in all microbatches, if known. Scalar losses are divided by this number at once.
-        normalizer: divisor of each microbatch's summed loss, which keeps half-precision gradients as small as those of a
-            mean. None until the first microbatch has chosen it: `samples`, or its own weight (at least 1).
-        ranks: number of ranks over which an engine averages.
+        samples: samples in all parts, if known. Scalar losses are divided by this number at once.
+        normalizer: divisor of each part's summed loss, which keeps half-precision gradients as small as those of a
+            mean. None for the first part, which chooses it: `samples`, or its own weight (at least 1), and returns it
+            (`Gradients.normalizer`).
         local: True if the caller adds up the ranks' gradients itself.
-        wrapper: name of the wrapper that is called for each microbatch by itself; "" if one call makes all passes.
+        wrapper: name of the function that is called for each part by itself; "" if one call makes all passes.
     """
 
     samples: int | None = None
     normalizer: Tensor | float | None = None
-    ranks: int = 1
     local: bool = False
     wrapper: str = ""
 
@@ -54,20 +53,18 @@ class Sync:
         self,
         engine: Engine,
         ranks: int,
-        total: RunningSum | None,
+        part: BatchPart | None,
         batches: Sequence[Any],
         count_samples: Callable[[Any], int],
     ) -> None:
         self.engine, self.ranks = engine, ranks
-        known = None if total is None else total.samples
+        known = None if part is None else part.samples
         # Sent during the first forward pass.
         self._counted = Sums([sum(map(count_samples, batches)) if known is None else known])
         self.passes = self.needed = len(batches)
-        if total is not None:
-            total.ranks = ranks
-            # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
-            if engine.passes_together():
-                self.passes = largest_over_ranks(self.needed)
+        # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
+        if part is not None and engine.passes_together():
+            self.passes = largest_over_ranks(self.needed)
 
     def samples(self) -> int:
         """Samples of the whole step, on all ranks."""
@@ -115,14 +112,14 @@ def sync_over_ranks(
     state: Any,
     batches: Sequence[Any],
     count_samples: Callable[[Any], int],
-    total: RunningSum | None,
+    part: BatchPart | None,
     in_place: bool,
 ) -> Sync | None:
     """Averaging over ranks for the passes of one call; None for a single rank or a model in no engine.
 
     `in_place` is True if the call runs on the module's own tensors.
     """
-    local = total is not None and total.local
+    local = part is not None and part.local
     if engine is None:
         if not local:
             _warn_of_lone_ranks(ranks)
@@ -135,17 +132,23 @@ def sync_over_ranks(
             f"reduce_gradients around a model in {engine.name}, which reduces its gradients itself: leave one of "
             "them out"
         )
-    if total is not None and total.wrapper:
+    if part is not None and part.wrapper == "dtype":
         raise RuntimeError(
-            f"accumulate calls {total.wrapper} for each microbatch, and {engine.name} adds up the gradients of all of them in "
+            f"accumulate(dtype=...) adds up the gradients of microbatches itself, and {engine.name} does so in one call, in the "
+            "dtype of the parameters: leave dtype= out and keep the weights in float32, or leave the model unwrapped and use "
+            "ll.grads.reduce_gradients(accumulate(...))"
+        )
+    if part is not None and part.wrapper:
+        raise RuntimeError(
+            f"accumulate calls {part.wrapper} for each microbatch, and {engine.name} adds up the gradients of all of them in "
             "one call: put accumulate directly around make_grad_fn, and wrappers around it, "
-            f"{total.wrapper}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
+            f"{part.wrapper}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
             "ll.grads.reduce_gradients(accumulate(...))"
         )
     if not engine.compared:
         compare(state)
         engine.compared = True  # only now, since all ranks compare again after one that was not in this step
-    return Sync(engine, ranks, total, batches, count_samples)
+    return Sync(engine, ranks, part, batches, count_samples)
 
 
 _UNREDUCED = (

@@ -28,10 +28,10 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import PLAIN, check, is_plain, named, parts_of
 from looplib._core.checksums import checksums
+from looplib._core.copies import clones
 from looplib._core.mappings import pairs, pick
 from looplib._core.torch_private import functorch_level_of, pytree
 from looplib._core.tracing import tracing
-from looplib._core.updates import clones
 
 
 class Lease:

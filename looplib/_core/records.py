@@ -1,8 +1,8 @@
 """Records of functions: what made a function, its kind, and how it is shown and described.
 
-To Python, gradient functions, steps, loggers and so on are all callables. Each that looplib makes, or a user with
-`ll.grads.wrapper`, is therefore a `Function` with one record, `Made`. Functions that take such a function read the
-record, through all wrappers that have one too. Of a plain function, only the parameters can be inspected.
+To Python, gradient functions, steps, loggers and so on are all callables. Each that looplib makes
+is therefore a `Function` with one record, `Made`. Functions that take such a function read the record, through all wrappers
+that have one too, or that `functools.wraps` what they wrap. Of a plain function, only the parameters can be inspected.
 
 The record also holds the call that made the function, which is its repr: `ll.make_train_step(ll.make_grad_fn(Linear,
 loss_fn), ...)`. A factory returns `with_repr(result, itself, *its_arguments)`. Arguments without short code are shown
@@ -60,14 +60,12 @@ class Call(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Facts about a function made by looplib, or by a user with `ll.grads.wrapper`.
+    """Facts about a function made by looplib.
 
     Attributes:
         kind: one of `KINDS`, or None if it is not certain.
         name: name of the function that made it, such as "accumulate".
         inner: the function that it wraps.
-        whole_step: True if it makes sense only for the gradients of a whole step, not of a microbatch.
-        scaled: True if it also makes sense for the gradients of a scaled loss.
         per_sample: True if its gradients are those of each sample.
         max_norm: bound on the norm of each sample's gradient before they were added up.
         microbatches: the same function for several microbatches at once, which is faster.
@@ -82,8 +80,6 @@ class Made(NamedTuple):
     kind: str | None
     name: str
     inner: Any = None
-    whole_step: bool = False
-    scaled: bool = False
     per_sample: bool = False
     max_norm: float | None = None
     microbatches: Callable[..., Any] | None = None
@@ -118,10 +114,13 @@ def made(function: Any) -> Made | None:
 
 
 def chain(function: Any) -> Iterator[Made]:
-    """Records of a function, of the function it wraps, and so on, as far as they have one."""
-    while (record := made(function)) is not None:
-        yield record
-        function = record.inner
+    """Records of a function, of the function it wraps, and so on, as far as they have one or say so (`functools.wraps`)."""
+    while function is not None:
+        if (record := made(function)) is None:
+            function = getattr(function, "__wrapped__", None)
+        else:
+            yield record
+            function = record.inner
 
 
 def mark(function: F, record: Made) -> F:
@@ -194,7 +193,7 @@ def _public_name(thing: Any) -> str:
 
 # Kinds of arguments, and what to give.
 KINDS = {
-    "grad_fn": "a grad_fn(state, batch, request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
+    "grad_fn": "a grad_fn(state, batch, **request) -> Gradients, as ll.make_grad_fn(model, loss_fn) returns",
     "train_step": "a train step(state, batch) -> (state, metrics), as ll.make_train_step(grad_fn, optimizer) returns",
     "eval_step": 'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) '
     "returns",

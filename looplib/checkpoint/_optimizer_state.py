@@ -6,12 +6,14 @@ A torch optimizer numbers its parameters by group; a state has them under the na
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from looplib._core.chain import contents
 from looplib._core.checks import as_tensor, check, check_type, few
 from looplib._core.mappings import mapped, pick, subset, without
 from looplib._core.modules import TRANSPARENT, check_materialized
@@ -48,7 +50,7 @@ def optimizer_state_dict(
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
-        state: a state of this module, with the state of an `ll.optimizer`, with any wrappers but no `partition` around it.
+        state: a state of this module, with the state of one `ll.optimizer`, alone or in a chain, and not in a `partition`.
         torch_optimizer: an instance of the class passed to `ll.optimizer`, with the same kinds of hyperparameters,
             over the module's own parameters in any groups and any order. It is not changed.
 
@@ -201,23 +203,38 @@ def _check_param_names(torch_optimizer: torch.optim.Optimizer, name_of: Mapping[
 
 
 def _innermost(opt_state: Any) -> dict[str, Any]:
-    """State of the `ll.optimizer` inside wrappers such as apply_if_finite."""
-    while isinstance(opt_state, Mapping) and "inner_state" in opt_state:
-        opt_state = opt_state["inner_state"]
+    """State of the only `ll.optimizer` among the parts of an update."""
+    found = [*_of_optimizers(opt_state)]
     check(
-        isinstance(opt_state, dict) and "state" in opt_state,
-        f"the state's opt_state is a {type(opt_state).__name__}, not what an ll.optimizer keeps: make the state with "
-        "ll.init_state(model, ll.optimizer(...))",
+        len(found) == 1,
+        f"the state's opt_state holds {contents(opt_state)}, and not what one ll.optimizer keeps: make the state with "
+        "ll.init_state(model, ll.optimizer(...)), or a chain with it. (The optimizers of a partition are not converted.)",
         TypeError,
     )
-    return opt_state  # type: ignore[no-any-return]
+    return found[0]
 
 
-def _with_innermost(opt_state: Any, innermost: Any) -> Any:
-    """Replace the innermost state in the state of wrapped optimizers."""
-    if "inner_state" not in opt_state:
-        return innermost
-    return {**opt_state, "inner_state": _with_innermost(opt_state["inner_state"], innermost)}
+def _of_optimizers(opt_state: Any) -> Iterator[dict[str, Any]]:
+    for own in opt_state.values() if isinstance(opt_state, Mapping) else ():
+        match own:
+            case {"inner": dict(inner)}:
+                yield from _of_optimizers(inner)
+            case {"state": dict()}:
+                yield own
+
+
+def _with_innermost(opt_state: Mapping[str, Any], innermost: Any) -> dict[str, Any]:
+    """The state of an update, with another one of its `ll.optimizer`."""
+    return mapped(partial(_replaced, innermost), opt_state)
+
+
+def _replaced(innermost: Any, own: Any) -> Any:
+    match own:
+        case {"inner": dict(inner)}:
+            return {**own, "inner": _with_innermost(inner, innermost)}
+        case {"state": dict()}:
+            return innermost
+    return own
 
 
 def _converted(

@@ -29,8 +29,9 @@ from looplib.distributed._reduce import gather_tensors
 from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients
 from looplib.grads._accumulation import even
+from looplib.grads._wrapper import check_whole_batch
 from looplib.metrics import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.types import BatchPart, GradFn, Gradients, TrainState
 
 
 class _Microbatch(NamedTuple):
@@ -108,21 +109,21 @@ def make_contrastive_grad_fn(
     if host.engine is None:
         pulls = reduce_gradients(pulls)
 
-    def contrastive(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        _check_whole(request)
+    def contrastive(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+        _check_whole(part)
         count = counter(batch)
         check(count, "the batch has no samples, so its loss has no value: leave it out")
         sizes = even(count, microbatches)
         batches = split(batch, count, sizes, counter)
-        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request), sizes)]
+        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request.get("index", 0)), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
-        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], request)
+        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], **request)
         return out._replace(metrics={"loss": record("loss", loss, count), **aux_records(aux, count)})
 
     name = "make_contrastive_grad_fn"
-    facts = Made("grad_fn", name, whole_step=True, scaled=True, model=model, count_samples=counter)
+    facts = Made("grad_fn", name, model=model, count_samples=counter)
     settings = {"microbatches": microbatches, "trainable": trainable, "count_samples": count_samples}
     return with_repr(mark(contrastive, facts), make_contrastive_grad_fn, model, embed_fn, embedding_loss, **settings)
 
@@ -132,12 +133,12 @@ def _embedded(
     embed_fn: Callable[[Any, Any], Any],
     state: TrainState,
     batches: Sequence[Any],
-    request: GradRequest,
+    index: int,
 ) -> list[Any]:
     """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
     params, buffers, _ = trees_of(state)
     host.check(params, buffers)
-    seeds = [mix(state.seed, state.step, rank(), index) for index in indices(request, len(batches))]
+    seeds = [mix(state.seed, state.step, rank(), each) for each in indices(index, len(batches))]
     passes = largest_over_ranks(len(batches))
     embeddings: list[Any] = []
 
@@ -152,18 +153,15 @@ def _embedded(
     return embeddings[: len(batches)]
 
 
-def _check_whole(request: GradRequest) -> None:
+def _check_whole(part: BatchPart | None) -> None:
     """Raise inside a compiled step or `accumulate`, where the whole batch is not available."""
     if tracing():
         raise UntraceableError(
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
             "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
         )
-    if request.sum is not None:
-        raise ValueError(
-            "make_contrastive_grad_fn within accumulate would compare the samples of one microbatch alone: leave "
-            "accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
-        )
+    instead = "it compares samples with each other, so leave accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
+    check_whole_batch(part, "make_contrastive_grad_fn", instead)
 
 
 def _floating(embeddings: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,10 @@ from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.samples import as_counter, one_for_each
 from looplib._core.tracing import around_loss, tracing
 from looplib._objective import multiply, record, split_loss, value_of
-from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, joined
+from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, check_whole_batch, joined
 from looplib.metrics._mean import Mean
 from looplib.transforms._decompositions import RecurrentInParts
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, LossFn, Metric, TrainState
+from looplib.types import BatchPart, GradFn, Gradients, Grads, LossFn, Metric, TrainState
 
 
 def make_per_sample_grad_fn(
@@ -73,7 +73,7 @@ def make_per_sample_grad_fn(
     Raises:
         ValueError: the model recomputes or offloads activations; BatchNorm would normalize over a batch; the module is
             wrapped in DDP or FSDP2; the forward pass writes a buffer; the loss is not a scalar or reaches no parameter;
-            the function is used inside `accumulate` or `scale_loss`; the state belongs to a different model; or the
+            the function is used inside `accumulate` or for a scaled loss; the state belongs to a different model; or the
             batch has tensors of different lengths.
         TypeError: `loss_fn` returns anything else, or the batch contains a NumPy array.
 
@@ -85,12 +85,22 @@ def make_per_sample_grad_fn(
     _check_model(host)
     host.warn_of_eval_mode(names)
 
-    def per_sample_grad_fn(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        _check_part(request)
+    def per_sample_grad_fn(
+        state: TrainState,
+        batch: Any,
+        *,
+        index: int = 0,
+        scale: Tensor | None = None,
+        donate: bool = False,
+        copied: bool = False,
+        part: BatchPart | None = None,
+    ) -> Gradients:
+        check_whole_batch(part, "make_per_sample_grad_fn", _SUMMED)
+        check(scale is None, PER_SAMPLE_SCALED)
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         lent = mapped(Tensor.clone, buffers)
-        seed = request.index if tracing() else mix(state.seed, state.step, rank(), request.index)
+        seed = index if tracing() else mix(state.seed, state.step, rank(), index)
         samples = counter(batch)
         columns, layout = _columns_of(batch, samples)
 
@@ -202,16 +212,10 @@ def _check_model(host: _modules.FunctionalModule) -> None:
     check_samples_apart(host.batch_norms())
 
 
-def _check_part(request: GradRequest) -> None:
-    """Raise if summed or scaled gradients are requested."""
-    check(
-        request.sum is None,
-        "gradients of each sample do not add up within accumulate: bring them together inside, "
-        "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
-    )
-    check(request.scale is None, PER_SAMPLE_SCALED)
-
-
+_SUMMED = (
+    "gradients of each sample do not add up, so bring them together inside, "
+    "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
+)
 _NOT_BY_FUNC = (
     "the model recomputes or offloads activations (ll.losses.recompute or offload, torch.utils.checkpoint, "
     "gradient_checkpointing_enable()), or has an autograd.Function without setup_context, which torch.func cannot "
@@ -242,9 +246,9 @@ def _sum(values: Tensor) -> Tensor:
     return values.to(wide_dtype(values.device)).sum()
 
 
-def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:
-    """Gradients of each sample of this part."""
-    out = grad_fn(state, batch, dataclasses.replace(request, sum=None))
+def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, request: Mapping[str, Any]) -> Gradients:
+    """Gradients of each sample of this batch."""
+    out = grad_fn(state, batch, **request)
     params = state.params
     for name, grad in out.grads.items():
         if grad.shape != (expected := (out.samples, *params[name].shape)):
@@ -255,13 +259,14 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, requ
     return out
 
 
-def _together(out: Gradients, grads: Grads, request: GradRequest, metrics: dict[str, Metric]) -> Gradients:
+def _together(out: Gradients, grads: Grads, part: BatchPart | None, metrics: dict[str, Metric]) -> Gradients:
     """Gradients summed over the samples, as from an ordinary GradFn. `grads` may be overwritten."""
-    total, samples, metrics = request.sum, out.samples, joined(out.metrics, metrics)
-    if total is None:
+    samples, metrics = out.samples, joined(out.metrics, metrics)
+    if part is None:
         multiply(grads, 1 / max(samples, 1))
         return Gradients(grads, metrics, out.buffers, samples)
-    if total.normalizer is None:
-        total.normalizer = max(samples if total.samples is None else total.samples, 1)
-    multiply(grads, 1 / total.normalizer)
-    return Gradients(grads, metrics, out.buffers, samples, samples)
+    normalizer = part.normalizer
+    if normalizer is None:
+        normalizer = max(samples if part.samples is None else part.samples, 1)
+    multiply(grads, 1 / normalizer)
+    return Gradients(grads, metrics, out.buffers, samples, samples, normalizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection
 from operator import attrgetter
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_number
-from looplib._core.engines import RunningSum
 from looplib._core.mappings import stacked
 from looplib._core.random import mix
 from looplib._core.records import Made, made, mark, with_repr
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.grads._wrapper import check_grad_fn, check_parts, of_whole_step, seen
+from looplib.grads._wrapper import check_grad_fn, check_whole_batch, kept, seen
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Metric, TrainState
+from looplib.types import BatchPart, GradFn, Gradients, Grads, Metric, TrainState
 
 
 def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
@@ -57,7 +55,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
     grad_fn = check_grad_fn(grad_fn, "clip_per_sample")
 
-    def clipped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+    def clipped(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
         out = _examples("clip_per_sample", grad_fn, state, batch, request)
         norms = _norms(out.grads)
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
@@ -66,7 +64,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
             "clipped": Mean((norms > max_norm).sum(), out.samples),
             "grad_norm_per_sample": Mean(_sum(norms), out.samples),
         }
-        return _together(out, sums, request, metrics)
+        return _together(out, sums, part, metrics)
 
     made = mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
     return with_repr(made, clip_per_sample, grad_fn, max_norm)
@@ -129,20 +127,26 @@ def add_noise(
     check_number("noise_multiplier", noise_multiplier, lambda noise: 0 <= noise < math.inf, advice)
     if size is not None:
         check_number("expected_batch_size", size, lambda size: size > 0, above)
-    grad_fn = check_parts(grad_fn, "add_noise")
+    grad_fn = check_grad_fn(grad_fn, "add_noise")
     _check_norm(grad_fn, max_norm)
 
-    def noisy(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        total = RunningSum()
-        out = grad_fn(state, batch, dataclasses.replace(request, sum=total))
+    def noisy(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+        check_whole_batch(part, "add_noise")
+        out = grad_fn(state, batch, part=BatchPart(), **request)
         size = expected_batch_size or out.samples
         check(size, "the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
-        multiply(out.grads, (total.normalizer or 1) / size)
+        multiply(out.grads, (out.normalizer or 1) / size)
         _add_normal(out.grads.values(), noise_multiplier * max_norm / size, state)
         return Gradients(out.grads, out.metrics, out.buffers, out.samples)
 
-    made = of_whole_step("add_noise", noisy, grad_fn)
-    return with_repr(made, add_noise, grad_fn, max_norm, noise_multiplier, expected_batch_size=expected_batch_size)
+    return with_repr(
+        kept(noisy, "add_noise", grad_fn),
+        add_noise,
+        grad_fn,
+        max_norm,
+        noise_multiplier,
+        expected_batch_size=expected_batch_size,
+    )
 
 
 def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from looplib._core.checks import check_number
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
-from looplib.grads._clipping import global_norm
-from looplib.grads._wrapper import check_whole, of_whole_step
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, Grads, Params, TrainState
+from looplib.grads._wrapper import check_grad_fn, check_whole_batch, kept
+from looplib.optim._norms import global_norm
+from looplib.types import BatchPart, GradFn, Gradients, Grads, Params, TrainState
 
 
 def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn:
@@ -25,8 +24,8 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     >>> gradients = grad_fn(ll.init_state(model), torch.ones(4, 2))
 
     It makes two passes over the batch: one for the gradient at the weights, one at `weights + rho * gradient / norm`.
-    Both draw the same random numbers. Metrics and buffers are those of the first pass. Put clipping around it and
-    `accumulate` inside.
+    Both draw the same random numbers. Metrics and buffers are those of the first pass. Put `accumulate`
+    inside; clipping is a part of the update (`ll.chain`).
 
     Args:
         grad_fn: gradient function.
@@ -42,20 +41,20 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     generalization", 2021; Kwon et al., "ASAM", 2021.
     """
     check_number("rho", rho, lambda rho: rho > 0, "give a distance above 0")
-    grad_fn = check_whole(grad_fn, "sam")
+    grad_fn = check_grad_fn(grad_fn, "sam")
 
-    def sharp(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        first = grad_fn(state, batch, request)
+    def sharp(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+        check_whole_batch(part, "sam")
+        first = grad_fn(state, batch, **request)
         params = mapped(Tensor.detach, pick(state.params, first.grads))
         away = _worst_nearby(params, first.grads, rho, adaptive)
         # In a donated step, this pass may write as well: to parameters of its own, and to copies of the buffers.
-        buffers = mapped(Tensor.clone, first.buffers) if request.donate else first.buffers
-        again = replace(request, copied=False)
-        second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, again)
+        buffers = mapped(Tensor.clone, first.buffers) if request.get("donate") else first.buffers
+        again = {**request, "copied": False}
+        second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, **again)
         return first._replace(grads=second.grads)
 
-    made = of_whole_step("sam", sharp, grad_fn, scaled=True)
-    return with_repr(made, sam, grad_fn, rho, adaptive=adaptive)
+    return with_repr(kept(sharp, "sam", grad_fn), sam, grad_fn, rho, adaptive=adaptive)
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_count, check_optional_count, check_type
-from looplib._core.records import chain, check_kind
-from looplib.grads._wrapper import check_whole
-from looplib.types import GradFn, Gradients, GradRequest, Metric, TrainState
+from looplib._core.records import check_kind
+from looplib.grads._wrapper import DROPPED, check_grad_fn
+from looplib.types import GradFn, Gradients, Metric, TrainState
 
 
 def backward(
@@ -66,17 +66,18 @@ def backward(
         The metrics: `loss`, and what the loss function and the wrappers report.
 
     Raises:
-        ValueError: `grad_fn` has `scale_loss`, whose scale is kept by an optimizer of looplib's, or with `scaler` a wrapper
-            that has no meaning for scaled gradients, such as clipping; or gradients do not fit the module's parameters. See
-            also `make_grad_fn`.
-        TypeError: an argument is something different, or a wrapper of yours drops the request and with it the scale.
+        ValueError: with `scaler`, `grad_fn` has no meaning for a scaled loss, such as per-sample gradients; or gradients do not
+            fit the module's parameters. See also `make_grad_fn`.
+        TypeError: an argument is something different, or a wrapper of yours drops what it is given by name and with it the scale.
     """
-    grad_fn = check_whole(grad_fn, "backward")
+    grad_fn = check_grad_fn(grad_fn, "backward")
     check_kind(model, "backward", "model")
     check_count("step", step, 0, "give the number of updates that your loop has made, such as step=step")
     check_type("seed is", seed, SupportsIndex, "give an int")
     check_optional_count("epoch", epoch, 0, "give the number of epochs completed, such as epoch=epoch")
-    _check_names(grad_fn, scaler)
+    if scaler is not None:
+        advice = "give scaler= what torch.amp.GradScaler() returns"
+        check_type("scaler is", scaler, torch.amp.GradScaler, advice)
     slots = _modules.members(model)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     counts: Any = {"epoch": epoch, **dict.fromkeys(("batch", "samples", "batch_samples", "batch_steps"))}
@@ -87,12 +88,13 @@ def backward(
         for param in params.values():
             param.grad = None if param.grad is None else param.grad.clone()
     try:
-        out = grad_fn(state, batch, GradRequest(donate=True, scale=scale))
+        out = grad_fn(state, batch, donate=True, scale=scale)
     except TypeError as error:
         if "NoneType" in str(error):
             error.add_note(_UNKNOWN)
         raise
-    check(out.scale is scale, _DROPPED, TypeError)
+    what = "gradients of a loss that was not multiplied by the scale of scaler="
+    check(out.scale is scale, DROPPED.format(who="backward", what=what), TypeError)
     _check_fit(out, params)
     with torch.no_grad():
         for owner, key, name in slots.buffers:
@@ -100,17 +102,6 @@ def backward(
         for name, grad in out.grads.items():
             _add(params[name], grad)
     return out.metrics
-
-
-def _check_names(grad_fn: GradFn, scaler: torch.amp.GradScaler | None) -> None:
-    """Raise for wrappers whose gradients are not what the loop takes them for."""
-    if scaler is not None:
-        advice = "give scaler= what torch.amp.GradScaler() returns"
-        check_type("scaler is", scaler, torch.amp.GradScaler, advice)
-    for record in chain(grad_fn):
-        check(record.name != "scale_loss", _SCALED)
-        scales = record.scaled or not (record.whole_step or record.per_sample or record.max_norm is not None)
-        check(scaler is None or not scaler.is_enabled() or scales, _ORDER.format(name=record.name))
 
 
 def _scale_of(scaler: torch.amp.GradScaler, params: dict[str, Tensor]) -> Tensor:
@@ -155,20 +146,6 @@ def _add(param: Tensor, grad: Tensor) -> None:
         param.grad.add_(grad)
 
 
-_SCALED = (
-    "backward got a grad_fn with scale_loss, whose scale is kept in the state of an optimizer of looplib's: leave scale_loss "
-    "out, and give backward(..., scaler=torch.amp.GradScaler(...)), the one whose step() and update() your loop calls"
-)
-_ORDER = (
-    "{name} would act on gradients that are multiplied by the scale of scaler=: leave {name} out. Clip in the loop, by "
-    "torch.nn.utils.clip_grad_norm_ between scaler.unscale_(optimizer) and scaler.step(optimizer); for everything else compute "
-    "in torch.bfloat16, which needs no scaler"
-)
-_DROPPED = (
-    "backward got gradients of a loss that was not multiplied by the scale of scaler=: the grad_fn must hand its third "
-    "argument on to the one that it wraps, grad_fn(state, batch, request), and return out._replace(grads=...) "
-    "(see ll.types.GradRequest)"
-)
 _UNKNOWN = (
     "ll.grads.backward gives the grad_fn a state with the tensors, step and seed. If it reads state.epoch or state.extra, "
     "give epoch= or extra=; all other counts and the optimizer's state are None there"

@@ -9,7 +9,7 @@ from looplib._core.checks import check
 from looplib._core.records import kind_of, with_repr
 from looplib._core.samples import count_samples
 from looplib.grads._wrapper import check_grad_fn, kept
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.types import GradFn, Gradients, TrainState
 
 
 def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> GradFn:
@@ -46,8 +46,8 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
     is_function = callable(batch_fn) and kind_of(batch_fn) is None
     check(is_function, f"map_batch got {batch_fn!r}; give a function (state, batch) -> batch", TypeError)
 
-    def mapped(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
-        return grad_fn(state, batch_fn(state, batch), request)
+    def mapped(state: TrainState, batch: Any, **request: Any) -> Gradients:
+        return grad_fn(state, batch_fn(state, batch), **request)
 
     # The function of `grad_fn` counts the samples of what `batch_fn` returns.
     return with_repr(kept(mapped, "map_batch", grad_fn, count_samples), map_batch, grad_fn, batch_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from looplib._core import engines
@@ -11,8 +11,8 @@ from looplib._core import ranks as _ranks
 from looplib._core.records import with_repr
 from looplib._core.samples import counter_of, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
-from looplib.grads._wrapper import check_parts, kept
-from looplib.types import WHOLE, GradFn, Gradients, GradRequest, TrainState
+from looplib.grads._wrapper import DROPPED, check_grad_fn, check_whole_batch, kept
+from looplib.types import BatchPart, GradFn, Gradients, TrainState
 
 
 def reduce_gradients(grad_fn: GradFn) -> GradFn:
@@ -21,7 +21,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    >>> grad_fn = ll.clip_by_global_norm(ll.grads.reduce_gradients(ll.accumulate(grad_fn, 2)), 1.0)
+    >>> grad_fn = ll.grads.reduce_gradients(ll.accumulate(grad_fn, 2))
     >>> grad_fn(ll.init_state(model), torch.zeros(4, 2)).samples
     4
 
@@ -35,39 +35,32 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     parameter that one rank's loss does not reach counts as zero there.
 
     Args:
-        grad_fn: gradient function of one rank's batch. Wrappers for the gradients of a whole step go around
-            `reduce_gradients`.
+        grad_fn: gradient function of one rank's batch. What has a meaning for the whole batch alone, such as `add_noise`,
+            goes around `reduce_gradients`.
 
     Raises:
-        ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
+        ValueError: at the first step on several ranks, if `grad_fn` has a meaning for the whole batch alone.
         RuntimeError: at the first step on several ranks, if the model is in DDP or FSDP2, where gradients would be reduced
             twice.
     """
-    grad_fn, compared = check_parts(grad_fn, "reduce_gradients"), False
+    grad_fn, compared = check_grad_fn(grad_fn, "reduce_gradients"), False
     counter = counter_of(grad_fn)
 
-    def reduced(state: TrainState, batch: Any, request: GradRequest = WHOLE) -> Gradients:
+    def reduced(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
         nonlocal compared
         if not _ranks.is_distributed():
-            return grad_fn(state, batch, request)
-        if request.sum is not None:
-            raise ValueError(
-                "reduce_gradients within accumulate would send each microbatch: put it around, "
-                "reduce_gradients(accumulate(grad_fn, ...))"
-            )
+            return grad_fn(state, batch, **request) if part is None else grad_fn(state, batch, part=part, **request)
+        check_whole_batch(part, "reduce_gradients")
         if not compared:
             engines.compare(state)
             compared = True
-        total = engines.RunningSum(local=True)
-        own = replace(request, sum=total)
-        out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch, counter) else grad_fn(state, batch, own)
+        request["part"] = BatchPart(local=True)
+        of_rank = partial(_of_no_samples, grad_fn) if _is_empty(batch, counter) else grad_fn
+        out = of_rank(state, batch, **request)
         if out.weight is None:
-            raise TypeError(
-                "reduce_gradients got gradients without the weight of this rank's part: the grad_fn within must hand "
-                "its third argument on to the one that it wraps, grad_fn(state, batch, request), and return "
-                "out._replace(grads=...) (see ll.types.GradRequest)"
-            )
-        return mean_over_ranks(out, total, state.params)
+            what = "gradients without the weight of this rank's part"
+            raise TypeError(DROPPED.format(who="reduce_gradients", what=what))
+        return mean_over_ranks(out, state.params)
 
     made = kept(reduced, "reduce_gradients", grad_fn)
     return with_repr(made, reduce_gradients, grad_fn)
@@ -81,8 +74,8 @@ def _is_empty(batch: Any, count_samples: Callable[[Any], int]) -> bool:
         return False
 
 
-def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, request: GradRequest) -> Gradients:
+def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, **request: Any) -> Gradients:
     """Contribution of a rank without samples: the names of its metrics, and zero for everything else."""
-    out = grad_fn(state, padding_batch(batch), replace(request, donate=False))
+    out = grad_fn(state, padding_batch(batch), **{**request, "donate": False})
     weight = None if out.weight is None else out.weight * 0
     return out._replace(grads={}, metrics=uncounted(out.metrics), buffers=state.buffers, samples=0, weight=weight)

@@ -24,7 +24,7 @@ from looplib._core.checks import check, check_type, separated
 from looplib._core.collective import together_with_data
 from looplib._core.records import Made, check_kind, made, mark
 from looplib.grads._wrapper import check_grad_fn
-from looplib.types import GradFn, LossFn, Optimizer, TrainState
+from looplib.types import GradFn, LossFn, Optimizer, Part, TrainState
 
 T = TypeVar("T")
 
@@ -156,7 +156,17 @@ class step_timer:
         Raises TypeError if `optimizer` is not an `ll.optimizer(...)`.
         """
         check_kind(optimizer, "step_timer.optimizer", "optimizer")
-        return replace(optimizer, update_=functools.partial(self._time, "update", optimizer.update_))
+        parts = {name: self._timed(part) for name, part in optimizer.parts.items()}
+        return replace(optimizer, parts=parts)
+
+    def _timed(self, part: Part) -> Part:
+        """A part whose halves are timed. The writing of weights counts the updates."""
+
+        def timed(half: Callable[..., Any] | None, counts: bool) -> Callable[..., Any] | None:
+            return half and functools.partial(self._time, "update", half, _counts=counts)
+
+        transform = timed(part.transform, False)
+        return replace(part, transform=transform, update_=timed(part.update_, part.role == "weights"))
 
     def read(self, prefix: str = "") -> dict[str, float]:
         """Return the times since the last reading, as floats for a log, and reset. Waits for the accelerator.
@@ -200,13 +210,13 @@ class step_timer:
         self._clear()
         return costs
 
-    def _time(self, part: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _time(self, part: str, function: Callable[..., Any], *args: Any, _counts: bool = True, **named: Any) -> Any:
         if self._began is None:
             self._began = time.perf_counter()
         start = self._mark()
         try:
             out = function(*args, **named)
-            self._calls[part] += out is not _END
+            self._calls[part] += _counts and out is not _END
             return out
         finally:
             end = self._mark()

@@ -1,8 +1,8 @@
 """Mixed precision with `torch.autocast`.
 
 `autocast` wraps only the function that calls the model, so the backward pass runs outside it, as torch recommends.
-float16 also needs loss scaling: `scale_loss` multiplies the loss and divides the gradients, and `dynamic_loss_scale`
-around the optimizer keeps the scale, adapts it, and skips updates that overflowed. Keep the weights in float32:
+float16 also needs loss scaling: `dynamic_loss_scale`, a part of the update, keeps the scale, adapts it, and skips updates
+that overflowed. Keep the weights in float32:
 bfloat16 would round small updates away. `cast` makes a state with such weights for evaluation and export.
 """
 
@@ -30,7 +30,7 @@ def autocast(
     >>> predict_step(ll.init_state(model), torch.zeros(4, 2)).dtype
     torch.bfloat16
 
-    Parameters and their gradients keep their own dtype. For float16, use `scale_loss` as well.
+    Parameters and their gradients keep their own dtype. For float16, put `ll.optim.dynamic_loss_scale()` into the chain as well.
 
     Args:
         function: `function(model, batch)`.

@@ -266,7 +266,7 @@ class Window:
     over these steps. `metrics()` raises ValueError if nothing was added.
 
     One step whose loss or norm is infinite or NaN makes the mean of the window so. If updates may be skipped for it (float16
-    with a loss scale, `apply_if_finite`), add only the others: `if not state.skipped: window = window.add(metrics)`.
+    with a loss scale, `skip_nonfinite`), add only the others: `if not state.skipped: window = window.add(metrics)`.
     """
 
     merged: tuple[Metrics, ...] = ()

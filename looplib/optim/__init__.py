@@ -1,26 +1,36 @@
-"""Optimizers: a `torch.optim` class or an `Optimizer` goes in and an `Optimizer` comes out."""
+"""Optimizers: parts of an update, and `chain`, which puts them together."""
 
 from looplib._core.hints import give_hints
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
+from looplib.optim._chain import chain, every, own_steps, partition
+from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_value
+from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
+from looplib.optim._part import part
 from looplib.optim._recipe import injected
-from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, dynamic_loss_scale
-from looplib.optim._wrap import own_steps, partition
+from looplib.optim._skipping import NonFiniteGradientsError, dynamic_loss_scale, skip_nonfinite
 
 __all__ = [
     "NonFiniteGradientsError",
-    "apply_if_finite",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
     "dynamic_loss_scale",
     "ema",
     "ema_warmup",
     "eval_state",
+    "every",
+    "global_norm",
     "hyperparameters",
     "injected",
     "optimizer",
     "own_steps",
+    "part",
     "partition",
     "set_hyperparameters",
+    "skip_nonfinite",
     "swa",
     "where",
 ]

@@ -1,7 +1,7 @@
 """Weight averaging: EMA, SWA, and the state to evaluate with.
 
-An average is part of the optimizer's state and is updated together with the weights, so it is skipped, donated,
-interrupted and checkpointed with them. It counts the updates of the optimizer it wraps, which can be fewer than
+An average is a part of the update, after the weights, so it is skipped, donated,
+interrupted and checkpointed with them. It counts the updates of its chain, which can be fewer than
 `state.step` if several optimizers take turns (`partition`) or everything is frozen.
 """
 
@@ -20,14 +20,14 @@ from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
-from looplib.optim._wrap import First, Updated, of_another, update_within, wrap
+from looplib.optim._chain import of_another
+from looplib.optim._part import made_of, refuse_old
 from looplib.types import Grads, Optimizer, Params, TrainState, check_state
 
 Tensors = dict[str, Tensor]
 
 
 def ema(
-    optimizer: Optimizer,
     decay: float | Callable[[int], float] = 0.999,
     *,
     start: int = 0,
@@ -38,7 +38,7 @@ def ema(
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1), decay=ll.optim.ema_warmup(0.999))
+    >>> optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(ll.optim.ema_warmup(0.999)))
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
     >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     >>> averaged = ll.eval_state(optimizer, state)  # to evaluate, to export
@@ -46,14 +46,15 @@ def ema(
     False
 
     After each update, `average = decay * average + (1 - decay) * weights`, computed as
-    `average.lerp_(weights, 1 - decay)`. The average is stored in `opt_state["average"]`, in float32 for half-precision
+    `average.lerp_(weights, 1 - decay)`. It is a part of a chain, behind the optimizer, and stored as
+    `opt_state["ema"]["average"]`, in float32 for half-precision
     weights. It takes one more copy of the weights, and one operation over them per step.
 
-    Around a `partition`, the average of every parameter moves in each update of any part. For a target network, which
-    follows the updates of one network, wrap the optimizer of that part instead.
+    Behind a `partition`, the average of every parameter moves in each update of any part. For a target network, which
+    follows the updates of one network, put it into the chain of that part instead. Two averages need names,
+    `("slow", ll.ema(0.9999))`; the last one decides the weights to evaluate with.
 
     Args:
-        optimizer: the optimizer that makes the updates.
         decay: float from 0 to 1, or a function of the number of averages so far, such as `ema_warmup(0.999)`. The first
             average is a copy of the weights (the initial ones, or those after `start` updates), so the function's first
             call gets 1.
@@ -69,6 +70,7 @@ def ema(
     Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
+    refuse_old(decay, "ema(0.999)")
     advice = "give a number from 0 to 1, or a function of the averages so far"
     if not callable(decay):
         check_number("decay", decay, lambda decay: 0 <= decay <= 1, advice)
@@ -86,44 +88,39 @@ def ema(
         kept = (decay(count) if callable(decay) else decay) if count else 0  # the first average is a copy
         return torch.tensor(updates, device="cpu"), float(1 - kept)
 
-    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state = update_within(optimizer, grads, opt_state, params, step, **info)
-        opt_state["updates"], weight = on_host(moment, opt_state["updates"])
+    def update_(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> tuple[Params, Any]:
+        updates, weight = on_host(moment, state["updates"])
         if weight is not None:
             now = {"params": params, "buffers": info.get("buffers") or {}}
-            for kind, average in opt_state["average"].items():
+            for kind, average in state["average"].items():
                 _move(average, now[kind], weight)
-        return params, opt_state
+        return params, {**state, "updates": updates}
 
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
 
-    def first_average(params: Params, buffers: Tensors | None = None, **extra: Any) -> dict[str, Tensors]:
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
         averaged = {"params": params}
-        if settings["buffers"]:
+        if buffers:
             averaged["buffers"] = {
                 name: tensor
-                for name, tensor in (buffers or {}).items()
+                for name, tensor in extra.get("buffers", {}).items()
                 if tensor.is_floating_point() or tensor.is_complex()
             }
-        return {
+        average = {
             kind: {name: _wide(tensor).clone() for name, tensor in tensors.items()}
             for kind, tensors in averaged.items()
         }
+        return {"average": average, "updates": torch.tensor(0, device="cpu")}
 
-    keeps: dict[str, First] = {
-        "average": first_average,
-        "updates": lambda params, **extra: torch.tensor(0, device="cpu"),
-    }
-    return wrap(optimizer, ema, settings, keeps, update_=update_, evaluation=partial(_evaluated, optimizer, start))
+    made = made_of("ema", "after", settings, init=init, update_=update_, evaluation=partial(_evaluated, start))
+    return with_repr(made, ema, decay, start=start, every=every, buffers=buffers)
 
 
-def _evaluated(
-    optimizer: Optimizer, start: int, params: Params, buffers: Tensors, opt_state: Any
-) -> tuple[Params, Tensors]:
-    """The averages, or before the first average, the weights that the optimizer itself evaluates with."""
-    begun, average = opt_state["updates"] >= start, opt_state["average"]
+def _evaluated(start: int, params: Params, buffers: Tensors, state: Any) -> tuple[Params, Tensors]:
+    """The averages, or before the first average, the weights that the parts before evaluate with."""
+    begun, average = state["updates"] >= start, state["average"]
     if not begun.any():
-        return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+        return params, buffers
     check(begun.all(), "only some members of this stack have an average so far: ask for one of unstack_states(stack)")
     statistics = in_dtypes_of(average.get("buffers", {}), buffers)
     return {**params, **in_dtypes_of(average["params"], params)}, {**buffers, **statistics}
@@ -179,11 +176,11 @@ def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | N
     return lambda count: min(decay, 1 - (1 + count / gamma) ** -exponent)
 
 
-def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
+def swa(*, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
     """Stochastic weight averaging (SWA): the equal average of the weights at regular intervals.
 
     >>> import looplib as ll, torch
-    >>> optimizer = ll.optim.swa(ll.optimizer(torch.optim.SGD, lr=0.1), start=1500, every=100)
+    >>> optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.optim.swa(start=1500, every=100))
 
     The weights are averaged after `start`, `start + every`, `start + 2 * every`, ... updates. Evaluate with
     `eval_state`, which returns the weights themselves before `start`. For a learning rate that is constant from
@@ -191,7 +188,6 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     produced them, so pass `buffers=True` to average them too.
 
     Args:
-        optimizer: the optimizer that makes the updates.
         start: number of updates before the first average.
         every: number of updates between averages.
         buffers: if True, also average floating-point buffers and evaluate with the averages.
@@ -203,8 +199,8 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, bit by bit for weights of at most
     float32.
     """
-    averages = ema(optimizer, _equal, start=start, every=every, buffers=buffers)
-    return with_repr(averages, swa, optimizer, start=start, every=every, buffers=buffers)
+    [part] = ema(_equal, start=start, every=every, buffers=buffers).parts.values()
+    return with_repr(Optimizer({"swa": part}), swa, start=start, every=every, buffers=buffers)
 
 
 def _equal(count: int) -> float:
@@ -217,10 +213,10 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(0.999))
     >>> state = ll.init_state(model, optimizer)
     >>> averaged = ll.eval_state(optimizer, state)
-    >>> averaged.params["weight"] is state.opt_state["average"]["params"]["weight"]
+    >>> averaged.params["weight"] is state.opt_state["ema"]["average"]["params"]["weight"]
     True
 
     This covers EMA, SWA, Lookahead's slow weights, and the evaluation point of schedule-free optimizers. Pass the
@@ -229,7 +225,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     the evaluation state cannot be used either.
 
     Args:
-        optimizer: the optimizer that created `state.opt_state`, with its wrappers.
+        optimizer: the optimizer that created `state.opt_state`, with all of its parts.
         state: a training state.
 
     Raises:
@@ -240,7 +236,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     opt_state = state.opt_state
     try:
         params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise of_another(optimizer, state) from error
     if params is state.params and buffers is state.buffers:
         return state

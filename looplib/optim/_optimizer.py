@@ -1,4 +1,4 @@
-"""Functional optimizers: any `torch.optim` class as two pure functions, and wrappers around them.
+"""Functional optimizers: any `torch.optim` class as a part of an update.
 
 torch's optimizers do the arithmetic. Their internal state, parameters in groups and moments by parameter, is passed
 in and taken out at each update. An instance of the class, empty between updates, does the work, in place.
@@ -18,12 +18,12 @@ from torch import Tensor
 from looplib._core.checks import check, separated
 from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
+from looplib.optim._chain import of_another
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
 from looplib.optim._third_party import check_against_raw_loop
-from looplib.optim._update import Plan, decide, evaluated, first_state, plan_for, update_
-from looplib.optim._wrap import of_another
-from looplib.types import Optimizer, Params, TrainState, check_state
+from looplib.optim._update import Plan, evaluated, first_state, plan_for, transform, update_
+from looplib.types import Optimizer, Params, Part, TrainState, check_state
 
 
 def optimizer(
@@ -73,7 +73,8 @@ def optimizer(
             tensor it is given; `opt_state` belongs to a different optimizer; gradients are sparse where dense ones are
             needed, or the reverse; or a gradient belongs to a parameter that `init` did not see.
 
-    **What the state holds.** `opt_state["state"][name]` is what torch keeps for a parameter, under torch's names.
+    **What the state holds.** `state.opt_state["AdamW"]["state"][name]`, under the name of the class, is what torch keeps
+    for a parameter, under torch's names; below, `opt_state` is the entry of the class.
     Values that a class changes in its groups, as schedule-free optimizers do, are in `opt_state["groups"]`. The
     attributes of an object that it keeps for a parameter, such as GaLore's `projector`, are stored as a dict. A
     parameter whose first gradient comes late starts at its own first update, as in torch; if a class creates state
@@ -105,27 +106,28 @@ def optimizer(
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         opt_state = begin(params)
         if not recipe.is_torch_optim:
-            check_against_raw_loop(recipe, params, begin, made.update)
+            check_against_raw_loop(recipe, params, lambda given: {cls.__name__: begin(given)}, made.update)
         return opt_state
 
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
-        states = opt_state["state"]  # KeyError for what a wrapper keeps, which `eval_state` explains
-        if not recipe.has_eval:
-            return params, buffers
+        states = opt_state["state"]  # KeyError for the state of another optimizer, which `eval_state` explains
         return evaluated(plan_for(plans, recipe, params, states), params, opt_state), buffers
 
     description = {"class": described(cls), **described(recipe.defaults)}
     for number, (predicate, values) in enumerate(groups):
         description[f"group {number}"] = {"members": described(predicate), **described(values)}
-    made = Optimizer(
-        init,
-        partial(update_, plans, recipe),
-        partial(decide, plans, recipe),
-        evaluation,
-        partial(numbers_of, recipe),
-        description,
-        partial(kernel_name, recipe, plans),
+    part = Part(
+        role="weights",
+        init=init,
+        transform=partial(transform, plans, recipe),
+        update_=partial(update_, plans, recipe),
+        evaluation=evaluation if recipe.has_eval else None,
+        hyperparameters=partial(numbers_of, recipe),
+        description=description,
+        kernel=partial(kernel_name, recipe, plans),
+        evaluates=cls is torch.optim.LBFGS,
     )
+    made = Optimizer({cls.__name__: part})
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
 
 
@@ -149,7 +151,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     >>> model = torch.nn.Linear(2, 1)
     >>> groups = [(lambda name, tensor: tensor.ndim < 2, {"lr": 0.5})]
     >>> lr = ll.schedules.warmup_linear(0.1, warmup=10, total=100)
-    >>> optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.optim.injected(0.01), groups=groups))
+    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.optim.injected(0.01), groups=groups)
     >>> state = ll.init_state(model, optimizer).replace(step=5)
     >>> ll.optim.hyperparameters(optimizer, state)
     {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
@@ -165,8 +167,8 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     steps are not slowed down.
 
     Args:
-        optimizer: the optimizer that created `state.opt_state`, with its wrappers. For a custom `Optimizer`, the
-            values are those of its `hyperparameters` field.
+        optimizer: the optimizer that created `state.opt_state`, with all of its parts. Those of a part of your own are
+            what its `hyperparameters=` returns.
         state: a training state.
         prefix: string put before each name, as for `ll.compute`.
 
@@ -194,7 +196,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
-    _ = opt_state["state"]  # KeyError for what a wrapper keeps, which `hyperparameters` explains
+    _ = opt_state["state"]  # KeyError for the state of another optimizer, which `hyperparameters` explains
     values = recipe.values_at(recipe.values, opt_state, step)
     for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):
@@ -223,7 +225,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1)))
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
     >>> state = ll.init_state(model, optimizer)
     >>> state = ll.optim.set_hyperparameters(state, lr=0.02)
     >>> state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)
@@ -234,7 +236,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     their ratios. The given state is unchanged, and the two states share all other tensors.
 
     Args:
-        state: a state with `ll.optim.injected` hyperparameters, with any wrappers around the optimizer, or a stack of
+        state: a state with `ll.optim.injected` hyperparameters, in any part of a chain, or a stack of
             such states.
         values: name -> a number, a tensor, or a function from the current value (a tensor) to the new one. In a
             stack, a number applies to all members and a tensor of shape (members,) gives each its own. Values are
@@ -251,7 +253,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
         if not isinstance(record, dict):
             return record
         groups = record.get("hyperparameters")
-        if not isinstance(groups, list):  # what a wrapper or a partition keeps
+        if not isinstance(groups, list):  # a dict of parts, or of labels
             return mapped(changed, record)
         unknown.difference_update(*groups)
         new = [

@@ -1,13 +1,13 @@
 """Skipped updates: non-finite gradients, and the overflows of dynamic loss scaling.
 
-An `Optimizer` around another one looks at the gradients of the step and decides whether the inner
-optimizer updates. A skipped update is reported as not applied, so the step does not count it. Wrappers keep their
-records in their own state.
+These parts of an update look at the gradients of the step and decide whether it is made. A skipped update is reported as
+not applied, so the step does not count it.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from functools import partial
 from numbers import Real
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_count, check_type, few, is_count
-from looplib._core.mappings import stacked
+from looplib._core.mappings import stacked, without
 from looplib._core.ranks import all_ranks, shards
+from looplib._core.records import with_repr
 from looplib._core.tracing import tracing
-from looplib._core.updates import Decision
-from looplib.optim._wrap import wrap, zero_count
-from looplib.types import Grads, Metrics, Optimizer
+from looplib._objective import multiply
+from looplib.metrics._mean import Mean
+from looplib.optim._part import made_of, refuse_old
+from looplib.types import Grads, Optimizer, Params, Transformed
 
 
 class NonFiniteGradientsError(ArithmeticError):
@@ -31,7 +33,7 @@ class NonFiniteGradientsError(ArithmeticError):
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=0)
+    >>> optimizer = ll.chain(ll.skip_nonfinite(max_consecutive=0), ll.optimizer(torch.optim.SGD, lr=0.1))
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
     >>> train_step(ll.init_state(model, optimizer), torch.full((4, 2), torch.inf))
     Traceback (most recent call last):
@@ -42,29 +44,30 @@ class NonFiniteGradientsError(ArithmeticError):
     __module__ = "looplib.optim"  # as tracebacks name it
 
 
-def apply_if_finite(optimizer: Optimizer, max_consecutive: int = 5) -> Optimizer:
+def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
     """Non-finite gradients: skip updates with infinite or NaN gradients, and raise after too many in a row.
 
     >>> import looplib as ll, torch
-    >>> safe = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
+    >>> safe = ll.chain(ll.skip_nonfinite(max_consecutive=5), ll.optimizer(torch.optim.SGD, lr=0.1))
     >>> params = {"w": torch.ones(1)}
     >>> opt_state = safe.init(params)
     >>> params, opt_state, applied = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
-    >>> applied, opt_state["notfinite_count"].item()
+    >>> applied, opt_state["skip_nonfinite"]["notfinite_count"].item()
     (False, 1)
 
-    A skipped step leaves parameters, buffers, the optimizer's state and `state.step` unchanged, so schedules do not
-    advance. `state.batch` and `state.samples` do, since the batch was consumed, and `state.skipped` is True. The
-    optimizer's state becomes `{"inner_state", "notfinite_count", "total_notfinite"}`, where the counts are skips in a
-    row and in total. Each step waits for its gradients, because the host must know whether to skip. If one rank has
-    to skip, all do.
+    A skipped step leaves parameters, buffers, the states of the other parts and `state.step` unchanged, so schedules do not
+    advance. `state.batch` and `state.samples` do, since the batch was consumed, and `state.skipped` is True. Its own
+    state counts skips in a row (`notfinite_count`) and in total (`total_notfinite`). Each step waits for its gradients,
+    because the host must know whether to skip. If one rank has to skip, all do.
+
+    It is a part of an update (`ll.chain`), anywhere before the optimizer: it looks at the gradients as they entered the
+    chain. In an optimizer of a `partition`, it looks at that one's gradients, and the others still update.
 
     A skipped update's metrics are returned like any others, and its loss or `grad_norm` is often not finite, which would
     make the mean of a whole window so. To leave them out, write `if not state.skipped:` before `window.add(metrics)` or
     `log_metrics(state, metrics)`.
 
     Args:
-        optimizer: the optimizer that makes the updates when all gradients are finite.
         max_consecutive: number of skips in a row that are accepted, 0 or more.
 
     Raises:
@@ -73,17 +76,26 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int = 5) -> Optimizer
 
     Source: `optax.apply_if_finite`.
     """
+    refuse_old(max_consecutive, "skip_nonfinite()")
     check_count("max_consecutive", max_consecutive, 0, "give how many skips in a row to accept, 0 or more")
 
-    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
-        finite = all_finite(grads)
-        count = torch.where(finite, 0, opt_state["notfinite_count"] + 1)
-        total = opt_state["total_notfinite"] + ~finite
-        check = partial(_check_row, max_consecutive), (count, step, {} if tracing() else grads)
-        return Decision(finite, [check]) & flag, {**opt_state, "notfinite_count": count, "total_notfinite": total}
+    def init(params: Params, **extra: Any) -> dict[str, Tensor]:
+        return {"notfinite_count": _zero_count(params), "total_notfinite": _zero_count(params)}
 
-    keeps = {"notfinite_count": zero_count, "total_notfinite": zero_count}
-    return wrap(optimizer, apply_if_finite, {"max_consecutive": max_consecutive}, keeps, decide=decide)
+    def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        finite = all_finite(grads)
+        count = torch.where(finite, 0, state["notfinite_count"] + 1)
+        total = state["total_notfinite"] + ~finite
+        check = partial(_check_row, max_consecutive), (count, step, {} if tracing() else grads)
+        return Transformed(grads, {"notfinite_count": count, "total_notfinite": total}, apply=finite, on_skip=[check])
+
+    made = made_of("skip_nonfinite", "judge", {"max_consecutive": max_consecutive}, init=init, transform=transform)
+    return with_repr(made, skip_nonfinite, max_consecutive=max_consecutive)
+
+
+def _zero_count(params: Params) -> Tensor:
+    """A count from 0 on, on the device of the parameters, so that nothing waits for it."""
+    return torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
 def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> None:
@@ -115,21 +127,7 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
     return stacked(torch_private.foreach_norm(filled, ord=float("inf"))).isfinite().all()
 
 
-def _scale_of(opt_state: Any) -> Tensor:
-    """The loss scale that `dynamic_loss_scale` keeps, whatever wraps it."""
-    while isinstance(opt_state, dict):
-        if "loss_scale" in opt_state:
-            scale: Tensor = opt_state["loss_scale"]
-            return scale
-        opt_state = opt_state.get("inner_state")
-    raise ValueError(
-        "scale_loss found no loss scale in the state: wrap the optimizer as well, "
-        "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
-    )
-
-
 def dynamic_loss_scale(
-    optimizer: Optimizer,
     init_scale: float = 2.0**16,
     *,
     growth_factor: float = 2.0,
@@ -137,26 +135,33 @@ def dynamic_loss_scale(
     growth_interval: int = 2000,
     min_scale: float = 1e-4,
 ) -> Optimizer:
-    """Dynamic loss scaling for float16: adapt the scale that `scale_loss` uses, and skip updates that overflow.
+    """Dynamic loss scaling for float16: multiply the loss before the backward pass, and divide the gradients afterwards.
 
     >>> import looplib as ll, torch
-    >>> optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
-    >>> params = {"w": torch.ones(1)}
-    >>> opt_state = optimizer.init(params)
-    >>> params, opt_state, applied = optimizer.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
-    >>> applied, opt_state["loss_scale"].item()
-    (False, 32768.0)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.chain(ll.optim.dynamic_loss_scale(), ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> loss_fn = ll.autocast(lambda model, x: model(x).square().mean(), torch.float16)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> ll.compute(metrics)["loss_scale"]
+    65536.0
 
-    The scale changes as in `torch.amp.GradScaler`. A skipped step changes nothing else: parameters, buffers, averaged
-    weights and `state.step` stay, so schedules do not advance, and `state.skipped` is True. All ranks decide alike.
-    Each step waits for its gradients, because the host must know whether to skip.
+    Gradients that are too small for float16 survive this way. The train step hands the scale, which is kept in the state, to
+    the gradient function. The chain divides the gradients by it before any of its parts sees them. If one gradient
+    overflows, all become NaN, so that clipping cannot turn infinite ones into finite ones, and the update is skipped.
+
+    The scale changes as in `torch.amp.GradScaler`, and is reported as `loss_scale`. A skipped step changes nothing else:
+    parameters, buffers, averaged weights and `state.step` stay, so schedules do not advance, and `state.skipped` is True.
+    All ranks decide alike. Each step waits for its gradients, because the host must know whether to skip.
+
+    It is a part of an update (`ll.chain`), the only one of its kind, and not within a `partition`. Gradients that you
+    compute yourself say by what their loss was multiplied: `ll.apply_gradients(..., scale=optimizer.loss_scale(state.opt_state))`.
 
     A skipped update's metrics are returned like any others, and its loss or `grad_norm` is often not finite, which would
     make the mean of a whole window so. To leave them out, write `if not state.skipped:` before `window.add(metrics)` or
     `log_metrics(state, metrics)`.
 
     Args:
-        optimizer: the optimizer that makes the updates when all gradients are finite.
         init_scale: initial scale.
         growth_factor: factor for the scale after `growth_interval` updates in a row.
         backoff_factor: factor for the scale after an overflow.
@@ -165,10 +170,13 @@ def dynamic_loss_scale(
 
     Raises:
         NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
-        ValueError: from the step, if its gradients are not those of `scale_loss`.
-        TypeError: an argument is not a number.
+        ValueError: from the step, if its gradients are not those of a scaled loss, or are float16 because the weights are.
+        TypeError: an argument is not a number; from the step, a gradient function of your own has not handed the scale on.
         ValueError: an argument is out of range.
+
+    Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
+    refuse_old(init_scale, "optim.dynamic_loss_scale()")
     settings = {
         "init_scale": init_scale,
         "growth_factor": growth_factor,
@@ -188,25 +196,48 @@ def dynamic_loss_scale(
         "the interval a count of at least 1, and the scale finite and at least min_scale, above 0",
     )
 
-    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
-        check(
-            not metrics or "loss_scale" in metrics,
-            "dynamic_loss_scale adapts a scale by which no loss was multiplied: wrap the gradient function in "
-            "ll.grads.scale_loss, or report the scale of one of your own as the metric loss_scale",
-        )
+    def init(params: Params, **extra: Any) -> dict[str, Tensor]:
+        zero = _zero_count(params)
+        return {"loss_scale": zero.float() + init_scale, "growth_tracker": zero.int()}
+
+    def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         finite = all_finite(grads)
-        scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
+        before = state["loss_scale"]
+        scale, tracker = before.clone(), state["growth_tracker"].clone()
         torch_private.amp_update_scale_(
             scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
         )
-        floor = partial(_check_scale, min_scale), (scale, opt_state["loss_scale"], step)
-        return Decision(finite, [floor]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
+        floor = partial(_check_scale, min_scale), (scale, before, step)
+        return Transformed(
+            grads,
+            {"loss_scale": scale, "growth_tracker": tracker},
+            apply=finite,
+            metrics={"loss_scale": Mean(before)},
+            on_skip=[floor],
+        )
 
-    keeps = {
-        "loss_scale": lambda params, **extra: zero_count(params).float() + init_scale,
-        "growth_tracker": lambda params, **extra: zero_count(params).int(),
-    }
-    return wrap(optimizer, dynamic_loss_scale, settings, keeps, decide=decide)
+    made = made_of(
+        "dynamic_loss_scale",
+        "judge",
+        settings,
+        init=init,
+        transform=transform,
+        loss_scale=operator.itemgetter("loss_scale"),
+        unscale=_unscaled,
+    )
+    given = without(settings, {"init_scale"})
+    return with_repr(made, dynamic_loss_scale, init_scale, **given)
+
+
+def _unscaled(grads: Grads, scale: Tensor) -> None:
+    """Divide gradients by the scale of their loss, in place. After an overflow, all become NaN."""
+    if half := [name for name, grad in grads.items() if grad.dtype is torch.float16]:
+        raise ValueError(
+            f"gradients of {', '.join(half)} are in float16, where small ones become 0 when divided by the "
+            "scale: keep the weights in float32 and compute in float16, ll.autocast(loss_fn, torch.float16)"
+        )
+    factor = scale.double().reciprocal().float()
+    multiply(grads, torch.where(_finite(grads.values()).to(factor.device), factor, torch.nan))
 
 
 def _check_scale(min_scale: float, scale: Tensor, before: Tensor, step: int) -> None:

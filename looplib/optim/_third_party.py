@@ -19,12 +19,12 @@ from torch import Tensor
 from looplib._core import random as draws
 from looplib._core import torch_private, trees
 from looplib._core.checks import check, few
+from looplib._core.copies import copy_tree
 from looplib._core.mappings import mapped, subset, without
 from looplib._core.modules import _generators
 from looplib._core.random import mix, restored
 from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
-from looplib._core.updates import copy_tree
 from looplib.optim._recipe import Recipe
 from looplib.types import Params
 

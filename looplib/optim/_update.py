@@ -20,24 +20,25 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.chain import wrong_state
 from looplib._core.checks import PLAIN, few, warn
-from looplib._core.mappings import mapped, pick, without
+from looplib._core.copies import copy_tree
+from looplib._core.mappings import as_record, mapped, pick, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
-from looplib._core.updates import copy_tree
 from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
 from looplib.optim._third_party import STREAM, KeepsMoreError, Probe, check_sparse, packed, probe, streams_at
-from looplib.optim._wrap import wrong_state
-from looplib.types import Grads, Metrics, Params
+from looplib.types import Grads, Metrics, Params, Transformed
 
 States = dict[str, dict[str, Any]]
 Members = Sequence[Sequence[str]]  # names of the parameters of each group
 Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
 _CONTAINERS = (list, dict, set)
+_NOTHING: dict[str, Any] = {}
 _dtype = operator.attrgetter("dtype")
 
 
@@ -165,22 +166,15 @@ def _of_sgd(recipe: Recipe, params: Params, members: Members) -> States:
     return states
 
 
-def decide(
-    plans: list[Plan],
-    recipe: Recipe,
-    grads: Grads,
-    opt_state: Any,
-    metrics: Metrics,
-    params: Params,
-    step: int,
-    **info: Any,
-) -> tuple[bool, Any]:
-    """Decide for the update, and raise for a state of another optimizer and for gradients that the class cannot take.
+def transform(
+    plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
+) -> Transformed:
+    """Let gradients pass as they are. Raise for a state of another optimizer, and for gradients that the class cannot take.
 
     Warn at the end of a learning rate that is 0 from there on.
     """
     if not isinstance(opt_state, dict) or "state" not in opt_state:
-        raise wrong_state(opt_state, recipe.cls.__name__, ["state, without a wrapper"])
+        raise wrong_state(opt_state, recipe.cls.__name__, ["state"])
     states = opt_state["state"]
     if not grads.keys() <= states.keys():
         raise ValueError(
@@ -189,7 +183,7 @@ def decide(
             "with a trainable= that chooses all of it"
         )
     if entered and tracing():
-        return True, opt_state
+        return Transformed(grads, opt_state)
     if step == recipe.end:
         warn(
             f"the learning rate, {recipe.defaults['lr']!r}, is 0 from step {step} on, so this update and later ones change "
@@ -208,7 +202,7 @@ def decide(
         _check_grads(recipe, grads, params)
         if not recipe.is_torch_optim:
             _check_sparse(plan, grads, params)
-    return True, opt_state
+    return as_record(Transformed, (grads, opt_state, True, None, _NOTHING, ()))
 
 
 def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.checks import check, check_count, few
-from looplib._core.records import chain
 from looplib._core.samples import counter_of
 from looplib.grads._accumulation import accumulate
 from looplib.grads._wrapper import check_grad_fn
@@ -95,8 +94,8 @@ def assert_microbatches_equal_batch(
     draw different random numbers from the whole batch.
 
     Args:
-        grad_fn: the function that your script accumulates, without wrappers for the gradient of a whole step, such as
-            `clip_by_global_norm`, which goes around `accumulate`.
+        grad_fn: the function that your script accumulates, without functions around `accumulate`, such as
+            `sam`.
         state: the state at which to take the gradient.
         batch: a batch as irregular as your real ones. If every sample has the same number of tokens, a wrong average
             goes unnoticed.
@@ -113,12 +112,6 @@ def assert_microbatches_equal_batch(
     grad_fn = check_grad_fn(grad_fn, "assert_microbatches_equal_batch")
     check_tolerance(tolerance)
     check_count("microbatches", microbatches, 2)
-    for record in chain(grad_fn):
-        check(
-            not record.whole_step,
-            f"this grad_fn ends in {record.name}, which acts on the gradient of a whole step, not on a microbatch's: give "
-            f"the one that {record.name} is put around",
-        )
     count = counter_of(grad_fn)(batch)
     check(
         microbatches <= count,

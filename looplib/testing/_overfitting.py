@@ -78,7 +78,7 @@ def assert_overfits(
         lines,
         "If it blew up or rises: usually a learning rate that is too large (try a tenth, a warmup, "
         "ll.clip_by_global_norm), a loss with the wrong sign, a log or a division of zero, or half precision without "
-        "ll.grads.scale_loss. If it stays: a learning rate of 0 (the start of a warmup), updates that are all skipped, or a "
+        "ll.optim.dynamic_loss_scale. If it stays: a learning rate of 0 (the start of a warmup), updates that are all skipped, or a "
         "step that returns the state that it was given. Otherwise labels or masks that changed from step to step or "
         "stand beside other samples' inputs, a softmax before cross_entropy (which does it itself), predictions and targets "
         "of shapes (n,) and (n, 1) that broadcast, a branch that is detached or frozen (see assert_all_gradients), strong "

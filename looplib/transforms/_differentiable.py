@@ -88,7 +88,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
         TypeError: `train_step` is a different function, or is compiled already.
         UntraceableError: from the step, as for compiled steps, whose optimizers it has; also if another function than a
             schedule closes over a tensor of a surrounding `torch.func` transform (put it into the batch), and for an
-            update that may be skipped, such as with `apply_if_finite`, in a compiled outer step.
+            update that may be skipped, such as with `skip_nonfinite`, in a compiled outer step.
         RuntimeError: from torch, for an operation without a second derivative; and under torch.vmap, for a value that
             Python reads: the flag of an update that may be skipped, or a number in `opt_state` that decides what the
             update does, such as the counter of `ema`, if the tasks differ in it.

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from looplib._core.copies import leaves_of
 from looplib._core.lease import INTACT, WROTE
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same
-from looplib._core.updates import leaves_of
 from looplib.optim._traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
 from looplib.transforms._closures import Variable, is_installed, is_plain, walk

@@ -105,7 +105,7 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
     **Accuracy.** The result equals that of separate runs except for the last bits, because batched kernels round
     differently. Dropout on a GPU is a further exception, since torch uses a different kernel there. A member whose
-    update is skipped (`apply_if_finite`) keeps its values. `step` counts an update if any member made it. Members
+    update is skipped (`skip_nonfinite`) keeps its values. `step` counts an update if any member made it. Members
     that are skipped many times in a row raise no error, unlike in a plain step.
 
     **Speed.** The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in

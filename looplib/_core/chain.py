@@ -1,0 +1,358 @@
+"""Chains: the two halves of an update, run part by part.
+
+The first halves read: each may change the gradients, report, refuse, or decide against the update. What they decide is a
+flag, a bool or a 0-dim bool tensor, and for a partition one for each label. The host reads all flags at once. Only then do
+the second halves write, on tensors that belong to the update.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from looplib._core import torch_private
+from looplib._core.checks import check
+from looplib._core.copies import copy_tree, leaves_of, own_copies
+from looplib._core.mappings import mapped, stacked
+from looplib._core.tracing import afterwards, tracing, where
+
+Check = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class Transformed(NamedTuple):
+    """What a first half returns.
+
+    Attributes:
+        grads: the gradients, changed or not.
+        state: the part's state, kept even if the update is skipped. Changed entries go into a new dict.
+        apply: False to decide against the update: a bool, or a 0-dim bool tensor. In a partition, one for each label.
+        carry: any value for the part's own second half, such as a norm.
+        metrics: name -> scalar or metric record, reported with the metrics of the step.
+        on_skip: functions with their arguments, called if some flag is not set. They may raise.
+    """
+
+    grads: Any
+    state: Any = None
+    apply: Any = True
+    carry: Any = None
+    metrics: Mapping[str, Any] = {}
+    on_skip: Sequence[Check] = ()
+
+
+# First halves
+
+
+def transform(
+    firsts: Sequence[tuple[str, Any]], grads: Any, opt_state: Any, params: Any, step: Any, info: Mapping[str, Any]
+) -> Transformed:
+    """The first halves of these parts, in order: the gradients that reach the weights, all flags, all reports.
+
+    `info["owned"]` is True if the gradients may be written; otherwise, the first part that changes them gets copies.
+    """
+    states, flag = dict(opt_state), True
+    carries: dict[str, Any] = {}
+    reports: dict[str, Mapping[str, Any]] = {}
+    on_skip: list[Check] = []
+    owned = info.get("owned", False)
+    for name, part in firsts:
+        if part.role == "gradients" and not owned:
+            grads, owned = copy_tree(grads), True
+            info = {**info, "owned": True}
+        out = part.transform(grads, states.get(name), params, step, **info)
+        if type(out) is not Transformed:
+            raise TypeError(
+                f"the transform of {name} returned {kind(out)}; it returns ll.types.Transformed(grads, state, ...)"
+            )
+        if part.role != "judge":
+            grads = out.grads
+        if name in states:
+            states[name] = out.state
+        else:
+            check(out.state is None, f"{name} returned a state, and has no init= that makes the first one")
+        if out.apply is not True:
+            for one in leaves_of(out.apply):
+                _check_flag(name, one)
+            flag = _both(flag, out.apply)
+        if out.carry is not None:
+            carries[name] = out.carry
+        if out.metrics:
+            reports[name] = out.metrics
+        on_skip += out.on_skip
+    return Transformed(grads, states, flag, carries or None, named_reports(reports) if reports else {}, on_skip)
+
+
+def unscaled(scaler: tuple[str, Any] | None, grads: Any, info: dict[str, Any]) -> Any:
+    """Gradients divided by the scale of their loss, which is taken out of `info`."""
+    scale = info.pop("scale", None)
+    if scaler is None:
+        check(
+            scale is None,
+            "these are gradients of a scaled loss, and no part of the update divides them by the scale: put "
+            "ll.optim.dynamic_loss_scale() into its chain",
+        )
+        return grads
+    name, part = scaler
+    check(
+        scale is not None,
+        f"{name} adapts a scale by which the loss of these gradients was not multiplied, as far as they say: let a gradient "
+        "function of your own hand on what it is given by name, or give ll.apply_gradients(..., "
+        "scale=optimizer.loss_scale(state.opt_state)), or scale=1.0 for a loss that was not scaled",
+    )
+    if not info.get("owned"):
+        grads, info["owned"] = copy_tree(grads), True
+    if not isinstance(scale, Tensor):
+        scale = torch.tensor(float(scale), device=next(iter(grads.values())).device)
+    part.unscale(grads, scale)
+    return grads
+
+
+def _check_flag(name: str, flag: Any) -> None:
+    """Raise unless this is a flag: a bool, or a 0-dim bool tensor."""
+    if isinstance(flag, bool) or (isinstance(flag, Tensor) and flag.dtype is torch.bool and flag.dim() == 0):
+        return
+    found = f"a {flag.dtype} tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
+    raise TypeError(f"the transform of {name} returned apply={found}: give True, False, or a 0-dim bool tensor")
+
+
+def named_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What several parts report under one name has theirs as well: `grad_norm/<part>`."""
+    names = [key for report in reports.values() for key in report]
+    return {
+        key if names.count(key) == 1 else f"{key}/{name}": value
+        for name, report in reports.items()
+        for key, value in report.items()
+    }
+
+
+def _both(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {label: _both(flag, other) for label, flag in one.items()}
+    if isinstance(other, dict):
+        return _both(other, one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        other = other.to(one.device)
+    return one & other
+
+
+# Flags
+
+
+def any_of(flags: Any) -> Any:
+    """True if a flag is set, for all labels of a partition together."""
+    if not isinstance(flags, dict):
+        return flags
+    leaves = leaves_of(flags)
+    if any(flag is True for flag in leaves):
+        return True
+    tensors = [flag for flag in leaves if isinstance(flag, Tensor)]
+    return stacked(tensors).any() if tensors else False
+
+
+def read(out: Transformed) -> Any:
+    """The flags as bools, for which the host waits here. Raises what `on_skip` says if one is not set."""
+    if out.apply is True:
+        return True
+    flags, structure = torch_private.pytree.tree_flatten(out.apply)
+    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+    values = iter(stacked(tensors).tolist() if tensors else [])
+    known = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
+    if not all(known):
+        for function, arguments in out.on_skip:
+            function(*arguments)
+    return structure.unflatten(known)
+
+
+def flags_in_graph(out: Transformed) -> Any:
+    """The flags of a graph, whose checks are made after it has run."""
+    for function, arguments in out.on_skip:
+        afterwards(function, *arguments)
+    return out.apply
+
+
+# Second halves
+
+
+def update_(
+    seconds: Sequence[tuple[str, Any]], grads: Any, opt_state: Any, params: Any, step: Any, info: Mapping[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The second halves of these parts, in order: parameters, state, and reports.
+
+    The dict of the state is written, which the first halves have made.
+    """
+    carries = info.get("carry") or {}
+    reports: dict[str, Mapping[str, Any]] = {}
+    for name, part in seconds:
+        out = part.update_(grads, opt_state.get(name), params, step, **{**info, "carry": carries.get(name)})
+        if type(out) is not tuple or len(out) not in (2, 3):
+            raise TypeError(
+                f"the update_ of {name} returned {kind(out)}; it returns (params, state), or (params, state, metrics)"
+            )
+        params = out[0]
+        if name in opt_state:
+            opt_state[name] = out[1]
+        if len(out) == 3 and out[2]:
+            reports[name] = out[2]
+    return params, opt_state, named_reports(reports) if reports else {}
+
+
+def new_tensors(new: Any, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that an update has returned in place of its parameters. Raises if they do not fit these."""
+    if not isinstance(new, Mapping):
+        raise TypeError(f"an optimizer's update_ returned {kind(new)} as its parameters; it returns name -> tensor")
+    replaced = {name: tensor for name, tensor in new.items() if tensor is not params.get(name)}
+    for name, tensor in replaced.items():
+        param = params.get(name)
+        if param is None:
+            raise ValueError(f"the optimizer's update_ returned {name!r}, and was given no parameter of that name")
+        if name not in grads:
+            raise ValueError(
+                f"the optimizer's update_ returned a new tensor as {name}, which has no gradient in this step: it changes "
+                "the parameters that grads names, and returns the others as they are"
+            )
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"the optimizer's update_ returned a {type(tensor).__name__} as {name}; it returns tensors"
+            )
+        if (tensor.shape, tensor.dtype, tensor.device) != (param.shape, param.dtype, param.device):
+            raise ValueError(
+                f"the optimizer's update_ returned {name} as {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                f"{tensor.device}, and the parameter is {param.dtype} of shape {tuple(param.shape)} on {param.device}"
+            )
+    return replaced
+
+
+def kind(out: Any) -> str:
+    return f"{len(out)} values" if type(out) is tuple else f"a {type(out).__name__}"
+
+
+def update_where(
+    flags: Any, optimizer: Any, grads: Any, opt_state: Any, params: Any, step: Any, info: Mapping[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """An update on copies, if a flag is set; in graphs, whose host reads no flag, tensors choose whether it is made."""
+    flag = any_of(flags)
+    if flag is False:
+        return params, opt_state, {}
+    owned, owned_state = own_copies(grads, params, opt_state)
+    new_params, new_state, report = optimizer.update_(grads, owned_state, owned, step, **{**info, "applied": flags})
+    new_tensors(new_params, params, grads)  # raises if they do not fit
+    return where(flag, new_params, params), where(flag, new_state, opt_state), report
+
+
+def update_by_hand(
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, step: Any, info: Mapping[str, Any]
+) -> tuple[Any, Any, bool | Tensor]:
+    """A pure update: transform, copy, update."""
+    out = optimizer.transform(grads, opt_state, params, step, **info)
+    flags = flags_in_graph(out) if tracing() else read(out)
+    new, opt_state, _ = update_where(
+        flags, optimizer, out.grads, out.state, params, step, {**info, "carry": out.carry}
+    )
+    return {**params, **new}, opt_state, any_of(flags)
+
+
+# Functions of a part, which take what they name
+
+
+def taking(who: str, function: Any, positional: Sequence[str], named: Iterable[str]) -> Any:
+    """The function, called with those of these named arguments that it takes. Raises TypeError if it cannot be called so."""
+    if function is None:
+        return None
+    check(callable(function), f"{who} is a {type(function).__name__}; give a function", TypeError)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function in C
+        return function
+    known = {*named}
+    shown = f"({', '.join(positional)}, **info)"
+    places = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    rest = places[len(positional) :] if not any(one.kind is one.VAR_POSITIONAL for one in places) else []
+    for one in rest:
+        if one.name not in known:
+            near = difflib.get_close_matches(one.name, known, 1)
+            meant = f", perhaps {near[0]!r}" if near else ""
+            raise TypeError(
+                f"{who} takes {one.name!r}, and is called as {shown} with {', '.join(sorted(known))}: take one of these"
+                f"{meant}"
+            )
+    try:
+        signature.bind(*positional, **dict.fromkeys(one.name for one in rest))
+    except TypeError as error:
+        raise TypeError(
+            f"{who} takes ({', '.join(signature.parameters)}), and is called as {shown}: {error}"
+        ) from None
+    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        return function
+    taken = {one.name for one in rest}
+
+    def with_own_arguments(*args: Any, **info: Any) -> Any:
+        return function(*args, **{name: value for name, value in info.items() if name in taken})
+
+    return with_own_arguments
+
+
+# States of another optimizer
+
+
+def contents(opt_state: Any) -> str:
+    """Contents of an `opt_state`, for messages: its parts, and what each keeps.
+
+    >>> contents({"AdamW": {"state": {"weight": {"step": 0, "exp_avg": 0}}}, "ema": {"average": {}, "updates": 0}})
+    'AdamW (step, exp_avg for a parameter), ema (average, updates)'
+    """
+    if opt_state is None:
+        return "nothing"
+    if not isinstance(opt_state, Mapping):
+        return f"a {type(opt_state).__name__}"
+    parts = [f"{name} ({_kept(own)})" if isinstance(own, Mapping) else str(name) for name, own in opt_state.items()]
+    return ", ".join(parts) or "nothing"
+
+
+def _kept(own: Mapping[Any, Any]) -> str:
+    match own:
+        case {"state": dict(entries)}:
+            return f"{_listed(next(filter(None, entries.values()), ()))} for a parameter"
+        case {"inner": dict(inner), **more}:
+            return f"{_listed(more)} around {contents(inner)}" if more else contents(inner)
+        case _ if own and all(isinstance(each, Mapping) for each in own.values()) and len(own) <= 8:
+            return "; ".join(f"{label}: {contents(each)}" for label, each in own.items())
+    return _listed(own)
+
+
+def _listed(keys: Iterable[Any]) -> str:
+    return ", ".join(map(str, keys)) or "nothing"
+
+
+def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
+    """Error for an `opt_state` that an optimizer cannot continue, since it keeps something else."""
+    found = (
+        "the state was made without an optimizer" if opt_state is None else f"opt_state holds {contents(opt_state)}"
+    )
+    return ValueError(
+        f"{found}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
+        "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
+    )
+
+
+def of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
+    """What the chains of a partition have returned, together: a flag and a carried value for each label."""
+    grads = {name: grad for out in outs.values() for name, grad in out.grads.items()}
+    flags = mapped(lambda out: out.apply, outs)
+    return Transformed(
+        grads,
+        states,
+        True if all(flag is True for flag in flags.values()) else flags,
+        mapped(lambda out: out.carry, outs),
+        {within(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
+        [each for out in outs.values() for each in out.on_skip],
+    )
+
+
+def within(label: str, name: str) -> str:
+    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    first, slash, rest = name.partition("/")
+    return f"{first}/{label}{slash}{rest}"

@@ -1,0 +1,406 @@
+"""Chains of parts, several optimizers in one, and optimizers that follow a count of their own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from looplib._core import torch_private
+from looplib._core.chain import any_of, contents, of_labels, update_where, within, wrong_state
+from looplib._core.checks import check, check_count, check_type
+from looplib._core.mappings import mapped, pick
+from looplib._core.ranks import shards
+from looplib._core.records import with_repr
+from looplib._core.tracing import on_host, tracing, where
+from looplib.optim._part import made_of
+from looplib.optim._recipe import check_by_kind
+from looplib.types import Grads, Optimizer, Params, Part, TrainState, Transformed
+
+_ADVICE = "give what ll.optimizer, ll.ema, ll.clip_by_global_norm or ll.optim.part returns"
+
+
+def chain(*parts: Optimizer | tuple[str, Optimizer]) -> Optimizer:
+    """Put the parts of an update together, in the order in which they are read.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.chain(
+    ...     ll.skip_nonfinite(),  # leave out the update of a batch with NaN
+    ...     ll.clip_by_global_norm(1.0),  # reports grad_norm
+    ...     ll.optimizer(torch.optim.AdamW, lr=1e-3),
+    ...     ll.ema(0.999),
+    ... )
+    >>> list(optimizer.init({"w": torch.zeros(2)}))
+    ['skip_nonfinite', 'AdamW', 'ema']
+
+    The result is an `Optimizer` like each of its parts, for `make_train_step`, `init_state`, a `partition`, or another chain,
+    into which it is flattened. An update first reads, part by part: gradients may be changed, and each part may decide
+    against the update. Then the weights and all else are written, part by part. If it is skipped, nothing is written.
+
+    The state is a dict with an entry for each part that keeps one: `state.opt_state["AdamW"]`. A part is named by its kind;
+    name two of one kind, `("slow", ll.ema(0.9999))`. What two parts report under one name gets theirs: `grad_norm/inner`.
+
+    Order: what decides or changes gradients comes before the weights, averages after them. `skip_nonfinite` and
+    `dynamic_loss_scale` judge the gradients as they entered the chain, wherever they stand before the weights.
+
+    Args:
+        parts: optimizers, each alone or as `(name, optimizer)`.
+
+    Raises:
+        TypeError: a part is something different.
+        ValueError: two parts have one name; a part stands where it has no effect; two write the weights; there are two loss
+            scales; or one that evaluates the loss at other points (LBFGS) follows one that changes gradients, or a loss
+            scale.
+
+    Source: `optax.chain`, `optax.named_chain`.
+    """
+    found: list[tuple[str, Part]] = []
+    for each in parts:
+        name, given = each if isinstance(each, tuple) and len(each) == 2 else (None, each)
+        check_type("a part of a chain is", given, Optimizer, _ADVICE)
+        assert isinstance(given, Optimizer)
+        check(name is None or isinstance(name, str), f"the name of a part is {name!r}; give a string", TypeError)
+        check(
+            name is None or len(given.parts) == 1,
+            f"{name!r} names a chain of {', '.join(given.parts)}, which this chain takes apart: name its parts",
+        )
+        found += [(one if name is None else name, part) for one, part in given.parts.items()]
+    check(found, "ll.chain got no parts: give at least ll.optimizer(torch.optim.AdamW, lr=1e-3)")
+    check_order(found)
+    names = [name for name, _ in found]
+    for name in names:
+        check(
+            names.count(name) == 1,
+            f"two parts are called {name!r}, which is the key of their state and their name in reports: name them, "
+            f'll.chain(("first", ...), ("second", ...))',
+        )
+    return with_repr(Optimizer(dict(found)), chain, *parts)
+
+
+def check_order(parts: list[tuple[str, Part]]) -> None:
+    """Raise ValueError for an order of parts in which one has no effect, or a wrong one."""
+    places: dict[str, list[str]] = {"judge": [], "gradients": [], "weights": [], "after": []}
+    for name, part in parts:
+        writers, after = places["weights"], places["after"]
+        if part.role in ("judge", "gradients"):
+            follows = writers or after
+            check(
+                not follows,
+                f"{name} comes after {', '.join(follows)}, which have used the gradients by then: put it before, "
+                f"ll.chain({name}, {', '.join(follows)})",
+            )
+        if part.role == "weights":
+            check(
+                not writers,
+                f"{', '.join(writers)} and {name} would both write the same weights: give each its parameters by "
+                "ll.optim.partition",
+            )
+            check(
+                not after,
+                f"{', '.join(after)} comes before {name}, whose update it would not see: put it behind, "
+                f"ll.chain({name}, {', '.join(after)})",
+            )
+            earlier = places["gradients"] + [each for each, other in parts if other.loss_scale is not None]
+            check(
+                not part.evaluates or not earlier,
+                f"{name} takes further gradients of the loss itself, which {', '.join(earlier)} would not change: leave that out",
+            )
+        places[part.role].append(name)
+    scales = [name for name, part in parts if part.loss_scale is not None]
+    check(len(scales) < 2, f"{' and '.join(scales)} both scale the loss: once is enough")
+
+
+def check_writes(optimizer: Optimizer, who: str) -> Optimizer:
+    """Return an optimizer that changes weights. Raises TypeError for anything else, ValueError for parts that do not."""
+    advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    check_type("optimizer is", optimizer, Optimizer, advice)
+    roles = [part.role for part in optimizer.parts.values()]
+    check(
+        "weights" in roles,
+        f"{who} got {', '.join(optimizer.parts)}, which changes no weights: put it into a chain with an optimizer, such as "
+        f"{_with_weights(optimizer)}. (A part of your own that makes the update has role='weights'.)",
+    )
+    return optimizer
+
+
+def _with_weights(optimizer: Optimizer) -> str:
+    after = all(part.role == "after" for part in optimizer.parts.values())
+    parts = [str(optimizer.call or ", ".join(optimizer.parts)), "ll.optimizer(torch.optim.AdamW, lr=1e-3)"]
+    return f"ll.chain({', '.join(reversed(parts) if after else parts)})"
+
+
+def _check_inner(optimizer: Any, who: str) -> None:
+    """Raise unless this is an optimizer that can be a part of another."""
+    check_type(f"{who} got", optimizer, Optimizer, "give what ll.optimizer or ll.chain returns")
+    scales = [name for name, part in optimizer.parts.items() if part.loss_scale is not None]
+    check(
+        not scales,
+        f"{', '.join(scales)} within {who} would scale the loss of all parameters: put it into the outer chain, "
+        f"ll.chain(ll.optim.{', '.join(scales)}(), ll.optim.{who}(...))",
+    )
+
+
+def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
+    """Parameter groups with different optimizers, chosen by a label.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> optimizer = ll.optim.partition(
+    ...     {"matrices": ll.optimizer(torch.optim.SGD, lr=0.1), "rest": ll.optimizer(torch.optim.AdamW, lr=1e-3)},
+    ...     lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    ... )
+    >>> state = ll.init_state(model, optimizer)
+    >>> list(state.opt_state["partition"])
+    ['matrices', 'rest']
+
+    An optimizer acts only if one of its parameters has a gradient. Two networks in one module, with two gradient
+    functions (`trainable=`), can therefore be trained by two steps over one state, each with its own optimizer, as in
+    a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them (see `own_steps`).
+
+    Each may be a chain, whose parts act on its own parameters: clipping by their norm, an average of their weights. If one
+    optimizer skips an update, the others still make theirs; if all do, the step counts as skipped. Classes that
+    create their state in their first update (SGD with dampening, schedule-free ones) do so in the first update of each
+    parameter. What they report has the label in its name: `grad_norm/matrices`.
+
+    Args:
+        optimizers: label -> optimizer, or a chain.
+        label: `(name, tensor) -> label`.
+
+    Raises:
+        ValueError: a label has no optimizer, an optimizer has no parameters, or one scales the loss.
+
+    Source: `optax.partition`.
+    """
+    for key, member in optimizers.items():
+        check_type(f"{key!r} in a partition is", member, Optimizer, "give what ll.optimizer returns")
+        _check_inner(member, "partition")
+
+    parts_of = partial(_parts, optimizers, label)
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        check_by_kind(label, params, "label")
+        members = {key: subset for key, _, subset in parts_of(params, params)}
+        empty = [key for key in optimizers if key not in members]
+        check(not empty, f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+        return {key: one.init(members[key], **extra) for key, one in optimizers.items()}
+
+    def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        if type(state) is not dict or state.keys() != optimizers.keys():
+            raise wrong_state(state, repr(made), [f"states of {', '.join(optimizers)}"])
+        outs = {
+            key: optimizers[key].transform(mine, state[key], members, step, **info)
+            for key, mine, members in parts_of(grads, params)
+        }
+        return of_labels(outs, {**state, **mapped(operator.attrgetter("state"), outs)})
+
+    def update_(
+        grads: Grads, state: Any, params: Params, step: int, applied: Any = True, carry: Any = None, **info: Any
+    ) -> tuple[Params, Any, dict[str, Any]]:
+        reports: dict[str, Any] = {}
+        for key, mine, members in parts_of(grads, params):
+            flag = applied[key] if isinstance(applied, dict) else applied
+            if any_of(flag) is False:
+                continue
+            own = {**info, "applied": flag, "carry": (carry or {}).get(key)}
+            if flag is True or not tracing():
+                new, state[key], report = optimizers[key].update_(mine, state[key], members, step, **own)
+            else:  # in a graph, a tensor may be the flag, which chooses between copies
+                new, state[key], report = update_where(flag, optimizers[key], mine, state[key], members, step, own)
+            params.update(new)
+            reports |= {within(key, name): value for name, value in report.items()}
+        return params, state, reports
+
+    def evaluation(params: Params, buffers: Params, state: Any) -> tuple[Params, Params]:
+        members = _labelled(label, params)
+        for key, own in state.items():
+            averaged, buffers = optimizers[key].evaluation(members[key], buffers, own)
+            params = params if averaged is members[key] else {**params, **averaged}
+        return params, buffers
+
+    def hyperparameters(state: Any, step: int) -> dict[str, float]:
+        return {
+            within(key, name): value
+            for key, member in optimizers.items()
+            for name, value in member.hyperparameters(state[key], step).items()
+        }
+
+    part = Part(
+        role="weights",
+        init=init,
+        transform=transform,
+        update_=update_,
+        evaluation=evaluation,
+        hyperparameters=hyperparameters,
+        description=mapped(operator.attrgetter("description"), optimizers),
+        evaluates=any(each.evaluates for member in optimizers.values() for each in member.parts.values()),
+    )
+    made = with_repr(Optimizer({"partition": part}), partition, optimizers, label)
+    return made
+
+
+def _labelled(label: Callable[[str, Tensor], str], params: Params) -> dict[str, Params]:
+    """The parameters with each label."""
+    members: dict[str, Params] = {}
+    for name, tensor in params.items():
+        members.setdefault(label(name, tensor), {})[name] = tensor
+    return members
+
+
+def _parts(
+    optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str], grads: Grads, params: Params
+) -> Iterator[tuple[str, Grads, Params]]:
+    """Label, gradients and parameters of each optimizer that has a gradient."""
+    for key, members in _labelled(label, params).items():
+        if mine := {name: grads[name] for name in members if name in grads}:  # those not trained need no optimizer
+            if key not in optimizers:
+                raise ValueError(
+                    f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
+                )
+            yield key, mine, members
+
+
+def _around(optimizer: Optimizer, name: str, settings: Mapping[str, Any], **fields: Any) -> Optimizer:
+    """A part that contains another optimizer, whose state is `inner` of its own."""
+    parts = optimizer.parts.values()
+    return made_of(
+        name,
+        "weights",
+        {**optimizer.description, **settings},
+        evaluation=lambda params, buffers, state: optimizer.evaluation(params, buffers, state["inner"]),
+        evaluates=any(each.evaluates for each in parts),
+        kernel=next((each.kernel for each in parts if each.kernel is not None), None),
+        **fields,
+    )
+
+
+def own_steps(optimizer: Optimizer) -> Optimizer:
+    """Step count of its own: schedules of this optimizer follow its own updates instead of `state.step`.
+
+    >>> import looplib as ll, torch
+    >>> def adam(total):
+    ...     return ll.optimizer(torch.optim.Adam, lr=ll.schedules.cosine(1e-3, total=total))
+    >>> networks = {"critic": ll.optim.own_steps(adam(5000)), "generator": ll.optim.own_steps(adam(1000))}
+    >>> optimizer = ll.optim.partition(networks, lambda name, tensor: name.split(".")[0])
+
+    Use it for the parts of a `partition` that are updated by steps of their own, such as a critic with five updates for
+    each of the generator's: `state.step` counts the updates of both. The count is kept beside the optimizer's state, as
+    `updates`, and is not moved by updates that are skipped or go to other parts.
+
+    Args:
+        optimizer: the optimizer, or chain, whose schedules and other parts that depend on the step are to follow its own
+            updates.
+    """
+    _check_inner(optimizer, "own_steps")
+
+    def count(state: Any) -> Any:
+        return state["updates"] if tracing() else int(state["updates"])
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        return {"inner": optimizer.init(params, **extra), "updates": torch.tensor(0, device="cpu")}
+
+    def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        out = optimizer.transform(grads, state["inner"], params, count(state), **info)
+        return out._replace(state={**state, "inner": out.state})
+
+    def update_(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> tuple[Params, Any, Any]:
+        params, state["inner"], report = optimizer.update_(grads, state["inner"], params, count(state), **info)
+        state["updates"] += 1
+        return params, state, report
+
+    def hyperparameters(state: Any, step: int) -> dict[str, float]:
+        return optimizer.hyperparameters(state["inner"], count(state))
+
+    fields = {"init": init, "transform": transform, "update_": update_, "hyperparameters": hyperparameters}
+    return with_repr(_around(optimizer, "own_steps", {}, **fields), own_steps, optimizer)
+
+
+def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = "mean") -> Optimizer:
+    """Update by every `n`-th step, such as Adam beside a Muon that updates in each step.
+
+    >>> import looplib as ll, torch
+    >>> optimizers = {
+    ...     "matrices": ll.optimizer(torch.optim.Muon, lr=0.02),
+    ...     "rest": ll.optim.every(ll.optimizer(torch.optim.AdamW, lr=1e-3), 2),
+    ... }
+    >>> optimizer = ll.optim.partition(optimizers, lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest")
+
+    With `gradients="mean"`, the update uses the mean of the gradients of the `n` steps; their sum takes one more copy of the
+    parameters. With `gradients="last"`, it uses that of the `n`-th step alone, and the others are dropped. `state.step` counts
+    all steps, and so do schedules; `own_steps` around it counts the same, and within it the updates that are made.
+
+    A skipped step does not count and its gradient is not in the mean. Put what judges single gradients (`skip_nonfinite`)
+    into the chain around it: within, it sees the mean, and if it decides against the update, the sum starts anew.
+
+    Args:
+        optimizer: the optimizer, or chain, that makes the updates.
+        n: number of steps for one update.
+        gradients: "mean" or "last".
+
+    Raises:
+        ValueError: `n` is below 1, or `gradients` is something different.
+    """
+    _check_inner(optimizer, "every")
+    check_count("n", n)
+    check(gradients in ("mean", "last"), f"gradients is {gradients!r}; give 'mean' or 'last'")
+    sums = gradients == "mean"
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        own: dict[str, Any] = {"inner": optimizer.init(params, **extra), "steps": torch.tensor(0, device="cpu")}
+        return {**own, "sum": mapped(torch.zeros_like, mapped(Tensor.detach, params))} if sums else own
+
+    def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        if not on_host(partial(_is_due, n), state["steps"]):
+            return Transformed(grads, state)
+        used = grads
+        if sums:
+            info["owned"] = True
+            used = {name: (state["sum"][name] + grad) / n for name, grad in grads.items()}
+        out = optimizer.transform(used, state["inner"], params, step, **info)
+        state = {**state, "inner": out.state}
+        if sums and out.apply is not True:  # if the chain within decides against it
+            flag = any_of(out.apply)
+            state["sum"] = where(flag, state["sum"], mapped(torch.zeros_like, state["sum"]))
+            state["steps"] = where(flag, state["steps"], torch.zeros_like(state["steps"]))
+        return out._replace(grads=grads, state=state, carry=(out.grads, out.carry))
+
+    def update_(
+        grads: Grads, state: Any, params: Params, step: int, carry: Any = None, **info: Any
+    ) -> tuple[Params, Any, Any]:
+        if carry is None:
+            state["steps"] += 1
+            if sums:
+                total = pick(state["sum"], grads)
+                torch_private.foreach_add_(shards(total.values()), shards(grads.values()))
+            return params, state, {}
+        used, within_ = carry
+        params, state["inner"], report = optimizer.update_(
+            used, state["inner"], params, step, **{**info, "carry": within_}
+        )
+        state["steps"].zero_()
+        for total in state["sum"].values() if sums else ():
+            total.zero_()
+        return params, state, report
+
+    def hyperparameters(state: Any, step: int) -> dict[str, float]:
+        return optimizer.hyperparameters(state["inner"], step)
+
+    fields = {"init": init, "transform": transform, "update_": update_, "hyperparameters": hyperparameters}
+    settings = {"every": n, "gradients": gradients}
+    made = _around(optimizer, "every", settings, **fields)
+    return with_repr(made, every, optimizer, n, gradients=gradients)
+
+
+def _is_due(n: int, steps: Tensor) -> bool:
+    return int(steps) + 1 >= n
+
+
+def of_another(optimizer: Optimizer, state: TrainState) -> ValueError:
+    """Error for a state that an optimizer cannot read."""
+    return ValueError(
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer.call or optimizer}: give the "
+        "optimizer that made it, with all of its parts"
+    )

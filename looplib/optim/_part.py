@@ -1,0 +1,113 @@
+"""Parts of an update, of looplib and of users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from looplib._core.chain import taking
+from looplib._core.checks import check
+from looplib._core.mappings import mapped
+from looplib._core.records import described, kind_of, with_repr
+from looplib.types import Evaluation, Optimizer, Part, Role, Transformed
+
+_FIRST = ("grads", "state", "params", "step")
+ROLES = ("judge", "gradients", "weights", "after")
+
+
+def part(
+    name: str,
+    *,
+    init: Callable[..., Any] | None = None,
+    transform: Callable[..., Transformed] | None = None,
+    update_: Callable[..., Any] | None = None,
+    role: Role | None = None,
+    evaluation: Evaluation | None = None,
+    hyperparameters: Callable[[Any, int], dict[str, float]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """A part of an update of your own, for `ll.chain`: what it is about, and nothing else.
+
+    >>> import looplib as ll, torch
+    >>> def centralize():
+    ...     def transform(grads, state, params, step):
+    ...         for name, grad in grads.items():
+    ...             if grad.ndim > 1:
+    ...                 grad -= grad.flatten(1).mean(1).reshape(-1, *[1] * (grad.ndim - 1))
+    ...         return ll.types.Transformed(grads)
+    ...     return ll.optim.part("centralize", transform=transform)
+    >>> optimizer = ll.chain(centralize(), ll.optimizer(torch.optim.SGD, lr=1.0))
+    >>> params = {"w": torch.zeros(1, 2)}
+    >>> optimizer.update({"w": torch.tensor([[1.0, 3.0]])}, optimizer.init(params), params, 0)[0]
+    {'w': tensor([[ 1., -1.]])}
+
+    An update has two halves. `transform` reads: it may change the gradients, report, refuse, or decide against the update.
+    Then the host reads what all parts have decided, and only then `update_` writes. What is counted for each batch (skips)
+    moves in `transform`; what is counted for each update that is made (averages) moves in `update_`, so that nothing of a
+    skipped batch gets in. What you leave out, the chain takes from its other parts.
+
+    Args:
+        name: of the part: key of its state in `state.opt_state`, and its name in messages.
+        init: `init(params, **extra) -> state`, see `ll.types.Init`. Leave it out for a part without state.
+        transform: `transform(grads, state, params, step, **info) -> ll.types.Transformed`, see `ll.types.Transform`.
+        update_: `update_(grads, state, params, step, **info) -> (params, state)`, see `ll.types.Update`.
+        role: where it may stand, see `ll.types.Role`: "judge", "gradients" (the default, if there is a `transform`),
+            "weights" for one that writes parameters from gradients, or "after" (the default otherwise).
+        evaluation: `evaluation(params, buffers, state) -> (params, buffers)`, the weights to evaluate with.
+        hyperparameters: `hyperparameters(state, step) -> {name: float}`, to log.
+        settings: numbers and names by which checkpoints tell whether it is the same part.
+
+    Raises:
+        TypeError: a function takes an argument that it will not be given, such as a misspelt `metrics`.
+        ValueError: the role is unknown, or there is nothing to do.
+    """
+    check(
+        isinstance(name, str) and name,
+        f"the name of a part is {name!r}; give a string, such as 'centralize'",
+        TypeError,
+    )
+    check(
+        transform is not None or update_ is not None,
+        f"{name} has neither transform= nor update_=, so it does nothing",
+    )
+    chosen = role or ("gradients" if transform is not None else "after")
+    check(chosen in ROLES, f"the role of {name} is {role!r}; it is one of {', '.join(map(repr, ROLES))}")
+    check(
+        chosen != "weights" or update_ is not None,
+        f"{name} has the role 'weights', and no update_= that writes them",
+    )
+    made = made_of(
+        name,
+        chosen,
+        settings or {},
+        init=taking(f"init of {name}", init, ("params",), ("buffers",)),
+        transform=taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned")),
+        update_=taking(
+            f"update_ of {name}", update_, _FIRST, ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
+        ),
+        evaluation=taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
+        hyperparameters=taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
+    )
+    given = {"init": init, "transform": transform, "update_": update_, "role": role, "settings": settings}
+    return with_repr(made, part, name, **{key: value for key, value in given.items() if value is not None})
+
+
+def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -> Optimizer:
+    """An optimizer of one part."""
+    return Optimizer({name: Part(role=role, description=mapped(described, settings), **fields)})
+
+
+def refuse_old(value: Any, shown: str) -> None:
+    """Raise TypeError for a function or an optimizer where a part of an update takes a number."""
+    check(
+        not (isinstance(value, Optimizer) or kind_of(value) == "grad_fn"),
+        f"{shown.partition('(')[0].rpartition('.')[2]} is a part of the update and wraps nothing: write "
+        f"ll.chain({_in_order(shown)}) and give that to ll.make_train_step and ll.init_state",
+        TypeError,
+    )
+
+
+def _in_order(shown: str) -> str:
+    optimizer = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    after = shown.startswith(("ema", "optim.swa"))
+    return f"{optimizer}, ll.{shown}" if after else f"ll.{shown}, {optimizer}"
