@@ -60,7 +60,9 @@ def main(
     torch.manual_seed(seed)
     model = Model(dimension, width)
     loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True)
-    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay), ll.optim.ema_warmup(decay))
+    optimizer = ll.chain(
+        ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay), ll.ema(ll.optim.ema_warmup(decay))
+    )
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     predict_step = ll.make_predict_step(model, predict_fn)
     judges = {name: make_eval_steps(model, column) for name, column in {"model": None, "truth": 2, "rate": 3}.items()}

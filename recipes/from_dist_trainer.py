@@ -62,7 +62,7 @@ def main(
         half_fn = ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1")
         grad_fn = ll.accumulate(ll.make_grad_fn(model, half_fn), update_every)
         if fp16 == "O1":
-            grad_fn, optimizer = ll.grads.scale_loss(grad_fn), ll.optim.dynamic_loss_scale(optimizer)
+            grad_fn, optimizer = grad_fn, ll.chain(ll.optim.dynamic_loss_scale(), optimizer)
         train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
         eval_step = ll.make_eval_step(model, metric_fn)
         last = ll.after_epochs(n_epochs)

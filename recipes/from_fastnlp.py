@@ -63,7 +63,7 @@ def main(
         optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
         grad_fn = ll.accumulate(ll.make_grad_fn(model, cast(loss_fn)), accumulation_steps)
         if fp16 == "float16":
-            grad_fn, optimizer = ll.grads.scale_loss(grad_fn), ll.optim.dynamic_loss_scale(optimizer)
+            grad_fn, optimizer = grad_fn, ll.chain(ll.optim.dynamic_loss_scale(), optimizer)
         train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
         eval_step = ll.make_eval_step(model, cast(metric_fn))
 

@@ -55,7 +55,7 @@ def main(
     adam = ll.optimizer(
         torch.optim.Adam, lr=ll.schedules.cosine(lr, total=2 * epochs * len(loader)), betas=(0.0, 0.99)
     )
-    networks = {"generator": ll.ema(adam, ll.optim.ema_warmup(decay)), "discriminator": adam}
+    networks = {"generator": ll.chain(adam, ll.ema(ll.optim.ema_warmup(decay))), "discriminator": adam}
     optimizer = ll.optim.partition(networks, lambda name, _: name.split(".")[0])
     d_grad = ll.make_grad_fn(model, discriminator_loss, trainable=lambda name, _: name.startswith("discriminator."))
     g_grad = ll.make_grad_fn(model, generator_loss, trainable=lambda name, _: name.startswith("generator."))

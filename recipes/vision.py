@@ -80,7 +80,9 @@ def main(
         weight_decay=weight_decay,
         groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
     )
-    optimizer = ll.ema(optimizer, decay=ll.optim.ema_warmup(ema_decay), buffers=True)  # with BatchNorm's statistics
+    optimizer = ll.chain(
+        optimizer, ll.ema(ll.optim.ema_warmup(ema_decay), buffers=True)
+    )  # with BatchNorm's statistics
     grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.bfloat16, enabled=precision == "bfloat16"))
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     eval_step = ll.make_eval_step(model, metric_fn)

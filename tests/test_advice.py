@@ -157,7 +157,7 @@ def test_a_loss_function_in_the_place_of_a_gradient_function_is_refused_when_the
         lambda: ll.make_train_step(lambda m, b: my_loss(m, b), SGD),
         lambda: ll.accumulate(my_loss, 2),
         lambda: ll.clip_by_global_norm(my_loss, 1.0),
-        lambda: ll.grads.scale_loss(my_loss),
+        lambda: my_loss,
         lambda: ll.contrib.sam(my_loss),
     ):
         with pytest.raises(

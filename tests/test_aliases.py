@@ -133,8 +133,8 @@ def test_decide_leaves_no_graph_in_the_state():
 @pytest.mark.parametrize("kind", ["pure", "graph"])
 def test_fields_of_the_state_that_are_none_are_none_in_graphs_too(kind):
     def scaled(grad_fn):
-        def scaled_grad_fn(state, batch, request=WHOLE):
-            out = grad_fn(state, batch, request)
+        def scaled_grad_fn(state, batch, **request):
+            out = grad_fn(state, batch, **request)
             factor = (1 if state.epoch_length is None else 2) * (1 if state.extra is None else 3)
             return out._replace(grads={name: grad * factor for name, grad in out.grads.items()})
 

@@ -52,7 +52,7 @@ def test_a_train_step_is_its_gradient_function_and_apply_gradients(wrapped, dona
         optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.01 / (step + 1))
         grad_fn = ll.make_grad_fn(model, loss_fn)
         if wrapped != "plain":
-            optimizer = ll.ema(ll.optim.apply_if_finite(optimizer), 0.9, buffers=True)
+            optimizer = ll.chain(ll.skip_nonfinite(), optimizer, ll.ema(0.9, buffers=True))
             grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, 2), 1.0)
         step = ll.make_train_step(grad_fn, optimizer, donate=donate)
         state = ll.init_state(model, optimizer, epoch_length=4)
@@ -215,7 +215,7 @@ def test_plain_values_that_an_update_reports_are_averaged(made_by, donate):
 
 def test_a_pure_update_changes_nothing_that_it_is_given():
     model = net()
-    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=0.1))
+    optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.1), ll.ema())
     state = ll.init_state(model, optimizer)
     kept = ll.copy_state(state)
     grads = {name: torch.randn_like(tensor) for name, tensor in state.params.items()}
@@ -234,7 +234,7 @@ def test_a_pure_update_changes_nothing_that_it_is_given():
 @both
 def test_a_skipped_update_leaves_everything_and_counts_the_skip(donate):
     model = net()
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.AdamW, lr=0.1))
+    optimizer = ll.chain(ll.skip_nonfinite(), ll.optimizer(torch.optim.AdamW, lr=0.1))
     state = ll.init_state(model, optimizer)
     kept = ll.copy_state(state)
     gradients = ll.make_grad_fn(model, loss_fn)(

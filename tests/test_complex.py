@@ -114,7 +114,7 @@ def test_averages_of_complex_buffers_have_the_bits_of_torchs():
     averaged = AveragedModel(raw, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     averaged.update_parameters(raw)  # the first average is a copy
     opt = torch.optim.SGD(raw.parameters(), lr=0.1)
-    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1), 0.9, buffers=True)
+    optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(0.9, buffers=True))
     train_step = ll.make_train_step(ll.make_grad_fn(model, mean), optimizer)
     state = ll.init_state(model, optimizer)
     for x in torch.randn(4, 5, 3):

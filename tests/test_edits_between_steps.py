@@ -402,7 +402,7 @@ class Assigning(nn.Module):
 @both_steps
 def test_buffers_that_the_forward_pass_assigns_are_not_warned_of(donate, bound):
     model = Assigning()
-    optimizer = ll.optim.apply_if_finite(SGD, 9)
+    optimizer = ll.chain(ll.skip_nonfinite(9), SGD)
     grad_fn = ll.make_grad_fn(model, loss_fn)
     step, other = (
         ll.make_train_step(each, optimizer, donate=donate) for each in (grad_fn, ll.make_grad_fn(model, loss_fn))

@@ -38,7 +38,7 @@ def loss_fn(model, batch):
 
 
 def skipping(optimizer):
-    return ll.optim.apply_if_finite(optimizer, 9)
+    return ll.chain(ll.skip_nonfinite(9), optimizer)
 
 
 GOOD, BAD = (ROWS, torch.tensor(1.0)), (OTHER_ROWS, torch.tensor(torch.inf))

@@ -194,7 +194,7 @@ def fails(model, x):
 @pytest.mark.parametrize("loss_fn", [fails, lambda model, x: (model(x) * float("nan")).mean()])
 def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_skipped(loss_fn):
     model, x = Counts(), torch.randn(3, 2)
-    optimizer = ll.optim.apply_if_finite(SGD)
+    optimizer = ll.chain(ll.skip_nonfinite(), SGD)
     good, bad = (
         ll.make_train_step(ll.make_grad_fn(model, each), optimizer, donate=True) for each in (mean_output, loss_fn)
     )

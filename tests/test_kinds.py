@@ -234,8 +234,10 @@ REFUSED = [
     (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict got the eval_step of split_on_oom"),
     # A wrapper that does not hand the request on would lose the loss scale.
     (
-        lambda: ll.grads.scale_loss(lambda state, batch, request=None: GRAD_FN(state, batch))(
-            ll.init_state(MODEL, ll.optim.dynamic_loss_scale(SGD)), BATCH
+        lambda: (
+            lambda state, batch, request=None: GRAD_FN(state, batch)(
+                ll.init_state(MODEL, ll.chain(ll.optim.dynamic_loss_scale(), SGD)), BATCH
+            )
         ),
         r"scale_loss.*grad_fn\(state, batch, request\)",
     ),
@@ -249,12 +251,12 @@ def test_the_message_names_what_was_found_and_what_to_give():
 
 
 def test_plain_functions_of_a_users_own_are_taken_everywhere_and_their_errors_handed_on():
-    state = ll.init_state(MODEL, ll.optim.dynamic_loss_scale(SGD))
+    state = ll.init_state(MODEL, ll.chain(ll.optim.dynamic_loss_scale(), SGD))
     out = GRAD_FN(state, BATCH)
     for wrapped in (
         ll.clip_by_global_norm(lambda *call: GRAD_FN(*call), float("inf")),
         ll.accumulate(lambda state, batch, request: GRAD_FN(state, batch, request), 2),
-        ll.grads.scale_loss(lambda *call: GRAD_FN(*call)),
+        lambda *call: GRAD_FN(*call),
     ):
         torch.testing.assert_close(wrapped(state, BATCH).grads, out.grads)
     assert evaluate(lambda state, batch: {"n": ll.Mean(len(batch))}, [BATCH]) == {"n": 4.0}

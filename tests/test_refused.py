@@ -109,8 +109,8 @@ class EndsEarly(Dataset):
 
 
 def halved(grad_fn):
-    def halved_grad_fn(state, batch, request):
-        out = grad_fn(state, batch, request)
+    def halved_grad_fn(state, batch, **request):
+        out = grad_fn(state, batch, **request)
         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
 
     return halved_grad_fn

@@ -58,7 +58,7 @@ GRAD_FNS = [
     "ll.make_grad_fn(Linear, ll.autocast(ll.losses.recompute(loss_fn, ReLU), torch.float16))",
     "ll.make_grad_fn(Linear, loss_fn, trainable=chosen, allow_unused=True)",
     f"ll.clip_by_global_norm(ll.accumulate({GRAD_FN}, microbatches=4), 1.0)",
-    f"ll.grads.clip_by_value(ll.accumulate({GRAD_FN}, size=4), 0.5)",
+    f"ll.optim.clip_by_value(ll.accumulate({GRAD_FN}, size=4), 0.5)",
     f"ll.grads.scale_loss(ll.grads.reduce_gradients({GRAD_FN}))",
     f"ll.contrib.sam({GRAD_FN}, 0.1, adaptive=True)",
     "ll.contrib.add_noise(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn), 1.0), 1.0, 1.1)",
@@ -124,8 +124,8 @@ def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_
 def test_functions_of_ones_own_within_a_step_are_shown_by_their_names():
     inner = ll.make_grad_fn(MODEL, loss_fn)
 
-    def halved(state, batch, request=ll.types.GradRequest()):  # noqa: B008
-        return inner(state, batch, request)
+    def halved(state, batch, **request):  # noqa: B008
+        return inner(state, batch, **request)
 
     optimizer = ll.optimizer(SGD, lr=lambda step: 0.1)
     for grad_fn in (halved, ll.grads.wrapper(inner)(halved)):

@@ -54,11 +54,15 @@ FAMILIES = {
     "adamw": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=3000)),
     "adagrad": lambda: ll.optimizer(torch.optim.Adagrad, lr=0.05),
     "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
-    "apply_if_finite": lambda: ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),
-    "ema": lambda: ll.ema(ll.optimizer(torch.optim.RMSprop, lr=0.01), decay=ll.optim.ema_warmup(0.9), buffers=True),
-    "swa": lambda: ll.optim.swa(ll.optimizer(torch.optim.NAdam, lr=0.01), start=4, every=2),
-    "skips": lambda: ll.optim.dynamic_loss_scale(
-        ll.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9), growth_interval=4
+    "apply_if_finite": lambda: ll.chain(
+        ll.skip_nonfinite(max_consecutive=3), ll.optimizer(torch.optim.Adam, lr=0.01)
+    ),
+    "ema": lambda: ll.chain(
+        ll.optimizer(torch.optim.RMSprop, lr=0.01), ll.ema(ll.optim.ema_warmup(0.9), buffers=True)
+    ),
+    "swa": lambda: ll.chain(ll.optimizer(torch.optim.NAdam, lr=0.01), ll.optim.swa(start=4, every=2)),
+    "skips": lambda: ll.chain(
+        ll.optim.dynamic_loss_scale(growth_interval=4), ll.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
     ),
     "groups": lambda: ll.optim.partition(
         {"a": ll.optimizer(torch.optim.Adamax, lr=0.01), "b": ll.optimizer(torch.optim.Rprop, lr=0.01)},
@@ -77,7 +81,7 @@ def begin(family, *, donate=False, bound=False, workers=0, stream=False, first=F
     if family in ("ema", "skips"):
         grad_fn = ll.accumulate(grad_fn, size=2)
     if family == "skips":
-        grad_fn = ll.grads.scale_loss(grad_fn)
+        grad_fn = grad_fn
     step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
     dataset = Stream() if stream else Augmented(poisoned=family in ("apply_if_finite", "skips"))
     loader = ll.make_loader(dataset, batch_size=4, seed=3, num_workers=workers)

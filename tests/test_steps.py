@@ -508,7 +508,7 @@ def conditional_loss(model, batch):
 
 def conditional_step():
     model = Conditional()
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.01), max_consecutive=5)
+    optimizer = ll.chain(ll.skip_nonfinite(max_consecutive=5), ll.optimizer(torch.optim.SGD, lr=0.01))
     step = step_of(model, optimizer, True, conditional_loss)
     state = ll.init_state(model, optimizer)
     for _ in range(3):
@@ -632,7 +632,7 @@ def test_an_update_may_ask_for_the_loss_and_the_gradients_at_other_parameters(do
 def test_an_expanded_buffer_is_no_matter_to_a_skipped_donated_step():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     model.register_buffer("ones", torch.ones(1).expand(3))
-    optimizer = ll.optim.apply_if_finite(SGD)
+    optimizer = ll.chain(ll.skip_nonfinite(), SGD)
     step = step_of(model, optimizer, True, mean_output)
     state, _ = step(ll.init_state(model, optimizer), torch.full((4, 2), math.nan))
     assert state.skipped

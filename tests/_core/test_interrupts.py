@@ -315,8 +315,8 @@ def test_gradients_are_freed_while_signals_wait():
     """Else freeing them would part a step's return from the assignment of its result."""
     parts, waited = Parts(), []
 
-    def watched(state, batch, request=ll.types.WHOLE):
-        out = parts.grad_fn(state, batch, request)
+    def watched(state, batch, **request):
+        out = parts.grad_fn(state, batch, **request)
         for grad in out.grads.values():
             weakref.finalize(grad, lambda: waited.append(_interrupts.held(sys._getframe())))
         return out

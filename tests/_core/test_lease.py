@@ -109,7 +109,7 @@ def test_another_run_within_the_loss_is_no_write_of_this_one(skipped):
         other.train()
         return squares(model, x)
 
-    run = Run(ll.optim.apply_if_finite(SGD, 9), loss_fn=loss_fn)
+    run = Run(ll.chain(ll.skip_nonfinite(9), SGD), loss_fn=loss_fn)
     before = run.train()
     values = bits(ll.copy_state(before))
     run.state, _ = run.step(before, ROWS * torch.inf if skipped else ROWS)
@@ -228,7 +228,7 @@ def fails():
 FAILING = {
     "function": failing_by_hand,
     "class": lambda: ll.optimizer(Failing, lr=0.1, momentum=0.9),
-    "average": lambda: ll.ema(ll.optimizer(Failing, lr=0.1), 0.5),
+    "average": lambda: ll.chain(ll.optimizer(Failing, lr=0.1), ll.ema(0.5)),
 }
 
 

@@ -58,7 +58,7 @@ def on_all(make: Callable[[], tuple[nn.Module, Any, Any]], clips: int = 0) -> di
 
     def wrapped(grad_fn: ll.types.GradFn) -> ll.types.GradFn:
         for _ in range(clips):
-            grad_fn = ll.grads.clip_by_value(grad_fn, 10.0)
+            grad_fn = ll.optim.clip_by_value(grad_fn, 10.0)
         return grad_fn
 
     return {

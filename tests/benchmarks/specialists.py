@@ -238,7 +238,7 @@ DECAY = 0.99
 def averages(wide: int) -> Contenders:
     def looplib() -> Prepared:
         model = mlp(wide)
-        optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=1e-3), decay=DECAY, start=1)
+        optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=1e-3), ll.ema(DECAY, start=1))
         train_step = ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=True)
         return training(train_step, optimizer, model, labeled(16, 32), 4)
 

@@ -68,7 +68,11 @@ def parts(lr):
             lambda: adamw(lr=lambda step: 0.2 * step),
             ["lr was lambda step: ... (0.1), is lambda step: ... (0.2)"],
         ),
-        (lambda: ll.ema(adamw(), decay=0.9), lambda: ll.ema(adamw(lr=0.5), decay=0.9), ["lr was 0.1, is 0.5"]),
+        (
+            lambda: ll.chain(adamw(), ll.ema(0.9)),
+            lambda: ll.chain(adamw(lr=0.5), ll.ema(0.9)),
+            ["lr was 0.1, is 0.5"],
+        ),
         (lambda: parts(0.1), lambda: parts(0.3), ["b lr was 0.1, is 0.3"]),
     ],
 )

@@ -90,8 +90,8 @@ def on_two_ranks(engine, uneven):
         _, grads = raw(encoder(mask=False), batch)
         wrapped = DistributedDataParallel(model) if engine else model
         grad_fn = ll.contrib.make_contrastive_grad_fn(wrapped, embed, loss_fn, microbatches=6)
-        optimizer = ll.optim.dynamic_loss_scale(SGD, init_scale=8.0)
-        out = ll.grads.scale_loss(grad_fn)(ll.init_state(wrapped, optimizer), own, ll.types.GradRequest(donate=True))
+        optimizer = ll.chain(ll.optim.dynamic_loss_scale(init_scale=8.0), SGD)
+        out = grad_fn(ll.init_state(wrapped, optimizer), own, ll.types.GradRequest(donate=True))
         torch.testing.assert_close(out.grads, grads, rtol=1e-12, atol=1e-14)
         assert out.samples == len(batch["key"])
         print("equal on", rank)

@@ -91,9 +91,7 @@ def test_sam_goes_around_accumulate_and_inside_clipping_and_a_loss_scale(donate)
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-13)
     assert not torch.allclose(whole["0.weight"], plain["0.weight"], rtol=1e-6)
     # Under a loss scale the direction, and so the gradient, is the same: powers of two are exact.
-    scaled = end(
-        lambda grad_fn: ll.grads.scale_loss(ll.contrib.sam(grad_fn)), lambda: ll.optim.dynamic_loss_scale(sgd())
-    )
+    scaled = end(lambda grad_fn: ll.contrib.sam(grad_fn), lambda: ll.chain(ll.optim.dynamic_loss_scale(), sgd()))
     torch.testing.assert_close(scaled, end(ll.contrib.sam), rtol=1e-9, atol=1e-12)
 
 
@@ -150,7 +148,7 @@ def test_a_forward_pass_that_writes_a_parameter_does_so_in_both_passes_of_a_dona
 
 
 def test_a_skipped_step_of_a_bound_state_does_not_say_that_the_module_is_untrained(recwarn):
-    model, optimizer = net(), ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.5))
+    model, optimizer = net(), ll.chain(ll.skip_nonfinite(), ll.optimizer(torch.optim.SGD, lr=0.5))
     sharp = ll.contrib.sam(ll.make_grad_fn(model, lambda model, x: loss_fn(model, x) * torch.nan))
     state, _ = ll.make_train_step(sharp, optimizer, donate=True)(ll.init_state(model, optimizer), batches(1)[0])
     model.state_dict()

@@ -122,7 +122,7 @@ def test_a_wrapped_module_is_replayed_on_its_own_tensors(one_process):
 @both_steps
 def test_a_skipped_batch_is_had_again_and_the_one_after_it_at_the_same_step(donate):
     model = nn.Linear(1, 1)
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.1), max_consecutive=3)
+    optimizer = ll.chain(ll.skip_nonfinite(max_consecutive=3), ll.optimizer(torch.optim.Adam, lr=0.1))
     grad_fn = ll.make_grad_fn(model, mean_square)
     step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     data = torch.arange(8.0).reshape(8, 1)

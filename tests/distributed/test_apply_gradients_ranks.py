@@ -19,7 +19,7 @@ def by_hand_and_by_step(engine):
             torch.manual_seed(1)
             layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3)
             model = in_engine(nn.Sequential(*layers), engine)
-            optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.AdamW, lr=0.01, foreach=True))
+            optimizer = ll.chain(ll.skip_nonfinite(), ll.optimizer(torch.optim.AdamW, lr=0.01, foreach=True))
             grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2), 1.0)
             train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
             state = ll.init_state(model, optimizer)

@@ -272,7 +272,7 @@ import looplib as ll
 
 adamw = ll.optimizer(torch.optim.AdamW, lr=1e-2)
 CASES = {
-    "clip_by_value": (lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.01), adamw),
+    "clip_by_value": (lambda grad_fn: ll.optim.clip_by_value(grad_fn, 0.01), adamw),
     "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
     "swa": (None, ll.optim.swa(adamw, start=1)),
     "ema": (None, ll.ema(adamw, 0.5)),

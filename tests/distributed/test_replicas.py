@@ -59,7 +59,11 @@ DIFFERENT = [
         {"optimizer": ll.optimizer(torch.optim.RMSprop, lr=0.1)},
         ["the optimizer's class is torch.optim.adamw.AdamW"],
     ),
-    ({"optimizer": ll.ema(SGD, 0.9)}, {"optimizer": ll.ema(SGD, 0.8)}, ["the optimizer's ema decay is 0.9"]),
+    (
+        {"optimizer": ll.chain(SGD, ll.ema(0.9))},
+        {"optimizer": ll.chain(SGD, ll.ema(0.8))},
+        ["the optimizer's ema decay is 0.9"],
+    ),
     ({"loaders": [loader(0)]}, {"loaders": [loader(1)]}, ["loader 1's seed is 0"]),
     ({"loaders": [loader(5), loader(0)]}, {"loaders": [loader(5), loader(1)]}, ["loader 2's seed is 0"]),
     ({"loaders": [loader()]}, {"loaders": [loader(order=ll.data.sequential())]}, ["loader 1's order is shuffled()"]),

@@ -12,8 +12,8 @@ import looplib as ll
 
 
 def halved(grad_fn):
-    def halved_grad_fn(state, batch, request):
-        out = grad_fn(state, batch, request)
+    def halved_grad_fn(state, batch, **request):
+        out = grad_fn(state, batch, **request)
         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
 
     return halved_grad_fn
@@ -21,8 +21,8 @@ def halved(grad_fn):
 
 def halved_in_place(grad_fn):
     @ll.grads.wrapper(grad_fn)
-    def halved_grad_fn(state, batch, request):
-        out = grad_fn(state, batch, request)
+    def halved_grad_fn(state, batch, **request):
+        out = grad_fn(state, batch, **request)
         with torch.no_grad():
             for grad in out.grads.values():
                 grad.div_(2)
@@ -32,8 +32,8 @@ def halved_in_place(grad_fn):
 
 
 def counted(grad_fn):
-    def counted_grad_fn(state, batch, request):
-        out = grad_fn(state, batch, request)
+    def counted_grad_fn(state, batch, **request):
+        out = grad_fn(state, batch, **request)
         return out._replace(metrics={**out.metrics, "microbatches": ll.Mean(1.0, 1)})
 
     return counted_grad_fn

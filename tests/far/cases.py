@@ -187,8 +187,8 @@ WRAPPED = {
         lambda g: ll.clip_by_global_norm(g, 0.1),
         lambda g: ll.clip_by_global_norm(g, 0.1, 1),
     ],
-    "grads.clip_by_norm": [lambda g: ll.grads.clip_by_norm(g, 0.01)],
-    "grads.clip_by_value": [lambda g: ll.grads.clip_by_value(g, 0.01)],
+    "grads.clip_by_norm": [lambda g: ll.optim.clip_by_norm(g, 0.01)],
+    "grads.clip_by_value": [lambda g: ll.optim.clip_by_value(g, 0.01)],
     "grads.reduce_gradients": [lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2))],
     "contrib.sam": [ll.contrib.sam, lambda g: ll.contrib.sam(g, adaptive=True)],
 }
@@ -198,7 +198,7 @@ for name, wrappers in WRAPPED.items():
 
 @case("grads.scale_loss", "optim.dynamic_loss_scale")
 def _(device):
-    optimizer = ll.optim.dynamic_loss_scale(ADAMW, 2.0**127, growth_interval=2)  # the first step overflows
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(2.0**127, growth_interval=2), ADAMW)  # the first step overflows
     return both(device, grads=ll.grads.scale_loss, optimizer=optimizer)
 
 
@@ -256,7 +256,7 @@ def _(device):
 
 @case("optim.apply_if_finite", "optim.NonFiniteGradientsError")
 def _(device):
-    optimizer = ll.optim.apply_if_finite(ADAMW, 1)
+    optimizer = ll.chain(ll.skip_nonfinite(1), ADAMW)
     runs = both(device, optimizer=optimizer, of=with_infinity)
     try:
         train(device, optimizer=optimizer, of=lambda device: with_infinity(device)[1:2] * 3)
@@ -270,7 +270,7 @@ def with_infinity(device):
 
 
 OPTIMIZERS = {
-    "optim.swa": ll.optim.swa(ADAMW, start=1, buffers=True),
+    "optim.swa": ll.chain(ADAMW, ll.optim.swa(start=1, buffers=True)),
     "optim.own_steps": ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
     "optim.partition": ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)),
 }
@@ -281,9 +281,9 @@ for name, optimizer in OPTIMIZERS.items():
 @case("optim.ema", "optim.ema_warmup", "optim.eval_state")
 def _(device):
     optimizers = (
-        ll.ema(ADAMW, 0.9),
-        ll.ema(ADAMW, ll.optim.ema_warmup(0.9), buffers=True, every=2),
-        ll.ema(ll.optim.apply_if_finite(SGD, 1), 0.5),
+        ll.chain(ADAMW, ll.ema(0.9)),
+        ll.chain(ADAMW, ll.ema(ll.optim.ema_warmup(0.9), buffers=True, every=2)),
+        ll.chain(ll.skip_nonfinite(1), SGD, ll.ema(0.5)),
     )
     runs = [
         (optimizer, run) for optimizer in optimizers for run in both(device, optimizer=optimizer, of=with_infinity)
@@ -416,7 +416,7 @@ def _(device):
 @case("checkpoint.checkpoint_io", "checkpoint.CheckpointIO")
 @in_folder
 def _(device, folder):
-    optimizer = ll.ema(ADAMW)
+    optimizer = ll.chain(ADAMW, ll.ema())
     model, fresh = started(device, optimizer)
     state, _ = train(device, optimizer=optimizer)
     ckpt = ll.checkpoint_io(folder)
@@ -486,7 +486,7 @@ def _(device):
 def _(device):
     rates = ll.transforms.per_member([0.01, 0.1, 0.2])
     changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
-    optimizer = ll.ema(ll.optim.apply_if_finite(changing, 3))
+    optimizer = ll.chain(ll.skip_nonfinite(3), changing, ll.ema())
     model = dropping(device)
     step = ll.vmap_step(ll.make_train_step(ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), optimizer))
     stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(3)])

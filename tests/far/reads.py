@@ -76,8 +76,8 @@ TABLES = {
             "ll.accumulate(grad_fn, microbatches=2)", 0, "The 1st, 2nd, 4th, 8th, ... call looks for labels of -100."
         ),
         Row("ll.clip_by_global_norm(grad_fn, 1.0)", 0),
-        Row("ll.grads.clip_by_norm(grad_fn, 0.1)", 0),
-        Row("ll.grads.clip_by_value(grad_fn, 0.1)", 0),
+        Row("ll.optim.clip_by_norm(grad_fn, 0.1)", 0),
+        Row("ll.optim.clip_by_value(grad_fn, 0.1)", 0),
         Row("ll.grads.map_batch(grad_fn, lambda state, batch: batch)", 0),
         Row("ll.grads.reduce_gradients(grad_fn)", 0),
         Row("ll.grads.scale_loss(grad_fn)", 1, "For `dynamic_loss_scale`.", "ll.optim.dynamic_loss_scale({})"),

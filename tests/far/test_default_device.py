@@ -61,8 +61,8 @@ def loss_fn(model, batch):
 OPTIMIZERS = {
     "AdamW": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.1, warmup=2, total=9)),
     "SGD": lambda: ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "ema": lambda: ll.ema(ll.optimizer(torch.optim.SGD, lr=0.01), 0.9),
-    "apply_if_finite": lambda: ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.01), max_consecutive=2),
+    "ema": lambda: ll.chain(ll.optimizer(torch.optim.SGD, lr=0.01), ll.ema(0.9)),
+    "apply_if_finite": lambda: ll.chain(ll.skip_nonfinite(max_consecutive=2), ll.optimizer(torch.optim.SGD, lr=0.01)),
     "accumulate": lambda: ll.optimizer(torch.optim.SGD, lr=0.01),
 }
 

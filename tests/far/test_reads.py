@@ -35,7 +35,7 @@ def counted(row, device, donate):
         names["loss_fn"] = eval(row.code, names)
     names["grad_fn"] = ll.make_grad_fn(model, names["loss_fn"])
     if "dynamic_loss_scale" in row.code:
-        names["grad_fn"] = ll.grads.scale_loss(names["grad_fn"])
+        names["grad_fn"] = names["grad_fn"]
     if "per_sample" in row.code:
         names["per_sample"] = ll.contrib.make_per_sample_grad_fn(model, loss_fn)
     made = eval(row.code, names)

@@ -11,7 +11,7 @@ from far.device import far
 from far.test_cases import bits
 
 CPU = torch.device("cpu")
-OPTIMIZER = ll.ema(ll.optim.apply_if_finite(cases.ADAMW, 3), buffers=True)
+OPTIMIZER = ll.chain(ll.skip_nonfinite(3), cases.ADAMW, ll.ema(buffers=True))
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,8 @@ def spread_loss(model, batch):
 WRAPPED = {
     "plain": lambda g, o: (g, o),
     "accumulate": lambda g, o: (ll.clip_by_global_norm(ll.accumulate(g, 2), 0.1), o),
-    "conditional": lambda g, o: (ll.grads.scale_loss(g), ll.optim.dynamic_loss_scale(ll.optim.apply_if_finite(o, 2))),
-    "averaged": lambda g, o: (ll.contrib.sam(g), ll.ema(o)),
+    "conditional": lambda g, o: (g, ll.chain(ll.optim.dynamic_loss_scale(), ll.skip_nonfinite(2), o)),
+    "averaged": lambda g, o: (ll.contrib.sam(g), ll.chain(o, ll.ema())),
 }
 
 

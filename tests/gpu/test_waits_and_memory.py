@@ -61,7 +61,7 @@ FREE = {
     ),
     "clipping": lambda loss_fn, model: (ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), adamw()),
     "accumulation": lambda loss_fn, model: (ll.accumulate(ll.make_grad_fn(model, loss_fn), 4), adamw()),
-    "average": lambda loss_fn, model: (ll.make_grad_fn(model, loss_fn), ll.ema(adamw(), 0.9)),
+    "average": lambda loss_fn, model: (ll.make_grad_fn(model, loss_fn), ll.chain(adamw(), ll.ema(0.9))),
     "autocast": lambda loss_fn, model: (ll.make_grad_fn(model, ll.autocast(loss_fn)), adamw()),
     "recomputation": lambda loss_fn, model: (
         ll.make_grad_fn(model, ll.losses.recompute(loss_fn, nn.Linear)),
@@ -70,16 +70,16 @@ FREE = {
 }
 ONE = {
     "loss scale": lambda loss_fn, model: (
-        ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)),
-        ll.optim.dynamic_loss_scale(adamw()),
+        ll.make_grad_fn(model, loss_fn),
+        ll.chain(ll.optim.dynamic_loss_scale(), adamw()),
     ),
     "finite or skipped": lambda loss_fn, model: (
         ll.make_grad_fn(model, loss_fn),
-        ll.optim.apply_if_finite(adamw(), max_consecutive=3),
+        ll.chain(ll.skip_nonfinite(max_consecutive=3), adamw()),
     ),
     "both": lambda loss_fn, model: (
-        ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)),
-        ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(adamw()), max_consecutive=3),
+        ll.make_grad_fn(model, loss_fn),
+        ll.chain(ll.skip_nonfinite(max_consecutive=3), ll.optim.dynamic_loss_scale(), adamw()),
     ),
 }
 

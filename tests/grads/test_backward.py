@@ -373,7 +373,7 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
 
     def changed(change):
         def grad_fn_of_mine(state, batch, request=None):
-            out = grad_fn(state, batch, request)
+            out = grad_fn(state, batch, **request)
             return out._replace(grads={name: change(grad) for name, grad in out.grads.items()})
 
         return grad_fn_of_mine
@@ -381,7 +381,7 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
     for error, words, call in [
         (TypeError, "step", lambda: ll.grads.backward(grad_fn, model, batch)),
         (ValueError, "step number updates", lambda: backward(grad_fn, step=-1)),
-        (ValueError, "scale_loss scaler=torch.amp.GradScaler", lambda: backward(ll.grads.scale_loss(grad_fn))),
+        (ValueError, "scale_loss scaler=torch.amp.GradScaler", lambda: backward(grad_fn)),
         (
             ValueError,
             "clip_by_global_norm clip_grad_norm_ unscale_",

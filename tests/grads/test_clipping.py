@@ -40,9 +40,9 @@ def test_gradients_of_any_size_have_the_bits_of_torchs(seed, scale, bound, norm_
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
     x = torch.randn(4, 7) * scale
     grad_fn, state = ll.make_grad_fn(model, mean_square), ll.init_state(model)
-    by_value = ll.grads.clip_by_value(grad_fn, bound)(state, x)
+    by_value = ll.optim.clip_by_value(grad_fn, bound)(state, x)
     by_norm = ll.clip_by_global_norm(grad_fn, bound, norm_type)(state, x)
-    each = ll.grads.clip_by_norm(grad_fn, bound, norm_type)(state, x)
+    each = ll.optim.clip_by_norm(grad_fn, bound, norm_type)(state, x)
     assert by_value.metrics.keys() == each.metrics.keys() == {"loss"}
 
     def clip_each(parameters):
@@ -74,14 +74,14 @@ def test_without_a_bound_an_infinite_norm_leaves_the_gradients_as_they_are(norm_
 
 WRAPPERS = {
     "clip_by_global_norm": lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1.0),
-    "clip_by_norm": lambda grad_fn: ll.grads.clip_by_norm(grad_fn, 0.1),
-    "clip_by_value": lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0),
+    "clip_by_norm": lambda grad_fn: ll.optim.clip_by_norm(grad_fn, 0.1),
+    "clip_by_value": lambda grad_fn: ll.optim.clip_by_value(grad_fn, 1.0),
 }
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_within_accumulate_and_scale_loss_they_are_refused_when_made_or_else_when_run(name):
-    model, optimizer = net(), ll.optim.dynamic_loss_scale(SGD)
+    model, optimizer = net(), ll.chain(ll.optim.dynamic_loss_scale(), SGD)
     clipped = WRAPPERS[name](ll.make_grad_fn(model, loss_fn))
     state, x = ll.init_state(model, optimizer), batches(1)[0]
     for wrap, part in ((ll.accumulate, "each microbatch alone"), (ll.grads.scale_loss, "scaled gradients")):
@@ -109,8 +109,8 @@ def test_arguments_out_of_range_are_named():
     grad_fn = ll.make_grad_fn(net(), loss_fn)
     for wrong in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match=rf"max_value is {wrong}; give a magnitude above 0"):
-            ll.grads.clip_by_value(grad_fn, wrong)
-        for clip in (ll.clip_by_global_norm, ll.grads.clip_by_norm):
+            ll.optim.clip_by_value(grad_fn, wrong)
+        for clip in (ll.clip_by_global_norm, ll.optim.clip_by_norm):
             with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
                 clip(grad_fn, wrong)
 
@@ -132,7 +132,7 @@ def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     params = [nn.Parameter(torch.zeros(7, 5, dtype=dtype)) for dtype in dtypes]
     for p in params:
         p.grad = torch.randn(7, 5, generator=generator).to(p.dtype)
-    assert ll.grads.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
+    assert ll.optim.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
 
 
 def test_the_norm_of_shards_and_whole_tensors_is_that_of_all_elements(one_process):
@@ -140,7 +140,7 @@ def test_the_norm_of_shards_and_whole_tensors_is_that_of_all_elements(one_proces
     torch.manual_seed(0)
     whole = [torch.randn(4, 3, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
     for norm_type in (2.0, math.inf):
-        norm = ll.grads.global_norm([distribute_tensor(whole[0], mesh, [Shard(0)]), whole[1]], norm_type)
+        norm = ll.optim.global_norm([distribute_tensor(whole[0], mesh, [Shard(0)]), whole[1]], norm_type)
         expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole]), norm_type)
         torch.testing.assert_close(norm, expected)
 
@@ -165,13 +165,13 @@ def test_gradients_that_torch_cannot_clip_are_refused_by_name_and_the_state_stay
     sparse, numbers = (Rows(), torch.tensor([1, 1, 3])), (Complex(), torch.randn(4, 3))
     for (model, x), clip, named in (
         (sparse, lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1.0), r"clip_by_global_norm got the sparse .* rows"),
-        (sparse, lambda grad_fn: ll.grads.clip_by_norm(grad_fn, 1.0), r"clip_by_norm got the sparse .* rows\.weight"),
+        (sparse, lambda grad_fn: ll.optim.clip_by_norm(grad_fn, 1.0), r"clip_by_norm got the sparse .* rows\.weight"),
         (
             sparse,
-            lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0),
+            lambda grad_fn: ll.optim.clip_by_value(grad_fn, 1.0),
             r"clip_by_value got the sparse .* rows\.weight",
         ),
-        (numbers, lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0), r"clip_by_value got the complex .* weight"),
+        (numbers, lambda grad_fn: ll.optim.clip_by_value(grad_fn, 1.0), r"clip_by_value got the complex .* weight"),
     ):
         optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
         state = ll.init_state(model, optimizer)
@@ -183,7 +183,7 @@ def test_gradients_that_torch_cannot_clip_are_refused_by_name_and_the_state_stay
     (model, x), state = sparse, ll.init_state(sparse[0])
     grad_fn = ll.make_grad_fn(model, mean_square)
     for call in (
-        lambda: ll.grads.global_norm(grad_fn(state, x).grads.values()),
+        lambda: ll.optim.global_norm(grad_fn(state, x).grads.values()),
         lambda: ll.contrib.sam(grad_fn)(state, x),
         lambda: ll.debug.worst_samples(grad_fn, state, x),
     ):

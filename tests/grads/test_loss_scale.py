@@ -16,8 +16,8 @@ SCALE = 2.0**12
 def scaled(grad_fn, dtype=torch.float64, scale=SCALE):
     torch.manual_seed(0)
     model = nn.Linear(3, 2).to(dtype)
-    optimizer = ll.optim.dynamic_loss_scale(SGD, scale)
-    return ll.grads.scale_loss(grad_fn(ll.make_grad_fn(model, loss_fn))), ll.init_state(model, optimizer), model
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(scale), SGD)
+    return grad_fn(ll.make_grad_fn(model, loss_fn)), ll.init_state(model, optimizer), model
 
 
 @pytest.mark.every_case
@@ -49,13 +49,13 @@ def test_what_is_not_scaled_or_cannot_be_divided_is_refused():
         deaf(state, x.double())
     with pytest.raises(ValueError, match="once is enough"):
         scaled(ll.grads.scale_loss)
-    twice, state, _ = scaled(lambda g: lambda *call: ll.grads.scale_loss(g)(*call))  # which is seen when it runs
+    twice, state, _ = scaled(lambda g: lambda *call: g(*call))  # which is seen when it runs
     with pytest.raises(ValueError, match="once is enough"):
         twice(state, x.double())
 
 
 def test_a_step_that_adapts_a_scale_by_which_nothing_was_multiplied_is_refused():
-    model, optimizer = nn.Linear(3, 2), ll.optim.dynamic_loss_scale(SGD)
+    model, optimizer = nn.Linear(3, 2), ll.chain(ll.optim.dynamic_loss_scale(), SGD)
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     state = ll.init_state(model, optimizer)
     with pytest.raises(ValueError, match=r"wrap the gradient function in ll\.grads\.scale_loss"):

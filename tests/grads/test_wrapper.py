@@ -15,16 +15,16 @@ def per_sample(model):
 
 
 def plain(grad_fn):
-    def plain_grad_fn(state, batch, request):
-        return grad_fn(state, batch, request)
+    def plain_grad_fn(state, batch, **request):
+        return grad_fn(state, batch, **request)
 
     return plain_grad_fn
 
 
 def doubled(grad_fn):
     @functools.wraps(grad_fn)  # copies all attributes
-    def doubled_grad_fn(state, batch, request):
-        out = grad_fn(state, batch, request)
+    def doubled_grad_fn(state, batch, **request):
+        out = grad_fn(state, batch, **request)
         return out._replace(grads={name: 2 * grad for name, grad in out.grads.items()})
 
     return doubled_grad_fn
@@ -32,8 +32,8 @@ def doubled(grad_fn):
 
 def marked(grad_fn):
     @ll.grads.wrapper(grad_fn)
-    def marked_grad_fn(state, batch, request):
-        return grad_fn(state, batch, request)
+    def marked_grad_fn(state, batch, **request):
+        return grad_fn(state, batch, **request)
 
     return marked_grad_fn
 
@@ -77,8 +77,8 @@ def test_a_wrong_order_is_refused_when_built_through_marked_wrappers(around):
 def test_a_users_wrapper_of_a_whole_step_is_refused_for_a_microbatch():
     def signs(grad_fn):
         @ll.grads.wrapper(grad_fn, whole_step=True)
-        def sign_grad_fn(state, batch, request):
-            out = grad_fn(state, batch, request)
+        def sign_grad_fn(state, batch, **request):
+            out = grad_fn(state, batch, **request)
             return out._replace(grads={name: grad.sign() for name, grad in out.grads.items()})
 
         return sign_grad_fn

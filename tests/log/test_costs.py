@@ -78,7 +78,7 @@ def test_time_is_found_where_it_was_spent(clock):
 
     def slow_gradients(state, batch, request):
         clock.sleep(seconds["gradients_seconds"])
-        return grad_fn(state, batch, request)
+        return grad_fn(state, batch, **request)
 
     def update_(*args, **extra):
         clock.sleep(seconds["update_seconds"])

@@ -22,8 +22,8 @@ def loss_of(model):
 def ema_or_swa(kind, **options):
     """The wrapper, and torch's function for the same averages."""
     if kind == "ema":
-        return ll.ema(adamw(), 0.9, **options), get_ema_multi_avg_fn(0.9)
-    return ll.optim.swa(adamw(), **options), get_swa_multi_avg_fn()
+        return ll.chain(adamw(), ll.ema(0.9, **options)), get_ema_multi_avg_fn(0.9)
+    return ll.chain(adamw(), ll.optim.swa(**options)), get_swa_multi_avg_fn()
 
 
 @both_states
@@ -61,7 +61,7 @@ def test_averages_have_the_bits_of_torchs(kind, options, buffers, donate, bound)
 @both_steps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_precision_are_averaged_in_float32(dtype, donate):
-    optimizer, model = ll.ema(adamw(), 0.99), net(dtype)
+    optimizer, model = ll.chain(adamw(), ll.ema(0.99)), net(dtype)
     wide = copy.deepcopy(model).float()
     averaged = AveragedModel(wide, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     averaged.update_parameters(wide)
@@ -79,7 +79,7 @@ def test_weights_of_half_precision_are_averaged_in_float32(dtype, donate):
 
 @both_steps
 def test_before_the_start_the_weights_themselves_are_evaluated(donate):
-    for optimizer in (ll.ema(adamw(), start=4), ll.optim.swa(adamw(), start=4, buffers=True)):
+    for optimizer in (ll.chain(adamw(), ll.ema(start=4)), ll.chain(adamw(), ll.optim.swa(start=4, buffers=True))):
         model = net()
         step = step_of(model, optimizer, donate)
         state = ll.init_state(model, optimizer)
@@ -93,7 +93,7 @@ def test_before_the_start_the_weights_themselves_are_evaluated(donate):
 
 @both_steps
 def test_a_decay_that_moves_is_asked_for_the_averages_so_far(donate):
-    optimizer, model = ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=2), net()
+    optimizer, model = ll.chain(adamw(), ll.ema(ll.optim.ema_warmup(0.9), start=2, every=2)), net()
     average = {}
 
     def after(step):
@@ -110,7 +110,7 @@ def test_a_decay_that_moves_is_asked_for_the_averages_so_far(donate):
 
 @both_states
 def test_a_donated_step_spends_an_eval_state_that_shares_its_averages(bound):
-    for optimizer in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1)):
+    for optimizer in (ll.chain(adamw(), ll.ema()), ll.chain(adamw(), ll.optim.swa(start=1))):
         model = net()
         step = step_of(model, optimizer, donate=True)
         state = begin(model, optimizer, bound)
@@ -125,11 +125,11 @@ def test_a_donated_step_spends_an_eval_state_that_shares_its_averages(bound):
 
 
 AVERAGING = {
-    "ema": lambda inner: ll.ema(inner, 0.9, start=2, every=3, buffers=True),
-    "swa": lambda inner: ll.optim.swa(inner, start=3, every=2),
+    "ema": lambda inner: ll.chain(inner, ll.ema(0.9, start=2, every=3, buffers=True)),
+    "swa": lambda inner: ll.chain(inner, ll.optim.swa(start=3, every=2)),
 }
 SKIPPING = {
-    "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 5),
+    "apply_if_finite": lambda inner: ll.chain(ll.skip_nonfinite(5), inner),
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
 }
 
@@ -153,12 +153,12 @@ def test_skipped_steps_move_neither_average_nor_count(average, outside, skip, do
 
 
 REFUSED = [
-    *((ValueError, f"decay {wrong}", lambda wrong=wrong: ll.ema(adamw(), wrong)) for wrong in (-0.1, 1.5, float("nan"))),
-    (ValueError, "start -1 every 1", lambda: ll.optim.swa(adamw(), start=-1)),
-    (ValueError, "start 0 every 0", lambda: ll.ema(adamw(), every=0)),
+    *((ValueError, f"decay {wrong}", lambda wrong=wrong: ll.chain(adamw(), ll.ema(wrong))) for wrong in (-0.1, 1.5, float("nan"))),
+    (ValueError, "start -1 every 1", lambda: ll.chain(adamw(), ll.optim.swa(start=-1))),
+    (ValueError, "start 0 every 0", lambda: ll.chain(adamw(), ll.ema(every=0))),
     *(
         (ValueError, f"{found} AdamW", lambda wrong=wrong, made=made: ll.eval_state(wrong, ll.init_state(net(), made)))
-        for wrong in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1))
+        for wrong in (ll.chain(adamw(), ll.ema()), ll.chain(adamw(), ll.optim.swa(start=1)))
         for made, found in ((adamw(), "exp_avg"), (None, "nothing"))
     ),
     *(
@@ -174,7 +174,7 @@ REFUSED = [
 def test_refusals_name_what_was_found_and_what_to_give():
     for case in REFUSED:
         assert_refused(*case)
-    other, state = ll.ema(adamw(lr=0.1)), ll.init_state(net(), adamw())
+    other, state = ll.chain(adamw(lr=0.1), ll.ema()), ll.init_state(net(), adamw())
     for call in (lambda: ll.eval_state(other, state), lambda: other.update({}, state.opt_state, {}, 0)):
         with pytest.raises(ValueError, match=r"ll\.ema\(ll\.optimizer\(AdamW, lr=0\.1\)\)(:| is)") as error:
             call()
@@ -217,7 +217,7 @@ def test_schedule_free_evaluates_where_its_own_eval_does_and_continues(cls, dona
 def test_without_averages_the_state_itself_is_evaluated():
     for optimizer in (
         adamw(),
-        ll.optim.apply_if_finite(adamw(), 2),
+        ll.chain(ll.skip_nonfinite(2), adamw()),
         ll.optim.partition({"all": adamw()}, lambda name, tensor: "all"),
     ):
         state = ll.init_state(net(), optimizer)
@@ -225,18 +225,18 @@ def test_without_averages_the_state_itself_is_evaluated():
 
 
 def test_averages_of_an_optimizer_that_is_not_given_are_not_left_out_silently():
-    state = ll.init_state(net(), ll.ema(adamw()))
-    for optimizer in (adamw(), ll.optim.apply_if_finite(adamw(), 2)):
+    state = ll.init_state(net(), ll.chain(adamw(), ll.ema()))
+    for optimizer in (adamw(), ll.chain(ll.skip_nonfinite(2), adamw())):
         with pytest.raises(ValueError, match=r"opt_state holds average.*AdamW"):
             ll.eval_state(optimizer, state)
 
 
 def test_a_part_with_an_average_is_evaluated_by_it():
     optimizer = ll.optim.partition(
-        {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},
+        {"matrices": ll.chain(adamw(), ll.ema(0.9)), "rest": adamw()},
         lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
     )
-    state, alone = run(net(), optimizer, batches(3)), run(net(), ll.ema(adamw(), 0.9), batches(3))
+    state, alone = run(net(), optimizer, batches(3)), run(net(), ll.chain(adamw(), ll.ema(0.9)), batches(3))
     averaged = alone.opt_state["average"]["params"]
     expected = {name: averaged[name] if p.ndim == 2 else p for name, p in state.params.items()}
     assert equal(ll.eval_state(optimizer, state).params, expected)

@@ -88,7 +88,7 @@ def report(optimizer, name="moved"):
     def update_(grads, opt_state, params, step, report, **info):
         before = {key: params[key].detach().clone() for key in grads}
         new, opt_state = optimizer.update_(grads, opt_state, params, step, report=report, **info)
-        report[name] = ll.Mean(ll.grads.global_norm([new[key].detach() - old for key, old in before.items()]), 1)
+        report[name] = ll.Mean(ll.optim.global_norm([new[key].detach() - old for key, old in before.items()]), 1)
         return new, opt_state
 
     return dataclasses.replace(optimizer, update_=update_)
@@ -284,8 +284,8 @@ def test_what_an_update_returns_must_fit_the_parameters(change, error, words, wa
     [
         (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
         (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
-        (lambda inner: ll.ema(report(inner)), "moved"),
-        (lambda inner: ll.optim.apply_if_finite(report(inner), 3), "moved"),
+        (lambda inner: ll.chain(report(inner), ll.ema()), "moved"),
+        (lambda inner: ll.chain(ll.skip_nonfinite(3), report(inner)), "moved"),
     ],
     ids=["partition", "two", "ema", "apply_if_finite"],
 )
@@ -296,7 +296,7 @@ def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
     for x in batches(2):
         before = ll.copy_state(state).params
         state, metrics = step(state, x)
-        moved = ll.grads.global_norm([state.params[key].detach() - before[key].detach() for key in before])
+        moved = ll.optim.global_norm([state.params[key].detach() - before[key].detach() for key in before])
         torch.testing.assert_close(ll.compute(metrics)[name], moved.item())
         assert "loss" in metrics
 
@@ -353,7 +353,7 @@ def test_a_decision_that_donates_the_state_to_another_step_is_refused(kind):
 def test_an_optimizer_that_gives_up_says_what_is_left(way, parts):
     """An eager step changes nothing then. A compiled one may have updated another part, which spends the state."""
     model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
-    strict = ll.optim.apply_if_finite(SGD, max_consecutive=0)
+    strict = ll.chain(ll.skip_nonfinite(max_consecutive=0), SGD)
     optimizer = ll.optim.partition({"a": strict, "b": strict if parts == 1 else SGD}, lambda name, p: name[0])
     step = made_step(model, optimizer, way, lambda model, x: model["a"](x[0]).mean() + model["b"](x[1]).mean())
     start, good, bad = ll.init_state(model, optimizer), torch.ones(4, 2), torch.full((4, 2), torch.inf)
@@ -405,13 +405,13 @@ def test_what_decide_must_not_return_is_refused(answer, error, words, options):
     def decide(grads, opt_state, metrics):
         return answer(opt_state)
 
-    refused(dataclasses.replace(ll.ema(adamw()), decide=decide), error, words, **options)
+    refused(dataclasses.replace(ll.chain(adamw(), ll.ema()), decide=decide), error, words, **options)
 
 
 AROUND = {
     "ema": ll.ema,
-    "swa": lambda inner: ll.optim.swa(inner, start=0),
-    "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 3),
+    "swa": lambda inner: ll.chain(inner, ll.optim.swa(start=0)),
+    "apply_if_finite": lambda inner: ll.chain(ll.skip_nonfinite(3), inner),
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
     "partition": lambda inner: ll.optim.partition({"all": inner}, lambda name, tensor: "all"),
 }
@@ -446,8 +446,8 @@ class Words(nn.Module):
 @both_steps
 def test_gradients_that_a_class_cannot_take_are_refused(donate):
     def changing(grad_fn, change):
-        def changed(state, batch, request=ll.types.WHOLE):
-            out = grad_fn(state, batch, request)
+        def changed(state, batch, **request):
+            out = grad_fn(state, batch, **request)
             return out._replace(grads={name: change(grad) for name, grad in out.grads.items()})
 
         return changed
@@ -518,7 +518,7 @@ def halved(optimizer):
 @pytest.mark.parametrize("last", [True, False], ids=["skipped last", "skipped between"])
 def test_weights_that_a_decision_keeps_are_those_of_that_moment(way, last):
     model, raw = net(), net()
-    optimizer = halved(ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.2), 3))
+    optimizer = halved(ll.chain(ll.skip_nonfinite(3), ll.optimizer(torch.optim.SGD, lr=0.2)))
     step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
     sgd = torch.optim.SGD(raw.parameters(), lr=0.1)  # half the rate
     for x in [batches(1)[0], batches(1)[0] * torch.nan, *([] if last else batches(3))]:

@@ -49,13 +49,13 @@ def test_an_injected_number_is_the_number(cls, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
 def test_values_that_are_set_are_those_that_a_schedule_gives(options):
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0), momentum=0.9), 0)
+    optimizer = ll.chain(ll.skip_nonfinite(0), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0), momentum=0.9))
     step = make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
     state = ll.copy_state(ll.init_state(net, optimizer))
     for x in batches(4):
         state, _ = step(ll.optim.set_hyperparameters(state, lr=0.1 * 0.5**state.step), x)
     expected = ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 * 0.5**step, momentum=0.9)
-    assert equal(state.params, train(ll.optim.apply_if_finite(expected, 0), **options).params)
+    assert equal(state.params, train(ll.chain(ll.skip_nonfinite(0), expected), **options).params)
 
 
 def stood(opt_state):
@@ -79,8 +79,11 @@ def test_a_name_sets_all_groups_and_parts():
     assert all(state.params[name] is tensor for name, tensor in before.params.items())
 
     one, two = (ll.optimizer(torch.optim.SGD, **options(number)) for number in (1, 2))
-    both = ll.ema(
-        ll.optim.partition({"one": ll.ema(one), "two": two}, lambda name, t: "one" if t.ndim < 2 else "two")
+    both = ll.chain(
+        ll.optim.partition(
+            {"one": ll.chain(one, ll.ema()), "two": two}, lambda name, t: "one" if t.ndim < 2 else "two"
+        ),
+        ll.ema(),
     )
     state = ll.optim.set_hyperparameters(ll.init_state(model(), both), weight_decay=0.7)
     inner = state.opt_state["inner_state"]["inner_states"]
@@ -91,7 +94,9 @@ def test_a_name_sets_all_groups_and_parts():
 
 
 def test_members_of_a_stack_have_one_value_each():
-    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1), momentum=ll.optim.injected(0.5)))
+    optimizer = ll.chain(
+        ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1), momentum=ll.optim.injected(0.5)), ll.ema()
+    )
     step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer)
     rates = [0.01, 0.1, 0.3]
     stack = ll.transforms.stack_states([ll.init_state(net, optimizer, seed=seed) for seed in range(3)])
@@ -100,7 +105,7 @@ def test_members_of_a_stack_have_one_value_each():
         stack, _ = ll.vmap_step(step)(stack, x)
     for rate, member in zip(torch.tensor(rates).double().tolist(), ll.transforms.unstack_states(stack), strict=True):
         assert ll.optim.hyperparameters(optimizer, member) == {"lr": rate, "momentum": 0.9}
-        alone = train(ll.ema(ll.optimizer(torch.optim.SGD, lr=rate, momentum=0.9)), 3)
+        alone = train(ll.chain(ll.optimizer(torch.optim.SGD, lr=rate, momentum=0.9), ll.ema()), 3)
         for name, tensor in alone.params.items():  # by other kernels
             torch.testing.assert_close(member.params[name], tensor, rtol=1e-12, atol=1e-12)
 
@@ -126,7 +131,7 @@ def test_dtype_and_place_stay_and_nothing_is_shared(value):
 def test_a_parameter_may_have_the_name_of_the_entry():
     net = nn.Module()
     net.hyperparameters = nn.Parameter(torch.ones(2))
-    state = ll.init_state(net, ll.ema(sgd(ll.optim.injected(0.1))))
+    state = ll.init_state(net, ll.chain(sgd(ll.optim.injected(0.1)), ll.ema()))
     moved = ll.optim.set_hyperparameters(state, lr=0.2)
     assert stood(moved.opt_state["inner_state"]) == [{"lr": 0.2}]
     assert moved.opt_state["inner_state"]["state"] == state.opt_state["inner_state"]["state"]
@@ -162,9 +167,13 @@ REFUSED = [
     (
         ValueError,
         "momentum_buffer ema SGD",
-        lambda: ll.optim.hyperparameters(ll.ema(sgd()), ll.init_state(model(), sgd())),
+        lambda: ll.optim.hyperparameters(ll.chain(sgd(), ll.ema()), ll.init_state(model(), sgd())),
     ),
-    (ValueError, "average SGD", lambda: ll.optim.hyperparameters(sgd(), ll.init_state(model(), ll.ema(sgd())))),
+    (
+        ValueError,
+        "average SGD",
+        lambda: ll.optim.hyperparameters(sgd(), ll.init_state(model(), ll.chain(sgd(), ll.ema()))),
+    ),
 ]
 
 
@@ -204,7 +213,7 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
         "betas[0]/1": 0.5,
         "betas[1]/1": beta(step),
     }
-    for optimizer in (plain, ll.optim.apply_if_finite(ll.ema(plain), 3)):
+    for optimizer in (plain, ll.chain(ll.skip_nonfinite(3), plain, ll.ema())):
         state = ll.init_state(model(), optimizer).replace(step=step)
         found = ll.optim.hyperparameters(optimizer, state, prefix="train/")
         assert found == pytest.approx({f"train/{name}": value for name, value in expected.items()})
@@ -214,8 +223,8 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
 def test_where_updates_are_skipped_or_take_turns_it_is_told_what_is_taken():
     """The rate that is logged before a step is the one that the step takes: seen in how far plain SGD goes."""
     lr = ll.schedules.linear(1.0, 0.1, total=9)
-    sgd = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=lr), 9)
-    optimizer = ll.optim.partition({"all": ll.ema(sgd)}, lambda name, tensor: "all")
+    sgd = ll.chain(ll.skip_nonfinite(9), ll.optimizer(torch.optim.SGD, lr=lr))
+    optimizer = ll.optim.partition({"all": ll.chain(sgd, ll.ema())}, lambda name, tensor: "all")
     step = ll.make_train_step(ll.make_grad_fn(net := nn.Linear(1, 1), lambda net, x: net(x).sum()), optimizer)
     state = ll.init_state(net, optimizer)
     for x in (1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0):
@@ -254,7 +263,7 @@ def test_members_of_a_tuple_that_change_are_shown_as_the_update_takes_them():
 
     groups = [(lambda name, tensor: tensor.ndim < 2, {"betas": (0.7, ramp)})]
     adam = ll.optimizer(torch.optim.Adam, lr=0.1, betas=(ramp, 0.99), groups=groups)
-    optimizer = ll.ema(ll.optim.partition({"all": adam}, lambda name, tensor: "all"))
+    optimizer = ll.chain(ll.optim.partition({"all": adam}, lambda name, tensor: "all"), ll.ema())
     net, raw = model(), model()
     raw.load_state_dict(net.state_dict())
     parts = [[p for p in raw.parameters() if (p.ndim < 2) is vector] for vector in (True, False)]

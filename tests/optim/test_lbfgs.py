@@ -105,7 +105,9 @@ def test_a_schedule_and_a_wrapper(donate):
             return super().step(closure)
 
     model, _ = raw_loop(Scheduled, data(), lr=0.1)
-    optimizer = ll.ema(ll.optim.apply_if_finite(ll.optimizer(torch.optim.LBFGS, lr=lambda step: 0.1 / (1 + step)), 3))
+    optimizer = ll.chain(
+        ll.skip_nonfinite(3), ll.optimizer(torch.optim.LBFGS, lr=lambda step: 0.1 / (1 + step)), ll.ema()
+    )
     assert equal(run(net(), optimizer, data(), donate, loss_fn=loss_fn).params, model.named_parameters())
 
 

@@ -264,7 +264,7 @@ def test_a_state_of_more_rows_is_refused(compile):
     "optimizer",
     [
         adamw(),
-        ll.ema(ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), 3)),
+        ll.chain(ll.skip_nonfinite(3), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), ll.ema()),
         ll.optimizer(torch.optim.LBFGS, lr=0.1),
         ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.1),
         ll.optim.partition({"all": adamw()}, lambda name, tensor: "all"),

@@ -77,7 +77,7 @@ def test_each_schedule_counts_the_updates_of_its_own_network(kind):
 
 
 def test_a_skipped_update_does_not_count():
-    state, steps, _ = made("pure", lambda optimizer: ll.optim.apply_if_finite(optimizer, 5))
+    state, steps, _ = made("pure", lambda optimizer: ll.chain(ll.skip_nonfinite(5), optimizer))
     state = train(state, steps, batches(1)[0])
     skipped, _ = steps["critic"](state, torch.full((5, 3), torch.inf, dtype=torch.float64))
     counts = [one.opt_state["inner_states"]["critic"]["updates"].item() for one in (state, skipped)]

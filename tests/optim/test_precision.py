@@ -74,10 +74,10 @@ def raw_loop(name, data):
 def scaled_step(name, donate):
     model = net()
     grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))
-    grad_fn = ll.clip_by_global_norm(ll.grads.scale_loss(grad_fn), 0.5)
+    grad_fn = ll.clip_by_global_norm(grad_fn, 0.5)
     cls, hyperparameters = OPTIMIZERS[name]
     optimizer = ll.optimizer(cls, lr=lambda step: 1e-2 * rate(step), **hyperparameters)
-    optimizer = ll.optim.dynamic_loss_scale(optimizer, **SCALES)
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(**SCALES), optimizer)
     return ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
 
 
@@ -109,10 +109,8 @@ def test_200_steps_with_overflows_have_the_bits_of_grad_scaler(name, donate):
 
 @both_steps
 def test_a_scale_that_cannot_be_the_cause_ends_the_run(donate):
-    optimizer = ll.optim.dynamic_loss_scale(SGD, init_scale=4.0, min_scale=1.0)
-    train_step = ll.make_train_step(
-        ll.grads.scale_loss(ll.make_grad_fn(model := net(), loss_fn)), optimizer, donate=donate
-    )
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(init_scale=4.0, min_scale=1.0), SGD)
+    train_step = ll.make_train_step(ll.make_grad_fn(model := net(), loss_fn), optimizer, donate=donate)
     state, (x, y) = ll.init_state(model, optimizer), batches(1)[0]
     state, _ = train_step(state, (x, y))
     bad = (x * torch.nan, y)
@@ -156,9 +154,9 @@ def test_autocast_has_the_bits_of_the_raw_loop(dtype, enabled):
 
 
 def test_clipping_by_value_hides_no_overflow():
-    optimizer = ll.optim.dynamic_loss_scale(SGD, 2.0**10)
-    grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model := net(), ll.autocast(loss_fn, torch.float16)))
-    state, _ = ll.make_train_step(ll.grads.clip_by_value(grad_fn, 0.5), optimizer)(
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(2.0**10), SGD)
+    grad_fn = ll.make_grad_fn(model := net(), ll.autocast(loss_fn, torch.float16))
+    state, _ = ll.make_train_step(ll.optim.clip_by_value(grad_fn, 0.5), optimizer)(
         ll.init_state(model, optimizer), batches(23)[22]
     )
     assert state.skipped
@@ -172,7 +170,7 @@ SCALE = ll.optim.dynamic_loss_scale
 
 def scaled_without(optimizer):
     model = net()
-    return ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn))(ll.init_state(model, optimizer), batches(1)[0])
+    return ll.make_grad_fn(model, loss_fn)(ll.init_state(model, optimizer), batches(1)[0])
 
 
 REFUSED = [

@@ -28,7 +28,7 @@ def loss_fn(model, batch):
 @settings(max_examples=20, deadline=None)
 def test_a_skipped_step_is_as_if_the_batch_had_not_been(donate, bad):
     inner = adamw(lr=ll.schedules.linear(0.1, total=20))
-    safe = ll.optim.apply_if_finite(inner, max_consecutive=12)
+    safe = ll.chain(ll.skip_nonfinite(max_consecutive=12), inner)
     model, plain = net(), net()
     step, plain_step = step_of(model, safe, donate, loss_fn), step_of(plain, inner, loss_fn=loss_fn)
     state, reference = ll.init_state(model, safe, epoch_length=5), ll.init_state(plain, inner)
@@ -49,7 +49,7 @@ def test_a_skipped_step_is_as_if_the_batch_had_not_been(donate, bad):
 
 @both_steps
 def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
-    safe, model, (x,) = ll.optim.apply_if_finite(adamw(), max_consecutive=2), net(), batches(1)
+    safe, model, (x,) = ll.chain(ll.skip_nonfinite(max_consecutive=2), adamw()), net(), batches(1)
     step, state = step_of(model, safe, donate, loss_fn), ll.init_state(model, safe)
     for factor in (math.nan, math.nan, 1.0, math.nan, math.nan):
         state, _ = step(state, (x, factor))
@@ -66,19 +66,19 @@ def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
 def test_the_loss_scale_has_torchs_defaults_and_may_grow_at_every_step():
     torchs, settings = (
         torch.amp.GradScaler("cpu"),
-        ll.optim.dynamic_loss_scale(adamw()).description["dynamic_loss_scale"],
+        ll.chain(ll.optim.dynamic_loss_scale(), adamw()).description["dynamic_loss_scale"],
     )
     assert settings["growth_interval"] == torchs.get_growth_interval()
     assert settings["growth_factor"] == torchs.get_growth_factor()
     assert settings["backoff_factor"] == torchs.get_backoff_factor()
-    ll.optim.dynamic_loss_scale(adamw(), growth_interval=1)
+    ll.chain(ll.optim.dynamic_loss_scale(growth_interval=1), adamw())
 
 
 def test_the_count_of_skips_to_accept_is_a_count_and_by_default_five():
-    assert ll.optim.apply_if_finite(adamw()).description["apply_if_finite"]["max_consecutive"] == 5
+    assert ll.chain(ll.skip_nonfinite(), adamw()).description["apply_if_finite"]["max_consecutive"] == 5
     for wrong in (-1, True, 1.5):
         with pytest.raises(ValueError, match=f"max_consecutive is {wrong}"):
-            ll.optim.apply_if_finite(adamw(), wrong)
+            ll.chain(ll.skip_nonfinite(wrong), adamw())
 
 
 # Several ranks
@@ -105,7 +105,10 @@ def run_on_a_rank(optimizer, wrap, factors):
 def on_two_ranks():
     optimizer, inf = ll.optimizer(torch.optim.SGD, lr=0.01), math.inf
     factors = {(0, 8): inf, (1, 10): 1e6, (1, 12): inf, (0, 14): math.nan}
-    finite, scaled = partial(ll.optim.apply_if_finite, optimizer), ll.optim.dynamic_loss_scale(optimizer, 2.0**10)
+    finite, scaled = (
+        partial(ll.optim.apply_if_finite, optimizer),
+        ll.chain(ll.optim.dynamic_loss_scale(2.0**10), optimizer),
+    )
 
     def plain(grad_fn):
         return grad_fn
@@ -130,14 +133,14 @@ def test_ranks_skip_together_what_one_of_them_has_to():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_without_elements_are_finite(way):
-    model, optimizer = nn.ParameterList([torch.empty(3, 0)]), ll.optim.apply_if_finite(adamw(), max_consecutive=0)
+    model, optimizer = nn.ParameterList([torch.empty(3, 0)]), ll.chain(ll.skip_nonfinite(max_consecutive=0), adamw())
     step = make_train_step(ll.make_grad_fn(model, lambda model, x: (x @ model[0]).sum()), optimizer, **WAYS[way])
     state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
     assert (state.step, state.skipped) == (1, False)
 
 
 def test_without_any_element_the_flag_lies_where_the_gradients_do():
-    sgd = ll.optim.apply_if_finite(SGD)
+    sgd = ll.chain(ll.skip_nonfinite(), SGD)
     params = {"empty": torch.ones(0, device="meta")}
     flag, _ = sgd.decide(params, sgd.init(params), {}, params=params, step=0)
     assert flag.flag.device.type == "meta"

@@ -64,7 +64,9 @@ def rows(count=7):
 
 
 def adamw():
-    return ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(3e-2, warmup=3, total=500)), 0.9)
+    return ll.chain(
+        ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(3e-2, warmup=3, total=500)), ll.ema(0.9)
+    )
 
 
 def put_together(model, loss_fn=mean_loss, optimizer=None, donate=False, microbatches=3):
@@ -310,7 +312,7 @@ def test_positions_that_see_the_future_are_found():
 
 
 def learn(loss_fn=mean_loss, **options):
-    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.05), max_consecutive=99)
+    optimizer = ll.chain(ll.skip_nonfinite(max_consecutive=99), ll.optimizer(torch.optim.Adam, lr=0.05))
     step, state = put_together(mlp(nn.Tanh()), loss_fn, optimizer, donate=True, microbatches=1)
     testing.assert_overfits(step, state, rows(), **options)
 
@@ -434,7 +436,7 @@ def by_a_number(model, batch):
 
 def forgetting(part):
     """An update that does another thing while it is written down, in what the metrics do not show."""
-    inner = ll.ema(scheduled(), 0.9)
+    inner = ll.chain(scheduled(), ll.ema(0.9))
 
     def update_(grads, opt_state, params, step, **options):
         before = {key: tensor.detach().clone() for key, tensor in params.items()}
@@ -491,7 +493,7 @@ def test_a_number_that_changes_is_named_also_where_warnings_are_not_shown():
 
 
 def test_a_switch_on_the_way_is_allowed_for():
-    step, state = put_together(mlp(), optimizer=ll.optim.swa(scheduled(), start=5, every=100))
+    step, state = put_together(mlp(), optimizer=ll.chain(scheduled(), ll.optim.swa(start=5, every=100)))
     with fails("again in step 5", "programs="):
         testing.assert_compiles(step, state, rows())
     testing.assert_compiles(step, state, rows(), steps=4)
@@ -626,8 +628,8 @@ def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step
 
     last = []
 
-    def pulled(state, batch, request=WHOLE):  # towards the weights of the step before, which a donated step has moved
-        out = grad_fn(state, batch, request)
+    def pulled(state, batch, **request):  # towards the weights of the step before, which a donated step has moved
+        out = grad_fn(state, batch, **request)
         if state.step == 0:
             last.clear()
         earlier, last[:] = (last or [state.params["0.weight"]])[0], [state.params["0.weight"].detach()]
@@ -638,8 +640,8 @@ def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step
     ):
         testing.assert_donated_equals_pure(pulled, SGD, state, batches)
 
-    def watched(state, batch, request=WHOLE):
-        out = grad_fn(state, batch, request)
+    def watched(state, batch, **request):
+        out = grad_fn(state, batch, **request)
         return out._replace(metrics={**out.metrics, "mean": ll.Mean(out.buffers["1.num_batches_tracked"])})
 
     with pytest.raises(AssertionError, match="have changed since"):

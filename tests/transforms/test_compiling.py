@@ -198,8 +198,8 @@ def test_a_loss_scale_that_overflows(donate):
     # In float16 the backward pass of some steps overflows at first; both sides skip the same ones.
     model = seeded(plain, 0, torch.float32)
     grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))
-    grad_fn = ll.clip_by_global_norm(ll.grads.scale_loss(grad_fn), 1.0)
-    optimizer = ll.optim.dynamic_loss_scale(adamw(), init_scale=2.0**20, growth_interval=5)
+    grad_fn = ll.clip_by_global_norm(grad_fn, 1.0)
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(init_scale=2.0**20, growth_interval=5), adamw())
     data = batches(50, dtype=torch.float32)
     step, state = compare(model, grad_fn, optimizer, data, donate, rtol=2e-5, atol=1e-6)
     assert 0 < state.step < 50
@@ -212,7 +212,7 @@ def test_a_loss_scale_that_overflows(donate):
 
 @both_steps
 def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
-    model, optimizer = seeded(dropping, dtype=torch.float32), ll.ema(adamw(eps=1e-5))
+    model, optimizer = seeded(dropping, dtype=torch.float32), ll.chain(adamw(eps=1e-5), ll.ema())
     grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
     data, options = batches(30, size=16, dtype=torch.float32), {"options": {"fallback_random": True}}
     step, state = compare(model, grad_fn, optimizer, data, donate, compile=options, rtol=1e-4, atol=1e-4)
@@ -471,7 +471,7 @@ def test_an_engine_is_refused(one_process):
 @pytest.mark.filterwarnings("ignore:.*still has the weights of before training")
 def test_a_pure_step_leaves_all_as_it_was():
     model = nn.Sequential(net(), nn.Dropout(0.5))
-    step, state, _, _ = quick_step(model=model, optimizer=ll.ema(adamw()))
+    step, state, _, _ = quick_step(model=model, optimizer=ll.chain(adamw(), ll.ema()))
     kept = ll.copy_state(state)
     batch = batches(1)[0]
     stream, x = torch.get_rng_state(), batch[0].clone()
@@ -501,7 +501,7 @@ def test_a_donated_step_writes_the_state_and_spends_it():
 @pytest.mark.every_case
 @both_steps
 def test_giving_up_leaves_the_state_as_it_was(donate):
-    model, optimizer = net(), ll.optim.apply_if_finite(adamw(), 1)
+    model, optimizer = net(), ll.chain(ll.skip_nonfinite(1), adamw())
     step, state, _, _ = quick_step(donate, model=model, optimizer=optimizer)
     bad = batches(1, at_0=math.inf)[0]
     first = state

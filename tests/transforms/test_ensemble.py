@@ -229,9 +229,9 @@ def away(tree):
 
 def test_one_answer_of_the_host_for_the_seeds_of_all_members_is_refused():
     def asking(grad_fn):
-        def asking_grad_fn(state, batch, request):
+        def asking_grad_fn(state, batch, **request):
             ll.transforms.on_host(lambda seed, step: 0.1, state.seed, state.step)
-            return grad_fn(state, batch, request)
+            return grad_fn(state, batch, **request)
 
         return asking_grad_fn
 
@@ -287,7 +287,7 @@ def test_a_stack_is_evaluated_and_predicts_member_by_member():
 @both_steps
 def test_a_member_whose_update_is_skipped_stays_where_it_was(donate):
     def optimizer(number):
-        return ll.optim.apply_if_finite(adamw(number), 1)
+        return ll.chain(ll.skip_nonfinite(1), adamw(number))
 
     data = batches(6, members=(3,))
     for place in (1, 2, 3):  # more in a row than one run would accept
@@ -307,7 +307,7 @@ def test_a_member_whose_update_is_skipped_stays_where_it_was(donate):
 
 
 def test_where_all_are_skipped_the_step_does_not_count():
-    step, stack = stacked(lambda number: ll.optim.apply_if_finite(adamw(number), 5), plain)
+    step, stack = stacked(lambda number: ll.chain(ll.skip_nonfinite(5), adamw(number)), plain)
     x, y = batches(1)[0]
     after, _ = step(stack, (x * math.inf, y))
     assert (after.step, after.batch, after.skipped) == (0, 1, True)
@@ -338,7 +338,7 @@ def test_a_first_state_has_the_first_value_that_is_not_0_at_step_0():
 
 def test_a_stack_is_saved_and_restored(tmp_path):
     def optimizer(number):
-        return ll.ema(adamw(number), 0.9)
+        return ll.chain(adamw(number), ll.ema(0.9))
 
     step, stack = stacked(optimizer, dropping)
     stack = stack.replace(seed=(-1, 2**70, 3))
@@ -491,7 +491,7 @@ def test_what_is_refused(name):
 
 def test_members_whose_averages_part_are_refused():
     def optimizer(number):
-        return ll.optim.swa(ll.optim.apply_if_finite(sgd(number), 5), start=0, every=2)
+        return ll.chain(ll.skip_nonfinite(5), sgd(number), ll.optim.swa(start=0, every=2))
 
     step, stack = stacked(optimizer, plain, own_batches=True)
     data = batches(3, members=(3,))
@@ -511,7 +511,7 @@ ROUNDING = 1e-9
 
 def test_a_stack_is_compiled():
     def optimizer(number):
-        return ll.ema(ll.optim.apply_if_finite(adamw(number), 3), 0.9)
+        return ll.chain(ll.skip_nonfinite(3), adamw(number), ll.ema(0.9))
 
     check(
         optimizer,

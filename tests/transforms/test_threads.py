@@ -16,7 +16,9 @@ def made(loss_fn=None, compiled=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     # A schedule, since a trace asks the host for its value, and a plain step does not.
-    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.schedules.cosine(0.1, total=10), momentum=0.9), decay=0.9)
+    optimizer = ll.chain(
+        ll.optimizer(torch.optim.SGD, lr=ll.schedules.cosine(0.1, total=10), momentum=0.9), ll.ema(0.9)
+    )
     grad_fn = ll.make_grad_fn(model, loss_fn or mean_square)
     step = ll.make_train_step(grad_fn, optimizer, **options)
     return ll.compile_step(step, backend="eager") if compiled else step, ll.init_state(model, optimizer)

@@ -569,7 +569,7 @@ def scaled_by(temperature):
 
 
 def that_may_skip():
-    step, _, start = make(MODEL, optimizer=ll.optim.apply_if_finite(sgd(), 3))
+    step, _, start = make(MODEL, optimizer=ll.chain(ll.skip_nonfinite(3), sgd()))
     function = after(MODEL, step, start, DATA)
     assert function(start.params).isfinite()
     return step, start, function

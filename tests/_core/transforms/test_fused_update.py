@@ -117,7 +117,7 @@ def test_the_kernel_writes_to_a_donated_state_and_not_to_copies():
 
 
 def averaged(optimizer):
-    return ll.optim.ema(ll.optim.swa(optimizer, start=1, every=2), 0.9)
+    return ll.chain(optimizer, ll.optim.swa(start=1, every=2), ll.optim.ema(0.9))
 
 
 @both_steps
@@ -142,7 +142,7 @@ def test_old_weights_that_are_read_after_the_update_are_old(wrapped, donate):
 @pytest.mark.slow
 @both_steps
 def test_machine_code_has_the_bits_of_the_eager_step_too(donate):
-    model, optimizer = Many(64, (3, 2)), ll.optim.apply_if_finite(OPTIMIZERS["AdamW"](), 3)
+    model, optimizer = Many(64, (3, 2)), ll.chain(ll.skip_nonfinite(3), OPTIMIZERS["AdamW"]())
     assert compared(model, optimizer, donate, batches(model, at_1=math.inf), backend="inductor") == [1]
 
 

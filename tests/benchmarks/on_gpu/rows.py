@@ -215,7 +215,7 @@ def conditional_steps(report: Report, settings: Settings, seconds: float) -> Non
         "float16 with a loss scale": (
             ll.autocast(task.loss_fn, torch.float16),
             ll.grads.scale_loss,
-            ll.optim.dynamic_loss_scale(adamw),
+            ll.chain(ll.optim.dynamic_loss_scale(), adamw),
         ),
         "recomputed blocks": (ll.losses.recompute(half, task.blocks), None, adamw),
         "accumulated over 4 microbatches": (half, partial(ll.accumulate, microbatches=4), adamw),
