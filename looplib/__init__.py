@@ -45,14 +45,13 @@ from looplib.gradients import make_grad_fn
 from looplib.grads import accumulate
 from looplib.log import console, jsonl, plot, progress, tee
 from looplib.losses import autocast, next_token_loss
-from looplib.metrics import Mean, Window, accuracy, compute, merge
+from looplib.metrics import Mean, Window, accuracy, compute
 from looplib.optim import chain, clip_by_global_norm, ema, eval_state, optimizer, skip_nonfinite
 from looplib.predicates import (
     after_epochs,
     after_signal,
     after_steps,
     at_epoch_end,
-    at_step,
     early_stopping,
     every_n_epochs,
     every_n_steps,
@@ -80,7 +79,6 @@ __all__ = [
     "after_steps",
     "apply_gradients",
     "at_epoch_end",
-    "at_step",
     "autocast",
     "bind",
     "chain",
@@ -114,7 +112,6 @@ __all__ = [
     "make_loader",
     "make_predict_step",
     "make_train_step",
-    "merge",
     "metrics",
     "next_token_loss",
     "optim",

@@ -324,7 +324,7 @@ class Metric(Protocol):
     ...         return Largest(max(self.value, other.value))
     ...     def compute(self):
     ...         return self.value
-    >>> ll.compute(ll.merge({"largest": Largest(2.0)}, {"largest": Largest(5.0)}))
+    >>> ll.compute(ll.metrics.merge({"largest": Largest(2.0)}, {"largest": Largest(5.0)}))
     {'largest': 5.0}
     """
 

@@ -67,9 +67,7 @@ def main(
         seed=seed,
     )
     model = make_model(width)
-    optimizer = ll.chain(
-        ll.optimizer(torch.optim.SGD, lr=lr, momentum=momentum), ll.ema(ll.optim.ema_warmup(decay))
-    )
+    optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=lr, momentum=momentum), ll.ema(ll.optim.ema_warmup(decay)))
     grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), max_norm)
     grad_fn = ll.accumulate(grad_fn, size=piece_size)
     grad_fn = ll.contrib.add_noise(grad_fn, max_norm, noise_multiplier, expected_batch_size=batch_size)

@@ -208,7 +208,7 @@ def test_plain_values_that_an_update_reports_are_averaged(made_by, donate):
         if made_by == "hand":
             gradients = gradients.grads
         state, metrics = ll.apply_gradients(optimizer, state, gradients, donate=donate)
-        merged = metrics if merged is None else ll.merge(merged, metrics)
+        merged = metrics if merged is None else ll.metrics.merge(merged, metrics)
     assert ll.compute(merged)["share"] == 2.5
     assert state.samples == 0
 

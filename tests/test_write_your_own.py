@@ -123,7 +123,9 @@ def test_each_member_of_a_stack_is_the_loop_by_hand():
 
 def test_the_predicate_and_the_logger(tmp_path):
     at_powers_of_two = OWN["at_powers_of_two"]
-    fired = [step for step in range(1, 40) if (at_powers_of_two & ~ll.at_step(8))(ll.TrainState(step=step))]
+    fired = [
+        step for step in range(1, 40) if (at_powers_of_two & ~ll.predicates.at_step(8))(ll.TrainState(step=step))
+    ]
     assert fired == [1, 2, 4, 16, 32]
     log = ll.tee(OWN["as_markdown"](tmp_path / "log.md"))
     log(ll.TrainState(step=3), {"loss": 0.5})

@@ -84,7 +84,7 @@ class Mean(NamedTuple):
 def _not_a_number(self: Mean, *others: Any) -> NoReturn:
     raise TypeError(
         "a Mean is a record of a sum and a weight, not a number: metrics['loss'].item() gives its value; "
-        "for the mean over several steps, use ll.Window or ll.merge(metrics, other_metrics)"
+        "for the mean over several steps, use ll.Window or ll.metrics.merge(metrics, other_metrics)"
     )
 
 

@@ -224,7 +224,7 @@ class at_step(Predicate):
     """Fires at the given optimizer steps.
 
     >>> import looplib as ll
-    >>> profile_now = ll.at_step(10, 100, 1000)
+    >>> profile_now = ll.predicates.at_step(10, 100, 1000)
     >>> profile_now(ll.TrainState(step=100)), profile_now(ll.TrainState(step=101))
     (True, False)
 

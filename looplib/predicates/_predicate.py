@@ -24,7 +24,7 @@ class Predicate:
     """Predicate: a function from a `TrainState` to bool. Combine predicates with `&`, `|` and `~`.
 
     >>> import looplib as ll
-    >>> save_now = ll.every_n_steps(500) & ~ll.at_epoch_end() | ll.at_step(1)
+    >>> save_now = ll.every_n_steps(500) & ~ll.at_epoch_end() | ll.predicates.at_step(1)
     >>> save_now
     ((every_n_steps(500) & ~at_epoch_end()) | at_step(1))
     >>> save_now(ll.TrainState(step=1000, epoch=2, batch=10))

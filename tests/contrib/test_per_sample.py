@@ -107,7 +107,7 @@ def test_metrics_merge_as_those_of_the_whole_batch():
     with pytest.warns(UserWarning, match="'accuracy' beside the loss"):
         expected = ll.compute(ll.make_grad_fn(model, with_aux)(state, tokens).metrics)
     assert set(expected) == {"loss", "accuracy", "tokens", "constant"}
-    merged = ll.merge(empty.metrics, *[out.metrics for out in outs])
+    merged = ll.metrics.merge(empty.metrics, *[out.metrics for out in outs])
     assert ll.compute(merged) == pytest.approx(expected, rel=1e-12)
     assert all(grad.shape == (0, *state.params[name].shape) for name, grad in empty.grads.items())
     assert not any(grad[1].any() for grad in outs[0].grads.values())  # where it has no weight, zero

@@ -344,7 +344,7 @@ def _(device):
         }
 
     halves = zip(*(column.split(16) for column in scores(device)), strict=True)
-    merged = ll.merge(*(of(*half) for half in halves))
+    merged = ll.metrics.merge(*(of(*half) for half in halves))
     return merged, ll.compute(merged)
 
 

@@ -69,7 +69,7 @@ def test_a_hidden_state_is_carried_as_in_a_raw_loop(how):
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
 def test_merging_concatenates_along_the_dimension(shape):
     parts = [torch.randn(shape) for _ in range(3)]
-    merged = ll.merge(*({"x": ll.metrics.Cat(part)} for part in parts))["x"].compute()
+    merged = ll.metrics.merge(*({"x": ll.metrics.Cat(part)} for part in parts))["x"].compute()
     assert torch.equal(merged, torch.cat([part.reshape(-1) if not shape else part for part in parts]))
 
 

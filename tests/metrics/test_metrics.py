@@ -33,14 +33,14 @@ def test_any_merge_order_and_any_window_give_the_exact_mean(parts, tensors, data
     while len(records) > 1:
         i = data.draw(st.integers(0, len(records) - 2))
         j = data.draw(st.integers(i + 2, len(records)))
-        records[i:j] = [ll.merge(*records[i:j])]
+        records[i:j] = [ll.metrics.merge(*records[i:j])]
     assert ll.compute(records[0])["loss"] == ll.compute(window.metrics())["loss"] == exact
 
 
 @given(st.floats(width=32), st.integers(1, 1000))
 def test_a_mean_that_is_alone_keeps_its_bits(value, count):
     record = {"loss": ll.Mean(torch.tensor(value), 1, count)}
-    for found in map(ll.compute, (record, ll.merge(record), ll.Window().add(record).metrics())):
+    for found in map(ll.compute, (record, ll.metrics.merge(record), ll.Window().add(record).metrics())):
         assert found["loss"] == value or (found["loss"] != found["loss"] and value != value)
 
 
@@ -98,7 +98,7 @@ def test_what_is_no_metric_and_other_names_are_refused():
     one, stack = {"a": ll.Mean(1.0)}, ll.Mean(torch.ones(3), 2)
     assert_each_refused(
         (lambda: ll.compute({"logits": torch.zeros(3)}), TypeError, "'logits' is a Tensor"),
-        (lambda: ll.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
+        (lambda: ll.metrics.merge(one, {"b": ll.Mean(1.0)}), ValueError, r"\['a'\] and \['b'\]"),
         (lambda: ll.Window().metrics(), ValueError, "window is empty"),
         (lambda: ll.Window().add(one | {"lr": 0.1}).add(one | {"lr": 0.1}).metrics(), TypeError, "'lr'"),
         (lambda: ll.metrics.Corpus.of(len, {"x": ["a"]}), TypeError, "a dict"),

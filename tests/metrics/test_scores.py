@@ -41,7 +41,7 @@ def split(of, tensors, sizes, data):
     records = [of(*part) for part in zip(*[tensor.split(sizes) for tensor in tensors], strict=True)]
     while len(records) > 1:
         i = data.draw(st.integers(0, len(records) - 2))
-        records[i : i + 2] = [ll.merge({"score": records[i]}, {"score": records[i + 1]})["score"]]
+        records[i : i + 2] = [ll.metrics.merge({"score": records[i]}, {"score": records[i + 1]})["score"]]
     return records[0]
 
 

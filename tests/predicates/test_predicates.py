@@ -104,7 +104,7 @@ def counting(draw):
         predicate, points = every(plain(n)), functools.partial(itertools.count, n, n)
     elif unit == "steps":
         steps = draw(st.sets(st.integers(1, 40), min_size=1))
-        return unit, ll.at_step(*steps), lambda: Points(sorted(steps))
+        return unit, ll.predicates.at_step(*steps), lambda: Points(sorted(steps))
     else:
         unit, predicate, points, window = "epochs", ll.at_epoch_end(), functools.partial(itertools.count, 1), [1, 3]
     if not window:
@@ -162,7 +162,7 @@ def test_nothing_fires_before_the_first_update():
     fresh = TrainState(epoch_length=4)
     skipped = fresh.replace(batch=1, samples=2, batch_samples=2, batch_steps=0)
     assert skipped.skipped
-    by_steps = [ll.every_n_steps(1), ll.at_step(1), ll.after_steps(1)]
+    by_steps = [ll.every_n_steps(1), ll.predicates.at_step(1), ll.after_steps(1)]
     fractions, samples = ll.every_n_epochs(0.5), ll.predicates.every_n_samples(1)
     for predicate in (*by_steps, fractions, samples, ll.every_n_epochs(1), ll.at_epoch_end()):
         assert predicate(fresh) is False
@@ -179,7 +179,7 @@ def test_combinations_are_those_of_their_answers():
     large = ll.predicates.predicate(lambda state: state.batch_samples > 4)
     kinds = [
         ll.every_n_steps(2),
-        ll.at_step(1, 3),
+        ll.predicates.at_step(1, 3),
         ll.every_n_epochs(0.5),
         ~ll.after_steps(2),
         large & ll.at_epoch_end(),
@@ -243,7 +243,7 @@ def test_a_function_is_a_predicate_under_its_name():
     def large_batch(state):
         return torch.tensor(state.batch_samples > 4)
 
-    assert repr(large_batch & ll.at_step(1)).endswith("large_batch) & at_step(1))")
+    assert repr(large_batch & ll.predicates.at_step(1)).endswith("large_batch) & at_step(1))")
     assert large_batch(TrainState(batch_samples=5)) is True
     assert large_batch(TrainState(batch_samples=4)) is False
     with pytest.raises(TypeError, match="predicate: expected a function of the state, got 5"):
@@ -261,7 +261,7 @@ def test_a_function_is_a_predicate_under_its_name():
         (lambda: ll.every_n_steps(5).between(1, 8).between(9), r"between\(9, 8\)"),
         (lambda: ll.every_n_steps(5).between(-1, 8), "first .* -1"),
         (lambda: ll.every_n_epochs(1e-9), "n"),
-        (lambda: ll.at_step(1, 2.0), "2.0"),
+        (lambda: ll.predicates.at_step(1, 2.0), "2.0"),
         (lambda: ll.after_steps(-1), "-1"),
         (lambda: ll.after_epochs(math.inf), "inf"),
         (lambda: ll.predicates.every_seconds(0), "every_seconds"),

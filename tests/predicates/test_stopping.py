@@ -44,7 +44,9 @@ def test_the_best_is_saved_where_transformers_does(values, mode, delta, moving):
         best = Trainer._determine_best_metric(SimpleNamespace(args=args, state=theirs), {"eval_loss": value}, None)
         assert save_now(state) is best
         assert not save_now(state.replace(step=state.step + 1))
-        assert (save_now & ~ll.at_step(state.step + 1) | ll.at_step(state.step + 2))(state) is best
+        assert (save_now & ~ll.predicates.at_step(state.step + 1) | ll.predicates.at_step(state.step + 2))(
+            state
+        ) is best
 
 
 @quick
