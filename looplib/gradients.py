@@ -203,9 +203,7 @@ def make_grad_fn(
             host.unwritten.check(guarded, params)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
-        if len(grads) < len(needed):
-            put_back(copies or ())
-            raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
+        _check_reached(grads, needed, copies)
         outs = [*call.outs[:-1], call.outs[-1]._replace(grads=grads, buffers=after, copies=copies)]
         return outs, 1 if sync is None else sync.ranks
 
@@ -348,6 +346,15 @@ _UNREACHED = (
     "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
     "make_grad_fn(..., allow_unused=True)"
 )
+
+
+def _check_reached(
+    grads: Mapping[str, Tensor], needed: Sequence[str], copies: Sequence[tuple[Tensor, Tensor]] | None
+) -> None:
+    """Raise if one of these parameters has no gradient, after putting buffers back."""
+    if len(grads) < len(needed):
+        put_back(copies or ())
+        raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
 
 
 class _Call:

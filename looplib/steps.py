@@ -44,7 +44,7 @@ from looplib.types import (
     TrainState,
     TrainStep,
 )
-from looplib.updates import Count, apart_from, before_donation, undo, update, with_report
+from looplib.updates import Count, apart_from, before_donation, undo, update, with_late_report, with_report
 
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
 
@@ -210,7 +210,8 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         new_params, opt_state, report = update_where(
             flags, optimizer, first.grads, first.state, params, state.step, info
         )
-        metrics = with_report(with_report(out.metrics, first.metrics, out.samples), report, out.samples)
+        metrics = with_report(out.metrics, first.metrics, out.samples)
+        metrics = with_late_report(metrics, report, out.samples)
         return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, any_of(flags))
 
     return core

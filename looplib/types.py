@@ -393,7 +393,9 @@ class Update(Protocol):
     the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
     not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
     tensors into `state`, return a new dict, `{**state, "count": count}`. A third value, if it returns one, is a dict of
-    scalars and metrics to report with those of the step. A skipped update reports nothing, and `ll.Window` averages over
+    scalars and metrics to report with those of the step, as `<name>/update` where the step has one of that name.
+
+    A skipped update reports nothing, and `ll.Window` averages over
     those that were made. (A compiled step reports the values that it has computed for the skipped one.)
 
     `grads` names the parameters to change; the others are returned unchanged. Parts write in the order of the chain, and

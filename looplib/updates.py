@@ -343,8 +343,7 @@ def update(
             )
             if replaced := new_tensors(new_params, mine, grads):  # by a functional update
                 new_opt_state = _copy_into(mine, replaced, new_opt_state)
-            if report:  # which may be refused: before the run is said to be at the next step
-                metrics = with_report(metrics, report, samples)
+            metrics = with_late_report(metrics, report, samples)
         new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, count, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
@@ -386,12 +385,20 @@ def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
-    """The metrics of a step, with those that its update reports."""
+    """The metrics of a step, with those that its update reports before anything is written."""
     if not report:
         return metrics
     for name in report:
         check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
     return {**metrics, **aux_records(report, samples)}
+
+
+def with_late_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
+    """The metrics of a step, with those that its update reports when the state is spent: nothing can be refused by then."""
+    if not report:
+        return metrics
+    named = {f"{name}/update" if name in metrics else name: value for name, value in report.items()}
+    return {**metrics, **aux_records(named, samples)}
 
 
 def advanced(

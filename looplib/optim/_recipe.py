@@ -32,7 +32,7 @@ class injected:
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
     >>> state = ll.init_state(model, optimizer)
-    >>> state.opt_state["hyperparameters"]
+    >>> state.opt_state["SGD"]["hyperparameters"]
     [{'lr': tensor(0.1000, dtype=torch.float64)}]
 
     Each state can then have its own value: members of a stack, trials of a population, or an inner loop whose
