@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import BatchPart, Sync, sync_over_ranks
@@ -183,19 +184,25 @@ def make_grad_fn(
             if sync is not None:
                 sync.check_reduced(grads, params, per_rank)
         except BaseException as error:
-            _hold_signals = True  # see `_core.interrupts`
-            put_back(copies or ())
-            if not isinstance(error, Exception):
-                raise
-            if guarded is not None and overwritten(state, (params,)) is None:
-                host.unwritten.end(guarded, params)
-            batch = batches[min(len(call.outs), len(batches) - 1)]
-            raise host.explained(error, params, buffers, batch)  # noqa: B904
+            _interrupts.waits.depth += 1
+            try:
+                put_back(copies or ())
+                if not isinstance(error, Exception):
+                    raise
+                if guarded is not None and overwritten(state, (params,)) is None:
+                    host.unwritten.end(guarded, params)
+                batch = batches[min(len(call.outs), len(batches) - 1)]
+                raise host.explained(error, params, buffers, batch)
+            finally:
+                _interrupts.waits.depth -= 1
         finally:
-            _hold_signals = True  # see `_core.interrupts`
-            torch_private.set_grad_enabled(grad_mode)
-            if sync is not None:
-                sync.end()
+            _interrupts.waits.depth += 1
+            try:
+                torch_private.set_grad_enabled(grad_mode)
+                if sync is not None:
+                    sync.end()
+            finally:
+                _interrupts.waits.depth -= 1
         if copied and host.lent:  # in a train step; a call by hand may be of any tensors
             left_behind(model, state, donated=True)
         if guarded is not None:
@@ -276,11 +283,14 @@ def _passes_of(
                 reach.check(call.loss, call.leaves.keys() - grads.keys())
             return grads, host.buffers() if host.slots.buffers else {}
         finally:
-            _hold_signals = True  # see `_core.interrupts`
-            for tensor in call.frozen:
-                tensor.requires_grad_(True)
-            for leaf, grad in pairs(call.inputs, before):
-                leaf.grad = grad
+            _interrupts.waits.depth += 1
+            try:
+                for tensor in call.frozen:
+                    tensor.requires_grad_(True)
+                for leaf, grad in pairs(call.inputs, before):
+                    leaf.grad = grad
+            finally:
+                _interrupts.waits.depth -= 1
 
     return passes_of
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.chain import any_of, flags_in_graph, update_where
@@ -181,16 +182,22 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             watch.see(state, batch)
         try:
             out = _gradients(grad_fn, state, batch, optimizer, opt_state, request)
-            # Until this has returned, signals wait: see `_core.interrupts`.
-            _hold_signals = True
-            new, metrics = update(optimizer, state, out, before, count, partial(_evaluate, grad_fn, state, batch))
-            del out  # its gradients are freed now, and not with this frame, when signals are no longer held back
+            _interrupts.install()
+            _interrupts.waits.depth += donate  # a pure step leaves the state as it is
+            try:
+                new, metrics = update(optimizer, state, out, before, count, partial(_evaluate, grad_fn, state, batch))
+                del out  # its gradients are freed while signals wait, and not with this frame
+            finally:
+                _interrupts.waits.depth -= donate
             return new, metrics
         except BaseException as error:
-            _hold_signals = True
-            undo(state, before)
-            fold(error)
-            raise
+            _interrupts.waits.depth += 1
+            try:
+                undo(state, before)
+                fold(error)
+                raise
+            finally:
+                _interrupts.waits.depth -= 1
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step

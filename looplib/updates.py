@@ -14,8 +14,8 @@ The order of an update, and why:
 - advance: the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
   a reader is told that there is no state after it.
 
-Signals wait from the moment the gradients are there until the next state has been returned: none can come between giving
-up the old state and returning the new one.
+The caller lets signals wait from the moment the gradients are there until the next state is returned: none comes between
+giving up the old state and returning the new one.
 """
 
 from __future__ import annotations
@@ -157,15 +157,18 @@ def apply_gradients(
     before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
     count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
     at_any_point = None if evaluate is None else partial(_at, evaluate)
+    _interrupts.install()
+    _interrupts.waits.depth += donate  # a pure update leaves the state as it is
     try:
-        _hold_signals = True  # until this has returned: see `_core.interrupts`
         new, metrics = update(optimizer, state, out, before, count, at_any_point, owned=False, copy_buffers=donate)
-        del out, grads, given, gradients, new_buffers  # freed while signals are still held back
+        del out, grads, given, gradients, new_buffers  # freed while signals wait
         return new, metrics
     except BaseException as error:
         undo(state, before)
         fold(error)
         raise
+    finally:
+        _interrupts.waits.depth -= donate
 
 
 def _at(
@@ -266,7 +269,6 @@ def undo(state: TrainState, before: Before | None) -> None:
     Until the state is given up, only the forward pass has written. Its buffers are put back, and parameters that it wrote
     spend the state. The memory of one that is given up, by this step or by another run, is left alone.
     """
-    _hold_signals = True
     if before is None or overwritten(state, (before.params, before.buffers)) is not None:
         return
     # Before buffers are put back, which may share memory with a parameter.
@@ -294,7 +296,7 @@ def update(
     owned: bool = True,
     copy_buffers: bool = False,
 ) -> tuple[TrainState, dict[str, Metric]]:
-    """The next state and its metrics. The caller undoes a step that fails.
+    """The next state and its metrics. The caller undoes a step that fails, and lets signals wait.
 
     `before` is None for a pure step. If `owned`, the gradients may be written.
     If `copy_buffers`, a donated one writes new values of buffers into the state's own.
@@ -312,7 +314,6 @@ def update(
         grads, next_opt_state = first.grads, first.state
         metrics = with_report(metrics, first.metrics, samples)  # which may be refused
         applied = first.apply is True or read(first)
-        _hold_signals = True  # see `_core.interrupts`
         trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
         makes_update = applied is True or any_of(applied)
         if not makes_update:
@@ -321,7 +322,6 @@ def update(
             lease = give_up(state, {*written})[0] if written else lease_of(state)
             mine, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
         else:
-            _interrupts.install()  # the passes of a gradient function of the user's have installed nothing
             if before is None:
                 mine, next_opt_state = own_copies(grads, params, next_opt_state)
                 lease = None
@@ -347,7 +347,7 @@ def update(
         new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, count, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
-        if before is not None:  # freed now, and not with the caller's frame, when signals are no longer held back
+        if before is not None:  # freed now, and not with the caller's frame, when signals no longer wait
             before.copies.clear()
         return new, metrics
     finally:

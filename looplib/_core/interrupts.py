@@ -1,15 +1,19 @@
 """Interrupts: signals wait while a step updates a state.
 
-A signal whose Python handler raises (Ctrl-C, a timeout, a SIGTERM turned into SystemExit) may arrive between any two
-bytecodes. A guard in front of the handlers that were installed before chooses the moment:
+A signal whose Python handler raises (Ctrl-C, a timeout, a SIGTERM turned into SystemExit) may arrive whenever Python looks
+for signals: at the start of a function, after a call into C, and where a loop begins again. A guard in front of the handlers
+that were installed before chooses the moment:
 
-- A function of looplib that must not be interrupted sets its local variable `_hold_signals` to True. From then until
-  it has returned, a signal is sent again some milliseconds later.
+- What must not be interrupted stands between `waits.depth += 1` and `waits.depth -= 1`, in a `try` with `finally`: giving up a
+  donated state, writing it and returning the next one; and giving back what a step has borrowed (a module's slots and modes,
+  random streams, `.grad`). A signal that arrives there is sent again some milliseconds later. These are statements and not
+  a context manager, since Python looks for signals where a function begins, so that one could arrive before it waits.
+- A second Ctrl-C does not wait. A second SIGTERM does.
 - A signal that a predicate listens to is noted, which raises nothing.
 
-Everything else is immediate. That leaves about a microsecond open, after a step has returned and before its result has a
-name: C calls a step, which is an object with a repr, and after a call into C Python looks for signals. If one comes then,
-the donated state is spent and the next one lost.
+Everything else is immediate, the passes of a step included. That leaves about a microsecond open, after a step has ended its
+wait and before its result has a name: C calls a step, which is an object with a repr, and after a call into C Python looks for
+signals. If one comes then, the donated state is spent and the next one lost.
 
 Guards are installed by the first step, or for a predicate, never on import. They stay, and do nothing but pass signals on
 while no step and no predicate needs them. Each call of a step looks for handlers that were set since, as a notebook does
@@ -32,29 +36,61 @@ _HELD = tuple(
 )
 
 
+class _Waits(threading.local):
+    """Number of blocks that signals wait for. Handlers run in the main thread, so those of other threads hold none up."""
+
+    depth = 0
+
+
+waits = _Waits()
+
+
 class Guard:
     """Signal handler in front of another one.
 
     Attributes:
         listeners: functions that are told of the signal, and return True if the other handler is not to have it.
+        waiting: True while a signal waits to be sent again.
+        sent_again: True if the next one is that signal.
     """
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
         self.listeners: set[Callable[[int], bool]] = set()
+        self.waiting = self.sent_again = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         taken = [listener(signum) for listener in self.listeners]
         if any(taken):
             return
-        if held(frame):
-            _send_later(signum)
-        elif callable(self.previous):
+        again, self.sent_again = self.sent_again, False
+        if waits.depth and (again or not self.waiting):
+            self.waiting = True
+            self._send_later(signum)
+            return
+        if waits.depth and signum != signal.SIGINT:  # one of the same waits already
+            return
+        self.waiting = False
+        if callable(self.previous):
             self.previous(signum, frame)
         elif self.previous == signal.SIG_DFL:
             current = signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)  # the default action of most signals ends the process
             signal.signal(signum, current)
+
+    def _send_later(self, signum: int) -> None:
+        """Send a signal again in 10 ms."""
+        main_thread = threading.main_thread().ident
+        kill = getattr(signal, "pthread_kill", lambda thread, signum: signal.raise_signal(signum))
+
+        def send() -> None:
+            if self.waiting:  # else it has been overtaken by a second one
+                self.sent_again = True
+                kill(main_thread, signum)
+
+        timer = threading.Timer(0.01, send)
+        timer.daemon = True
+        timer.start()
 
 
 def install() -> None:
@@ -77,21 +113,3 @@ def guarded(signum: int) -> Guard:
         guard = Guard(guard)
         signal.signal(signum, guard)
     return guard
-
-
-def held(frame: FrameType | None) -> bool:
-    """True if this frame, or one that it was called from, holds signals back."""
-    while frame is not None:
-        if "_hold_signals" in frame.f_code.co_varnames and "_hold_signals" in frame.f_locals:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _send_later(signum: int) -> None:
-    """Send a signal again in 10 ms."""
-    main_thread = threading.main_thread().ident
-    send = getattr(signal, "pthread_kill", lambda thread, signum: signal.raise_signal(signum))
-    timer = threading.Timer(0.01, send, (main_thread, signum))
-    timer.daemon = True
-    timer.start()

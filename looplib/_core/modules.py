@@ -256,9 +256,12 @@ class FunctionalModule:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
                 return self._hold(params, buffers, body, in_place)
             finally:
-                _hold_signals = True  # see `_core.interrupts`
-                for generator, stream in pairs(generators, streams):
-                    generator.set_state(stream)
+                _interrupts.waits.depth += 1
+                try:
+                    for generator, stream in pairs(generators, streams):
+                        generator.set_state(stream)
+                finally:
+                    _interrupts.waits.depth -= 1
 
     def _hold(
         self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], body: Callable[[], R], in_place: bool
@@ -302,19 +305,22 @@ class FunctionalModule:
                 raise ValueError(_FILLED.format(names=", ".join(filled)))
             return out
         finally:
-            _hold_signals = True  # see `_core.interrupts`
-            running.models = hosted
-            if for_good:
-                self._keep_buffers(None if done else buffers)
-            else:
-                for owner, key, _, own, _ in swaps:
-                    owner[key] = own
-            for owner, key, _ in self.slots.empty:
-                owner[key] = None
-            if engine is not None:
-                engine.restore(lent)
-            if modes != [*map(_is_training, self.modes)]:
-                _set_modes(self.modes, modes)
+            _interrupts.waits.depth += 1
+            try:
+                running.models = hosted
+                if for_good:
+                    self._keep_buffers(None if done else buffers)
+                else:
+                    for owner, key, _, own, _ in swaps:
+                        owner[key] = own
+                for owner, key, _ in self.slots.empty:
+                    owner[key] = None
+                if engine is not None:
+                    engine.restore(lent)
+                if modes != [*map(_is_training, self.modes)]:
+                    _set_modes(self.modes, modes)
+            finally:
+                _interrupts.waits.depth -= 1
 
     def _differing(self, params: Mapping[str, Tensor]) -> list[Swap]:
         try:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from looplib._core import interrupts as _interrupts
 from looplib._core import trees
 from looplib._core.checks import warn
 from looplib._core.checksums import checksums
@@ -106,9 +107,12 @@ class Reach:
                 tensor.grad = None
             yield
         finally:
-            _hold_signals = True  # see `_core.interrupts`
-            for tensor, grad in zip(others, grads, strict=True):
-                tensor.grad = grad
+            _interrupts.waits.depth += 1
+            try:
+                for tensor, grad in zip(others, grads, strict=True):
+                    tensor.grad = grad
+            finally:
+                _interrupts.waits.depth -= 1
 
 
 def viewed_leaf(tensor: Tensor) -> Tensor | None:

@@ -156,12 +156,15 @@ def _write_over(writes: list[tuple[Tensor, Tensor]], restored: Callable[[], Trai
     """Copy values into this state's tensors, like a donated step: no interrupt leaves it half done."""
     _interrupts.install()
     written = [leaf for leaf, _ in writes]
-    _hold_signals = True
-    taken = lease.lease_over("ckpt.restore(state)", written)
-    taken.write()
-    with torch.no_grad():
-        for leaf, value in writes:
-            leaf.copy_(value)
-    new = restored()
-    taken.step = new.step
-    return new
+    _interrupts.waits.depth += 1
+    try:
+        taken = lease.lease_over("ckpt.restore(state)", written)
+        taken.write()
+        with torch.no_grad():
+            for leaf, value in writes:
+                leaf.copy_(value)
+        new = restored()
+        taken.step = new.step
+        return new
+    finally:
+        _interrupts.waits.depth -= 1

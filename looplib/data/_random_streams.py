@@ -61,5 +61,8 @@ def kept_streams() -> Iterator[None]:
         try:
             yield
         finally:
-            _hold_signals = True
-            restore_streams(saved)
+            _interrupts.waits.depth += 1
+            try:
+                restore_streams(saved)
+            finally:
+                _interrupts.waits.depth -= 1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
@@ -53,11 +54,14 @@ def with_forwards(
                 vars(module)["forward"] = wrap(module)
             return loss_fn(model, batch)
         finally:
-            _hold_signals = True
-            for module, forward in zip(chosen, forwards, strict=True):
-                vars(module)["forward"] = forward
-                if forward is None:  # it had none of its own
-                    del vars(module)["forward"]
+            _interrupts.waits.depth += 1
+            try:
+                for module, forward in zip(chosen, forwards, strict=True):
+                    vars(module)["forward"] = forward
+                    if forward is None:  # it had none of its own
+                        del vars(module)["forward"]
+            finally:
+                _interrupts.waits.depth -= 1
 
     return with_repr(wrapped, made_by, loss_fn, modules)
 

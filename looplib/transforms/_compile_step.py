@@ -167,27 +167,30 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         if watch is not None and ready.machine.reached:
             warn_of_reached(ready.machine.reached)
         lease = None
-        _hold_signals = True  # until this has returned
         _interrupts.install()
-        if donate:
-            trees_of(state)  # the loss may have run other steps while it was traced
-            lease, spent = give_up(state, ready.machine.program.written)
-        out, checks = compiler.run(ready, state)
-        applied = bool(out.applied)
+        _interrupts.waits.depth += donate  # a pure step leaves the state as it is
         try:
-            for check in checks:
-                check()
-        except BaseException as error:
-            if lease is not None and applied:
-                error.add_note(_PART_APPLIED)
-            elif lease is not None:  # the graph has put the state's own values into its tensors
-                lease.written, lease.step = spent, state.step
-            raise
-        new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, count, lease)
-        if lease is not None:
-            lease.step = new.step
-        compiler.remember(ready.machine, new)
-        return new, out.metrics
+            if donate:
+                trees_of(state)  # the loss may have run other steps while it was traced
+                lease, spent = give_up(state, ready.machine.program.written)
+            out, checks = compiler.run(ready, state)
+            applied = bool(out.applied)
+            try:
+                for check in checks:
+                    check()
+            except BaseException as error:
+                if lease is not None and applied:
+                    error.add_note(_PART_APPLIED)
+                elif lease is not None:  # the graph has put the state's own values into its tensors
+                    lease.written, lease.step = spent, state.step
+                raise
+            new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, count, lease)
+            if lease is not None:
+                lease.step = new.step
+            compiler.remember(ready.machine, new)
+            return new, out.metrics
+        finally:
+            _interrupts.waits.depth -= donate
 
     return compiled
 
