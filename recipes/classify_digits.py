@@ -54,14 +54,13 @@ def main(
     test_batches = DataLoader(test_set, batch_size=256)
 
     steps = epochs * len(loader)
-    optimizer = ll.optimizer(
-        torch.optim.AdamW,
-        lr=ll.warmup_cosine(lr, warmup=warmup, total=steps),
-        weight_decay=weight_decay,
-        groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
+    rate = ll.warmup_cosine(lr, warmup=warmup, total=steps)
+    groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
+    optimizer = ll.chain(
+        ll.clip_by_global_norm(max_norm),
+        ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=weight_decay, groups=groups),
     )
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), max_norm)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     eval_step = ll.make_eval_step(model, metric_fn)
     log_now, eval_now, done = ll.every_n_steps(log_every), ll.at_epoch_end(), ll.after_epochs(epochs)
 

@@ -60,9 +60,8 @@ def main(
     torch.manual_seed(seed)
     model = Model(dimension, width)
     loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True)
-    optimizer = ll.chain(
-        ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay), ll.ema(ll.optim.ema_warmup(decay))
-    )
+    adamw = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
+    optimizer = ll.chain(adamw, ll.ema(ll.optim.ema_warmup(decay)))
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     predict_step = ll.make_predict_step(model, predict_fn)
     judges = {name: make_eval_steps(model, column) for name, column in {"model": None, "truth": 2, "rate": 3}.items()}
@@ -81,8 +80,7 @@ def main(
     truth = ll.evaluate(judges["truth"]["all"], state, dev["all"], prefix="truth/all/")
     print(f"step {state.step}: AUC {check['all/auc']:.4f} in one batch, best on all {truth['truth/all/auc']:.4f}")
 
-    window = ll.Window()
-    bar = ll.progress(loader, epochs=epochs)
+    window, bar = ll.Window(), ll.progress(loader, epochs=epochs)
     while not done(state):
         for batch in bar(state):
             state, metrics = train_step(state, batch)

@@ -103,9 +103,9 @@ def main(
 def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: int, folder: Path) -> ll.TrainState:
     """Train to this step, from the folder's checkpoint. peft, or you, choose what to train by `requires_grad`."""
     model.train()  # from_pretrained returns models in eval mode, also inside peft
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(lr, warmup=steps // 10, total=steps))
-    grad_fn = ll.make_grad_fn(model, ll.losses.model_loss)
-    train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
+    rate = ll.schedules.warmup_linear(lr, warmup=steps // 10, total=steps)
+    optimizer = ll.chain(ll.clip_by_global_norm(1.0), ll.optimizer(torch.optim.AdamW, lr=rate))
+    train_step = ll.make_train_step(ll.make_grad_fn(model, ll.losses.model_loss), optimizer, donate=True)
     # Checkpoints hold what is trained, and a digest of the base model.
     ckpt = ll.checkpoint_io(folder, keep_last=1, select=lambda name, tensor: tensor.requires_grad)
     done, bar = ll.after_steps(steps), ll.progress(loader, leave=False, disable=None)

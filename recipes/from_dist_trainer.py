@@ -58,12 +58,11 @@ def main(
         dev_batches = make_loader(dev_data, order=ll.data.sequential())
         steps = n_epochs * len(loader)
         rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
-        optimizer = ll.optimizer(torch.optim.Adam, lr=rate)
+        scale = [ll.optim.dynamic_loss_scale()] if fp16 == "O1" else []
+        optimizer = ll.chain(*scale, ll.clip_by_global_norm(clip_value), ll.optimizer(torch.optim.Adam, lr=rate))
         half_fn = ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1")
         grad_fn = ll.accumulate(ll.make_grad_fn(model, half_fn), update_every)
-        if fp16 == "O1":
-            grad_fn, optimizer = grad_fn, ll.chain(ll.optim.dynamic_loss_scale(), optimizer)
-        train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
+        train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         eval_step = ll.make_eval_step(model, metric_fn)
         last = ll.after_epochs(n_epochs)
         eval_now = (ll.every_n_steps(validate_every) if validate_every > 0 else ll.at_epoch_end()) | last

@@ -60,11 +60,11 @@ def main(
         cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")
         steps = n_epochs * len(loader)
         rate = ll.schedules.warmup_linear(lr, warmup=warmup, total=steps)
-        optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
+        scale = [ll.optim.dynamic_loss_scale()] if fp16 == "float16" else []
+        adamw = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
+        optimizer = ll.chain(*scale, ll.clip_by_global_norm(clip_value), adamw)
         grad_fn = ll.accumulate(ll.make_grad_fn(model, cast(loss_fn)), accumulation_steps)
-        if fp16 == "float16":
-            grad_fn, optimizer = grad_fn, ll.chain(ll.optim.dynamic_loss_scale(), optimizer)
-        train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
+        train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         eval_step = ll.make_eval_step(model, cast(metric_fn))
 
         ended = ll.after_epochs(n_epochs) | ll.early_stopping(patience)

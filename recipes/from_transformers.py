@@ -62,11 +62,13 @@ def main(
         steps = math.ceil(num_train_epochs * len(loader))
         rate = ll.warmup_cosine(learning_rate, warmup=warmup_steps, total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
-        optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=weight_decay, groups=groups)
+        optimizer = ll.chain(
+            ll.clip_by_global_norm(max_grad_norm),
+            ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=weight_decay, groups=groups),
+        )
         measured = ll.autocast(partial(metric_fn, label_smoothing=label_smoothing_factor), enabled=bf16)
         grad_fn = ll.make_grad_fn(model, lambda model, batch: measured(model, batch)["loss"])
-        grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, gradient_accumulation_steps), max_grad_norm)
-        train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+        train_step = ll.make_train_step(ll.accumulate(grad_fn, gradient_accumulation_steps), optimizer, donate=True)
         eval_step = ll.make_eval_step(model, measured)
         last = ll.predicates.after_samples(math.ceil(num_train_epochs * len(train_set)))  # on any number of ranks
         eval_now = ll.every_n_steps(eval_steps) | last

@@ -17,7 +17,7 @@ To scale up:
 
     more GPUs, more hosts    only the command; --batch_size is that of all ranks together, at least one sample each
     longer, larger batches   --microbatches: split a rank's samples; gradients are still sent once per step
-    mixed precision          --precision bfloat16 is autocast; float16 needs ll.grads.scale_loss and ll.optim.dynamic_loss_scale
+    mixed precision          --precision bfloat16 is autocast; float16 also needs ll.optim.dynamic_loss_scale in the chain
     less memory              ll.losses.recompute(loss_fn, Block): recompute a block's activations in the backward pass;
                              DistributedDataParallel(model, gradient_as_bucket_view=True): one copy of gradients
     fewer bytes, on GPUs     model.register_comm_hook(None, bf16_compress_hook): send gradients in bfloat16
@@ -75,12 +75,12 @@ def main(
         test_batches = ll.make_loader(test_set, batch_size=batch_size, order=ll.data.sequential(), device=device)
         rate = ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
-        optimizer = ll.optimizer(
-            torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay, groups=groups
+        optimizer = ll.chain(
+            ll.clip_by_global_norm(max_norm),
+            ll.optimizer(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay, groups=groups),
         )
         cast = precision == "bfloat16"
-        grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, enabled=cast))
-        grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, microbatches), max_norm)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.autocast(loss_fn, enabled=cast)), microbatches)
         train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         eval_step = ll.make_eval_step(model, ll.autocast(metric_fn, enabled=cast))
 

@@ -91,11 +91,11 @@ def main(
         test_batches = ll.make_loader(test_set, batch_size=batch_size, order=ll.data.sequential(), device=device)
         rate = ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
-        optimizer = ll.optimizer(
-            torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay, groups=groups
+        optimizer = ll.chain(
+            ll.clip_by_global_norm(max_norm),
+            ll.optimizer(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay, groups=groups),
         )
-        grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, enabled=cast))
-        grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, microbatches), max_norm)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.autocast(loss_fn, enabled=cast)), microbatches)
         train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         eval_step = ll.make_eval_step(model, ll.autocast(metric_fn, enabled=cast))
 

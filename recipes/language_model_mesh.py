@@ -68,9 +68,8 @@ def main(
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
         test_batches = ll.make_loader(test_set, batch_size=4 * batch_size, order=ll.data.sequential(), device=device)
         rate = ll.warmup_cosine(lr, warmup=steps // 6, total=steps)
-        optimizer = ll.optimizer(torch.optim.AdamW, lr=rate)
-        grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), max_norm=1.0)
-        train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+        optimizer = ll.chain(ll.clip_by_global_norm(1.0), ll.optimizer(torch.optim.AdamW, lr=rate))
+        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
         eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
 
         ended, eval_now = ll.after_steps(steps), ll.every_n_steps(eval_every) | ll.after_steps(steps)

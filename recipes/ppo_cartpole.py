@@ -55,10 +55,10 @@ def main(
     torch.manual_seed(seed)
     model = ActorCritic(width)
     # Schedules are functions of the number of updates. This rate falls with the iterations, which differ in updates.
-    optimizer = ll.optimizer(torch.optim.Adam, lr=ll.optim.injected(lr), eps=1e-5)
+    adam = ll.optimizer(torch.optim.Adam, lr=ll.optim.injected(lr), eps=1e-5)
+    optimizer = ll.chain(ll.clip_by_global_norm(max_norm), adam)
     loss_fn = partial(ppo_loss, clip=clip, value_weight=value_weight, entropy_weight=entropy_weight)
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), max_norm)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     collect_step = ll.make_predict_step(model, partial(collect, steps=steps, passes=passes))
     log, log_now = ll.jsonl(f"{directory}/log.jsonl"), ll.every_n_epochs(log_every)
     ckpt, finished = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1), ll.after_epochs(iterations)

@@ -71,9 +71,10 @@ def main(
     eval_batches = ll.make_loader(test_set[:128], batch_size=64, collate_fn=pad, order=sequential)
     test_batches = ll.make_loader(test_set, batch_size=64, collate_fn=pad, order=sequential)
 
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps))
+    rate = ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps)
+    optimizer = ll.chain(ll.clip_by_global_norm(max_norm), ll.optimizer(torch.optim.AdamW, lr=rate))
     grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss))  # the loader has cut the batch already
-    train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, max_norm), optimizer, donate=True)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     eval_step = ll.make_eval_step(model, metric_fn)
     eval_now, done = ll.every_n_steps(eval_every) | ll.after_steps(steps), ll.after_steps(steps)
 

@@ -73,16 +73,12 @@ def main(
         losses = [F.cross_entropy(logits, target, label_smoothing=label_smoothing) for target in (labels, others)]
         return share * losses[0] + (1 - share) * losses[1]
 
-    steps = epochs * len(loader)
-    optimizer = ll.optimizer(
-        torch.optim.AdamW,
-        lr=ll.warmup_cosine(lr, warmup=warmup, total=steps),
-        weight_decay=weight_decay,
-        groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
-    )
+    rate = ll.warmup_cosine(lr, warmup=warmup, total=epochs * len(loader))
+    groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
     optimizer = ll.chain(
-        optimizer, ll.ema(ll.optim.ema_warmup(ema_decay), buffers=True)
-    )  # with BatchNorm's statistics
+        ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=weight_decay, groups=groups),
+        ll.ema(ll.optim.ema_warmup(ema_decay), buffers=True),  # with BatchNorm's statistics
+    )
     grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.bfloat16, enabled=precision == "bfloat16"))
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     eval_step = ll.make_eval_step(model, metric_fn)

@@ -57,9 +57,9 @@ def update(optimizer, grads, opt_state, params, step, donate=False, **info):
         params, opt_state, applied = optimizer.update(grads, opt_state, params, step, **info)
         assert applied is True
         return params, opt_state
-    flag, opt_state = optimizer.decide(grads, opt_state, info.get("metrics", {}), params=params, step=step)
-    assert flag is True
-    return optimizer.update_(grads, opt_state, dict(params), step, **info)[:2]
+    out = optimizer.transform(grads, opt_state, params, step, owned=True, **info)
+    assert out.apply is True
+    return optimizer.update_(out.grads, out.state, dict(params), step, carry=out.carry, **info)[:2]
 
 
 def mean_square(model, x):

@@ -6,9 +6,7 @@ from shared import SGD
 from torch import nn
 
 import looplib as ll
-from looplib.types import Optimizer
 
-WHOLE = ll.types.GradRequest()
 KINDS = ["pure", "donated", "graph", "donated graph"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 pytestmark = pytest.mark.every_case
@@ -97,7 +95,7 @@ def test_a_functional_update_may_return_parameters_in_other_places(how, kind):
         with torch.no_grad():
             return UPDATES[how](grads, params), opt_state
 
-    model, optimizer = net(), Optimizer(lambda params: {}, update_)
+    model, optimizer = net(), ll.optim.part("moves", update_=update_, role="weights")
     step, state = made_step(ll.make_grad_fn(model, sum_of_squares), optimizer, kind), ll.init_state(model, optimizer)
     expected = {name: tensor.detach().clone() for name, tensor in state.params.items()}
     for _ in range(3):
@@ -109,9 +107,9 @@ def test_a_functional_update_may_return_parameters_in_other_places(how, kind):
         assert len(storages) == 2
 
 
-def test_decide_leaves_no_graph_in_the_state():
-    def decide(grads, opt_state, metrics, params):
-        return True, {"mean": 0.9 * opt_state["mean"] + 0.1 * params["a"].square().sum()}
+def test_the_first_half_of_an_update_leaves_no_graph_in_the_state():
+    def transform(grads, opt_state, params, step):
+        return ll.types.Transformed(grads, {"mean": 0.9 * opt_state["mean"] + 0.1 * params["a"].square().sum()})
 
     def update_(grads, opt_state, params, step):
         with torch.no_grad():
@@ -120,11 +118,18 @@ def test_decide_leaves_no_graph_in_the_state():
 
     model = net()
     for donate in (False, True):
-        optimizer = Optimizer(lambda params: {"mean": torch.zeros(())}, update_, decide)
+        optimizer = ll.optim.part(
+            "watches",
+            init=lambda params: {"mean": torch.zeros(())},
+            transform=transform,
+            update_=update_,
+            role="weights",
+        )
         step = ll.make_train_step(ll.make_grad_fn(model, sum_of_squares), optimizer, donate=donate)
         state, _ = step(ll.copy_state(ll.init_state(model, optimizer)), torch.ones(2))
-        assert state.opt_state["mean"].grad_fn is None
-        assert not state.opt_state["mean"].requires_grad
+        assert state.opt_state["watches"]["mean"] > 0
+        assert state.opt_state["watches"]["mean"].grad_fn is None
+        assert not state.opt_state["watches"]["mean"].requires_grad
 
 
 # Graphs

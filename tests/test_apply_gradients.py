@@ -1,7 +1,6 @@
 """`apply_gradients`: updates from gradients of any origin, beside raw loops and train steps."""
 
 import copy
-import dataclasses
 import signal
 
 import pytest
@@ -52,15 +51,17 @@ def test_a_train_step_is_its_gradient_function_and_apply_gradients(wrapped, dona
         optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.01 / (step + 1))
         grad_fn = ll.make_grad_fn(model, loss_fn)
         if wrapped != "plain":
-            optimizer = ll.chain(ll.skip_nonfinite(), optimizer, ll.ema(0.9, buffers=True))
-            grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, 2), 1.0)
+            optimizer = ll.chain(
+                ll.skip_nonfinite(), ll.clip_by_global_norm(1.0), optimizer, ll.ema(0.9, buffers=True)
+            )
+            grad_fn = ll.accumulate(grad_fn, 2)
         step = ll.make_train_step(grad_fn, optimizer, donate=donate)
         state = ll.init_state(model, optimizer, epoch_length=4)
         for number, (x, y) in enumerate(BATCHES):
             if wrapped != "plain" and number == 2:
                 x = x * torch.nan
             if by_hand:
-                gradients = grad_fn(state, (x, y), ll.types.GradRequest(donate=donate))
+                gradients = grad_fn(state, (x, y), donate=donate)
                 state, metrics = ll.apply_gradients(optimizer, state, gradients, donate=donate, samples=len(x))
             else:
                 state, metrics = step(state, (x, y))
@@ -144,7 +145,7 @@ def test_gradients_that_share_memory_with_the_state_are_copied_first(make):
     def grads_of(state):
         if make == "params":
             return dict(state.params)
-        return {name: entries["exp_avg"] for name, entries in state.opt_state["state"].items()}
+        return {name: entries["exp_avg"] for name, entries in state.opt_state["AdamW"]["state"].items()}
 
     expected, _ = ll.apply_gradients(opt, state, {name: grad.clone() for name, grad in grads_of(state).items()})
     own = ll.copy_state(state)
@@ -189,11 +190,10 @@ def test_lbfgs_is_given_evaluate():
 def reporting(optimizer, values):
     """The optimizer, whose updates report these plain values in turn."""
 
-    def update_(grads, opt_state, params, step, report, **info):
-        report["share"] = torch.tensor(next(values))
-        return optimizer.update_(grads, opt_state, params, step, report=report, **info)
+    def update_(grads, opt_state, params, step):
+        return params, opt_state, {"share": torch.tensor(next(values))}
 
-    return dataclasses.replace(optimizer, update_=update_)
+    return ll.chain(optimizer, ll.optim.part("shares", update_=update_))
 
 
 @both
@@ -232,17 +232,40 @@ def test_a_pure_update_changes_nothing_that_it_is_given():
 
 
 @both
+@pytest.mark.parametrize("given", ["a gradient function", "hand"])
+def test_gradients_that_are_clipped_or_divided_by_a_scale_are_copies(given, donate):
+    model, raw = nn.Linear(2, 1), nn.Linear(2, 1)
+    raw.load_state_dict(model.state_dict())
+    optimizer = ll.chain(
+        ll.optim.dynamic_loss_scale(8.0), ll.clip_by_global_norm(0.1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    )
+    state, x = ll.init_state(model, optimizer), torch.randn(4, 2)
+    scale = optimizer.loss_scale(state.opt_state)
+    out = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())(state, x, scale=scale)
+    kept = {name: grad.clone() for name, grad in out.grads.items()}
+    if given == "hand":
+        state, _ = ll.apply_gradients(optimizer, state, out.grads, donate=donate, scale=scale.item())
+    else:
+        state, _ = ll.apply_gradients(optimizer, state, out, donate=donate)
+    assert all(torch.equal(out.grads[name], grad) for name, grad in kept.items())
+    raw(x).square().mean().backward()
+    for name, param in raw.named_parameters():
+        torch.testing.assert_close(kept[name], 8 * param.grad)
+    nn.utils.clip_grad_norm_(raw.parameters(), 0.1)
+    torch.optim.SGD(raw.parameters(), lr=0.1).step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), check_dtype=False)
+
+
+@both
 def test_a_skipped_update_leaves_everything_and_counts_the_skip(donate):
     model = net()
     optimizer = ll.chain(ll.skip_nonfinite(), ll.optimizer(torch.optim.AdamW, lr=0.1))
     state = ll.init_state(model, optimizer)
     kept = ll.copy_state(state)
-    gradients = ll.make_grad_fn(model, loss_fn)(
-        state, (BATCHES[0][0] * torch.inf, BATCHES[0][1]), ll.types.GradRequest(donate=donate)
-    )
+    gradients = ll.make_grad_fn(model, loss_fn)(state, (BATCHES[0][0] * torch.inf, BATCHES[0][1]), donate=donate)
     new, _ = ll.apply_gradients(optimizer, state, gradients, donate=donate)
     assert (new.step, new.skipped) == (0, True)
-    assert new.opt_state["total_notfinite"] == 1
+    assert new.opt_state["skip_nonfinite"]["total_notfinite"] == 1
     for name in ("params", "buffers"):
         assert all(torch.equal(getattr(new, name)[key], tensor) for key, tensor in getattr(kept, name).items())
     assert state.step == 0  # a skipped donated step gives up nothing
@@ -258,7 +281,7 @@ def test_a_failed_gradient_function_called_by_hand_puts_its_buffers_back():
 
     state = ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1))
     with pytest.raises(ArithmeticError):
-        ll.make_grad_fn(model, failing)(state, BATCHES[0], ll.types.GradRequest(donate=True))
+        ll.make_grad_fn(model, failing)(state, BATCHES[0], donate=True)
     assert torch.equal(model[1].running_mean, torch.zeros(5))
     assert model[1].num_batches_tracked == 0
 
@@ -280,9 +303,9 @@ def acting(optimizer, act):
     def update_(grads, opt_state, params, step, **info):
         params["bias"].add_(1.0)
         act()
-        return optimizer.update_(grads, opt_state, params, step, **info)
+        return optimizer.update_(grads, opt_state, params, step, **info)[:2]
 
-    return dataclasses.replace(optimizer, update_=update_)
+    return ll.optim.part("acts", init=optimizer.init, transform=optimizer.transform, update_=update_, role="weights")
 
 
 def test_a_failing_write_spends_a_donated_state():
@@ -443,6 +466,15 @@ def test_gradients_of_a_part_or_of_a_scaled_loss_are_refused():
         ll.apply_gradients(optimizer, state, out._replace(weight=4))
     with pytest.raises(ValueError, match="scaled loss"):
         ll.apply_gradients(optimizer, state, out._replace(scale=torch.tensor(2.0)))
+    with pytest.raises(ValueError, match="scaled loss"):
+        ll.apply_gradients(optimizer, state, out.grads, scale=2.0)
+    scaling = ll.chain(ll.optim.dynamic_loss_scale(), optimizer)
+    state = ll.init_state(model, scaling)
+    for gradients in (out, out.grads):
+        with pytest.raises(ValueError, match=r"ll\.apply_gradients\(.*scale=optimizer\.loss_scale"):
+            ll.apply_gradients(scaling, state, gradients)
+    with pytest.raises(ValueError, match=r"Gradients\.scale.*leave scale= out"):
+        ll.apply_gradients(scaling, state, out._replace(scale=torch.tensor(2.0)), scale=2.0)
 
 
 def test_a_state_of_another_optimizer_is_refused():

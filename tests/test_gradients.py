@@ -238,8 +238,9 @@ def test_a_gradient_that_is_a_view_of_the_losss_is_its_parameters_own(shape):
     model, raw, other, x = Scaled(shape), Scaled(shape), nn.Linear(2, 1), torch.randn(4, 2)
     raw.load_state_dict(model.state_dict())
     before, optimizer = bystander(), torch.optim.SGD(raw.parameters(), lr=0.1, fused=True)
-    clipped = ll.clip_by_global_norm(ll.make_grad_fn(model, loss), 0.5)
-    step, state = ll.make_train_step(clipped, SGD, donate=True), ll.init_state(model, SGD)
+    clipped = ll.chain(ll.clip_by_global_norm(0.5), SGD)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss), clipped, donate=True)
+    state = ll.init_state(model, clipped)
     for _ in range(3):
         optimizer.zero_grad()
         loss(raw, x).backward()

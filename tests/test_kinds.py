@@ -212,6 +212,7 @@ def test_text_for_a_number_and_nan_are_refused_by_name(taker, parameter, given):
     assert not re.search(r"not supported|must be real|unexpected keyword", str(refused.value))
 
 
+SCALED = ll.chain(ll.optim.dynamic_loss_scale(), SGD)
 SPLIT = ll.evaluation.split_on_oom(THINGS["eval_step"])
 
 
@@ -221,8 +222,8 @@ def evaluate(step, batches=()):
 
 REFUSED = [
     (
-        lambda: ll.clip_by_global_norm(THINGS["train_step"], 1.0),
-        r"clip_by_global_norm got the train_step of make_train_step; give a grad_fn",
+        lambda: ll.contrib.sam(THINGS["train_step"]),
+        r"sam got the train_step of make_train_step; give a grad_fn",
     ),
     (lambda: ll.accumulate(THINGS["train_step"], 2), r"accumulate.*train_step.*make_train_step\(accumulate"),
     (lambda: ll.make_train_step(loss_fn, SGD), r"loss_fn\(model, batch\).*loss"),
@@ -232,14 +233,29 @@ REFUSED = [
     (lambda: ll.init_state(MODEL, lambda x: x), r"init_state got <lambda>\(x\); give what ll.optimizer returns"),
     # Wrappers of any step are of the step's kind, and name the function that the user gave.
     (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict got the eval_step of split_on_oom"),
-    # A wrapper that does not hand the request on would lose the loss scale.
+    # A wrapper that does not hand on what it is given by name would lose the loss scale.
     (
-        lambda: (
-            lambda state, batch, request=None: GRAD_FN(state, batch)(
-                ll.init_state(MODEL, ll.chain(ll.optim.dynamic_loss_scale(), SGD)), BATCH
-            )
+        lambda: ll.make_train_step(lambda state, batch, **request: GRAD_FN(state, batch), SCALED)(
+            ll.init_state(MODEL, SCALED), BATCH
         ),
-        r"scale_loss.*grad_fn\(state, batch, request\)",
+        r"scale of dynamic_loss_scale.*grad_fn\(state, batch, \*\*request\)",
+    ),
+    (
+        lambda: ll.make_train_step(lambda state, batch, request: GRAD_FN(state, batch), SGD),
+        r"<lambda>\(state, batch, request\), which cannot be called as grad_fn\(state, batch, \*\*request\)",
+    ),
+    # What was a wrapper, and is a part of the update.
+    *(
+        (lambda part=part, shown=shown, given=given: part(given), rf"wraps nothing: write ll\.chain\(.*{shown}")
+        for part, shown in (
+            (ll.clip_by_global_norm, r"ll\.clip_by_global_norm\(1\.0\), ll\.optimizer"),
+            (ll.optim.clip_by_norm, r"ll\.optim\.clip_by_norm\(1\.0\), ll\.optimizer"),
+            (ll.optim.clip_by_value, r"ll\.optim\.clip_by_value\(0\.5\), ll\.optimizer"),
+            (ll.skip_nonfinite, r"ll\.skip_nonfinite\(\), ll\.optimizer"),
+            (ll.optim.dynamic_loss_scale, r"ll\.optim\.dynamic_loss_scale\(\), ll\.optimizer"),
+            (ll.ema, r"ll\.optimizer\(.*\), ll\.ema"),
+        )
+        for given in (GRAD_FN, SGD)
     ),
 ]
 
@@ -251,14 +267,19 @@ def test_the_message_names_what_was_found_and_what_to_give():
 
 
 def test_plain_functions_of_a_users_own_are_taken_everywhere_and_their_errors_handed_on():
-    state = ll.init_state(MODEL, ll.chain(ll.optim.dynamic_loss_scale(), SGD))
-    out = GRAD_FN(state, BATCH)
+    state = ll.init_state(MODEL, SCALED)
+    out, (after, _) = GRAD_FN(state, BATCH), ll.make_train_step(GRAD_FN, SCALED)(state, BATCH)
     for wrapped in (
-        ll.clip_by_global_norm(lambda *call: GRAD_FN(*call), float("inf")),
-        ll.accumulate(lambda state, batch, request: GRAD_FN(state, batch, request), 2),
-        lambda *call: GRAD_FN(*call),
+        lambda *call, **request: GRAD_FN(*call, **request),
+        ll.accumulate(lambda state, batch, **request: GRAD_FN(state, batch, **request), 2),
+        ll.grads.map_batch(lambda *call, **request: GRAD_FN(*call, **request), lambda state, batch: batch),
+        lambda state, batch, index=0, scale=None, donate=False, copied=False, part=None: GRAD_FN(
+            state, batch, scale=scale
+        ),
     ):
         torch.testing.assert_close(wrapped(state, BATCH).grads, out.grads)
+        stepped, _ = ll.make_train_step(wrapped, SCALED)(state, BATCH)
+        torch.testing.assert_close(dict(stepped.params), dict(after.params))
     assert evaluate(lambda state, batch: {"n": ll.Mean(len(batch))}, [BATCH]) == {"n": 4.0}
     assert list(ll.predict(lambda s, b: b, state, [BATCH])) == [BATCH]
     ll.tee(lambda state, values: None, print)(state, {"a": 1.0})

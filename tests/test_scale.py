@@ -73,7 +73,7 @@ def raw(engine, weighed=False, pieces=1, counted=True, clip=False, buffers=False
     return step
 
 
-def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=False, around=None):
+def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, before=(), after=()):
     model = wrapped(engine, buffers)
     if engine == "fsdp-kept":
         model.set_reshard_after_backward(False)
@@ -82,12 +82,9 @@ def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=Fa
         grad_fn = ll.accumulate(grad_fn, pieces)
     if engine == "reduce":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
-    if scaled:
-        grad_fn = ll.grads.scale_loss(grad_fn)
     if clip:
-        grad_fn = ll.clip_by_global_norm(grad_fn, 1.0)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    optimizer = around(optimizer) if around else optimizer
+        before = [*before, ll.clip_by_global_norm(1.0)]
+    optimizer = ll.chain(*before, ll.optimizer(torch.optim.AdamW, lr=1e-3), *after)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     state = ll.init_state(model, optimizer)
 
@@ -174,8 +171,8 @@ with ll.distributed.setup():
         found[f"reduce {name}"] = each(looped("reduce", **ways[name]))
     for engine in ("ddp", "fsdp"):
         found[f"{engine} uncounted raw"] = each(raw(engine, counted=False))
-        found[f"{engine} finite"] = each(looped(engine, around=lambda inner: ll.optim.apply_if_finite(inner, 3)))
-        found[f"{engine} scaled"] = each(looped(engine, around=ll.optim.dynamic_loss_scale, scaled=True))
+        found[f"{engine} finite"] = each(looped(engine, before=[ll.skip_nonfinite(3)]))
+        found[f"{engine} scaled"] = each(looped(engine, before=[ll.optim.dynamic_loss_scale()]))
         for rounds in (1, 3):
             found[f"{engine} evaluation, {rounds}"] = each(evaluated(engine, rounds * world))
         found[f"{engine} prediction"] = each(predicted(engine))
@@ -184,7 +181,7 @@ with ll.distributed.setup():
     found["fsdp save of more"] = each(kept("fsdp", 3 * LAYERS)[0])
     for rounds in (1, 3):
         found[f"ddp evaluation with buffers, {rounds}"] = each(evaluated("ddp", rounds * world, buffers=True))
-    found["fsdp ema"] = each(looped("fsdp", around=lambda inner: ll.ema(inner, 0.9)))
+    found["fsdp ema"] = each(looped("fsdp", after=[ll.ema(0.9)]))
     found["ddp clipped"] = each(looped("ddp", **ways["clipped"]))
     clock = ll.predicates.after_seconds(1000)
     found["clock"] = each(lambda: clock(ll.TrainState()))

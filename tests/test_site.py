@@ -206,8 +206,8 @@ def test_a_word_of_another_library_finds_its_place_first(site):
     assert {word: places[0] for word, places in found.items()} == {word: places[0] for word, places in words.items()}
     assert [word for word, places in found.items() if len(set(places)) < len(places)] == []
     asked = {
-        "how to clip gradients": "looplib.grads#clip_by_global_norm",
-        "Clip grad norm": "looplib.grads#clip_by_global_norm",
+        "how to clip gradients": "looplib.optim#clip_by_global_norm",
+        "Clip grad norm": "looplib.optim#clip_by_global_norm",
         "onecyc": "looplib.schedules#one_cycle",
         "multi gpu training": "recipes.COOKBOOK#use-several-gpus",
         "num_items_in_batch": "recipes.FROM_TRANSFORMERS_OVERRIDES#trainer-get-num-items-in-batch",

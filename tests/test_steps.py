@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import looplib as ll
-from looplib.types import Optimizer
 
 STEPS = 30
 
@@ -151,7 +150,7 @@ def test_steps_have_the_bits_of_the_raw_loop(case):
         assert found == losses
         assert bits(state.params) == bits(dict(model.named_parameters()))
         assert bits(state.buffers) == bits(dict(model.named_buffers()))
-        updated = {name: entry for name, entry in state.opt_state["state"].items() if entry["step"]}
+        updated = {name: entry for name, entry in state.opt_state["AdamW"]["state"].items() if entry["step"]}
         assert bits(updated) == bits(moments)
         assert (state.step, state.samples) == (
             STEPS,
@@ -616,7 +615,7 @@ def test_an_update_may_ask_for_the_loss_and_the_gradients_at_other_parameters(do
         return {name: params[name] - 0.1 * grad for name, grad in there.items()}, {"loss": loss}
 
     model, x = nn.Linear(2, 1), torch.randn(4, 2)
-    optimizer = Optimizer(lambda params: {"loss": torch.zeros(())}, update_)
+    optimizer = ll.optim.part("ahead", init=lambda params: {"loss": torch.zeros(())}, update_=update_, role="weights")
     state = ll.init_state(model, optimizer)
     moved = {"weight": model.weight.detach() + 1, "bias": model.bias.detach()}
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in moved.items()}
@@ -626,7 +625,7 @@ def test_an_update_may_ask_for_the_loss_and_the_gradients_at_other_parameters(do
     grad_fn = ll.make_grad_fn(model, mean_square)
     state, _ = ll.make_train_step(grad_fn, optimizer, donate=donate)(state, x)
     torch.testing.assert_close({name: param.detach() for name, param in state.params.items()}, expected)
-    assert state.opt_state["loss"] == loss
+    assert state.opt_state["ahead"]["loss"] == loss
 
 
 def test_an_expanded_buffer_is_no_matter_to_a_skipped_donated_step():

@@ -12,6 +12,7 @@ from public import ROOT
 from ranks import launch
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import looplib as ll
 
@@ -23,7 +24,7 @@ SECTIONS = {
 [LOOP] = SECTIONS["Take one piece"]
 ACCUMULATE, PRIVATE, CONTRAST = SECTIONS["Gradients"]
 [LOADER], [RESUME] = SECTIONS["Data"], SECTIONS["Checkpoints and resume"]
-[DICT] = SECTIONS["An optimizer on a dict of tensors"]
+[DICT, PARTS] = SECTIONS["An update on a dict of tensors"]
 [SCHEDULE], [EVALUATE] = SECTIONS["Predicates and schedules"], SECTIONS["Metrics, evaluation and predictions"]
 [STOP], [LOG], [CHECKS] = SECTIONS["Early stopping"], SECTIONS["Logs and plots"], SECTIONS["Unit tests"]
 TRAIN = ACCUMULATE.partition("\n")[2]
@@ -228,6 +229,31 @@ def test_an_optimizer_over_a_dict_has_the_bits_of_torchs(loops):
     # torch.func computes the same sums, but may add in another order.
     torch.testing.assert_close(names["params"], {"w": w.detach(), "b": b.detach()}, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(names["average"], dict(zip("wb", averages, strict=True)), rtol=1e-6, atol=1e-7)
+
+
+def test_an_average_and_a_clip_alone_have_the_bits_of_torchs(loops):
+    names, raw = loops
+    averaged = AveragedModel(raw["model"], multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(raw["model"])  # the first average is a copy
+    norms = []
+
+    def backward(model, batch, step):
+        if norms:
+            averaged.update_parameters(model)
+        raw["loss_fn"](model, batch).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+    with_sgd(*loops)  # Adam's update hardly depends on the gradient's norm
+    torch.manual_seed(5)
+    names["norms"] = []
+    run(names, PARTS.replace("    adamw.step()", "    norms.append(norm)\n    adamw.step()"))
+    torch.manual_seed(5)
+    raw_loop(raw, backward)
+    averaged.update_parameters(raw["model"])
+    assert max(norms) > 1
+    assert [float(norm) for norm in names["norms"]] == [norm.item() for norm in norms]
+    assert same(values(names), values(raw))
+    assert same(names["average"], dict(averaged.module.named_parameters()))
 
 
 def test_a_schedule_drives_param_groups_and_a_predicate_counts_updates(loops, capsys):

@@ -294,6 +294,7 @@ class CheckpointIO:
         *,
         weights_only: bool = False,
         required: bool = False,
+        optional: Collection[str] = (),
         quiet: bool = False,
     ) -> TrainState: ...
 
@@ -354,7 +355,8 @@ class CheckpointIO:
             weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
             required: if True, raise an error if there is no checkpoint, for a run that must not start over.
             optional: names of objects that the checkpoint or the mapping may lack, or that a different number of ranks has
-                saved. Objects that are not in the checkpoint keep their state, and values are as given.
+                saved. Objects that are not in the checkpoint keep their state, and values are as given. Of a state, names
+                of parts of its update that the checkpoint or the state may lack, see below.
             quiet: if True, print nothing.
 
         Returns:
@@ -375,6 +377,24 @@ class CheckpointIO:
         known; the run continues with the new ones, except for the seed, of which the state keeps the checkpoint's. A
         loader that is not described is compared when it yields the first batches for the restored state.
 
+        **Other parts of the update.** A part of a chain that keeps a state, such as `ll.ema`, is refused by its name if only
+        the state or only the checkpoint has it. `optional` says that it is meant: a part that is new starts as it is in
+        `state`, and what a part kept that is gone is dropped. All else continues as it was saved:
+
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ckpt, adamw = ll.checkpoint_io(folder), ll.optimizer(torch.optim.AdamW, lr=1e-3)
+        ...     path = ckpt.save(ll.init_state(model, adamw).replace(step=7))
+        ...     optimizer = ll.chain(adamw, ll.ema(0.999, start=1))
+        ...     state = ckpt.restore(ll.init_state(model, optimizer), optional=("ema",), quiet=True)
+        >>> state.step, list(state.opt_state)
+        (7, ['AdamW', 'ema'])
+
+        The line may stay: as soon as a checkpoint has the part, it is restored. A new average starts from the weights of
+        `state`, usually those of a new model; with `start=1`, it starts from those after the next update. A part within
+        another has a name such as "partition/matrices/ema", as the message says. Parts that keep nothing, such as clipping,
+        come and go without it. To continue the state of a part under another class, give it the old name,
+        `ll.chain(("AdamW", ll.optimizer(torch.optim.Adam, lr=1e-3)))`.
+
         **A different batch size, or more data.** Between two epochs, a run may continue with a different
         `epoch_length`, which is taken from `state`. Within an epoch, `Loader.resume` converts the position:
         `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`. Without that it is refused.
@@ -383,23 +403,25 @@ class CheckpointIO:
         separated: the module's leaves keep their tensors, and the others get new ones.
         """
         reading: Callable[[Path], Any]
+        is_several = isinstance(optional, Collection) and not isinstance(optional, str)
+        check(is_several, f"optional is {optional!r}; give names, such as optional=('ema',)", TypeError)
         if isinstance(state, Mapping):
             check_objects(state, "ckpt.restore")
             check(not weights_only, "weights_only is for a state: give the module alone, with optional=", TypeError)
-            is_several = isinstance(optional, Collection) and not isinstance(optional, str)
-            check(is_several, f"optional is {optional!r}; give names, such as optional=('ema',)", TypeError)
         else:
             check_state(state, "ckpt.restore(state)")
             check(
-                not optional,
-                "optional= is for objects by name; a state is restored with all that is in it",
+                not (weights_only and optional),
+                "optional= names parts of the update, and weights_only restores none of them: leave out one of the two",
                 TypeError,
             )
         ranks = self._barrier()
         if isinstance(state, Mapping):
             reading = partial(load_objects, objects=state, optional=optional, settings=self._settings, ranks=ranks)
         else:
-            reading = partial(load, template=state, weights_only=weights_only, settings=self._settings)
+            reading = partial(
+                load, template=state, weights_only=weights_only, optional=optional, settings=self._settings
+            )
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             try:

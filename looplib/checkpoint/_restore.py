@@ -7,7 +7,8 @@ or not at all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from looplib.types import COUNTS, TREES, TrainState
 
 
 def load(
-    path: Path, template: TrainState, weights_only: bool, settings: Settings
+    path: Path, template: TrainState, weights_only: bool, optional: Collection[str], settings: Settings
 ) -> tuple[Callable[[], TrainState], int, str]:
     """Read and verify all that this process needs to restore a checkpoint into the structure of `template`.
+
+    Parts of the update that one of the two lacks have to be named in `optional`.
 
     Returns a function for the restored state, which cannot fail; the manifest's checksum, which shows if all ranks have
     read the same checkpoint; and a warning about settings that differ from those saved, or "".
@@ -46,7 +49,7 @@ def load(
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
     wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
-    _check_fit(path, wanted, reader, weights_only)
+    wanted = without(wanted, _check_fit(path, wanted, reader, weights_only, optional))
     check_materialized({each: leaf for each, leaf in wanted.items() if isinstance(leaf, Tensor)})
     if weights_only:
         counts, made_with, warning = fields_of(template, COUNTS), provenance_of(template), ""
@@ -70,26 +73,85 @@ def _is_chosen(leaf_path: str, weights_only: bool) -> bool:
     return leaf_path.startswith(WEIGHTS) or not weights_only
 
 
-def _check_fit(path: Path, wanted: Mapping[str, Any], reader: Reader, weights_only: bool) -> None:
-    """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
-    saved = {**reader.tensors, **reader.ties, **reader.values}
-    misfits = [f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in without(wanted, saved)]
+def _check_fit(
+    path: Path, wanted: Mapping[str, Any], reader: Reader, weights_only: bool, optional: Collection[str]
+) -> Mapping[str, str]:
+    """Leaves that keep their value, since the checkpoint has nothing of their part of the update, each with that part.
+
+    Raises ValueError that lists all differences between the leaves of a state and those of a checkpoint, but for parts that
+    are `optional`.
+    """
+    stored = {**reader.tensors, **reader.ties, **reader.values}
+    saved = {each: entry for each, entry in stored.items() if _is_chosen(each, weights_only)}
+    new, gone = _lone_parts(wanted, saved), _lone_parts(saved, wanted)
+    parts = {
+        **{
+            part: f"{part}, a part of the update, has a state here, and none in the checkpoint"
+            for part in new.values()
+        },
+        **{
+            part: f"{part}, a part of the update, has a state in the checkpoint, and none here"
+            for part in gone.values()
+        },
+    }
+    misfits = [f"{each} is in the state, and not in the checkpoint" for each in without(without(wanted, saved), new)]
     misfits += [
-        f"{leaf_path} is in the checkpoint, and not in the state"
-        for leaf_path in without(saved, wanted)
-        if _is_chosen(leaf_path, weights_only)
+        f"{each} is in the checkpoint, and not in the state" for each in without(without(saved, wanted), gone)
     ]
     misfits += filter(None, [_difference(*each, reader) for each in subset(wanted, saved).items()])
     advice = "Restore into a state of the model and optimizer that it was saved from, or use another directory"
-    if all(misfit.startswith("/extra") for misfit in misfits):
+    if misfits and all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
             "Restore into a state with the extra that was saved, ll.init_state(..., extra={...}), and change it afterwards: "
             "state = state.replace(extra={**state.extra, key: value}). Later checkpoints then hold it"
         )
-    listed = (
-        few(misfits, 10, "\n  ").replace("~1", "/").replace("~0", "~")
-    )  # names as they are, not those of a JSON pointer
-    check(not misfits, f"{path} does not fit the state:\n  {listed}\n{advice}")
+    # Names as they are, not those of a JSON pointer
+    misfits = [misfit.replace("~1", "/").replace("~0", "~") for misfit in misfits]
+    if unnamed := without(parts, optional):
+        advice += f". {_ways(unnamed, new, gone, optional)}"
+        misfits = [*unnamed.values(), *misfits]
+    check(not misfits, f"{path} does not fit the state:\n  {few(misfits, 10, chr(10) + '  ')}\n{advice}")
+    return new
+
+
+# The parts of a chain are the keys of opt_state; those of a chain in another part are keys of its `inner`, or of a label.
+_PART = re.compile(r"/opt_state/((?:[^/]+/inner/|partition/[^/]+/)*[^/]+)")
+
+
+def _lone_parts(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, str]:
+    """Leaves of parts of an update that have none among the others, each with the name of its part."""
+    lone: dict[str, str] = {}
+    if unmatched := without(leaves, others):
+        matched = {beginning for other in others for beginning in _beginnings(other)}
+        for leaf_path in unmatched:
+            root = next((each for each in _beginnings(leaf_path) if each not in matched), "")
+            if part := _PART.fullmatch(root):
+                lone[leaf_path] = part[1].replace("~1", "/").replace("~0", "~")
+    return lone
+
+
+def _beginnings(leaf_path: str) -> Iterator[str]:
+    """Paths of a leaf of opt_state and of what it is in, the outermost first."""
+    if leaf_path.startswith("/opt_state/"):
+        ends = [each.start() for each in re.finditer("/", leaf_path)][2:]
+        yield from (leaf_path[:end] for end in [*ends, len(leaf_path)])
+
+
+def _ways(
+    unnamed: Mapping[str, str], new: Mapping[str, str], gone: Mapping[str, str], optional: Collection[str]
+) -> str:
+    """What to write if other parts of the update are meant, and what it does."""
+    has_part = {*new.values(), *gone.values()}
+    names = [*(name for name in optional if name in has_part), *unnamed]
+    listed = ", ".join(map(repr, names)) + "," * (len(names) == 1)
+    effects = [f"what {part} kept is dropped" for part in unnamed if part in gone.values()]
+    started = [part for part in unnamed if part in new.values()]
+    effects += [f"{part} starts as it is in the state" for part in started]
+    if any(f"/{part}/average/" in leaf_path for leaf_path, part in new.items() if part in unnamed):
+        effects += ["an average from the state's weights, or with start=1 from those after the next update"]
+    unknown = [name for name in optional if name not in has_part]
+    misspelt = f". Of optional, {few(unknown)} is no part that one of them alone has" if unknown else ""
+    return f"If the update is to have other parts: ckpt.restore(state, optional=({listed})), and {', '.join(effects)}{misspelt}"
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:

@@ -6,7 +6,7 @@ Of the settings, what is named as a secret is left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +51,7 @@ class Settings:
         counts, length = counts_in(manifest), template.epoch_length
         saved, loaders = manifest["made_with"], manifest["loaders"]
         _check_position(path, counts, length)
-        changed = differences(saved, self.description(template))
+        changed = differences(*_of_common_parts(saved, self.description(template)))
         changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
@@ -63,6 +63,27 @@ class Settings:
         if loaders and not any(name in saved for name in self._loaders):
             known = replace(known, restored=str(path), at_step=counts["step"])
         return {**counts, "epoch_length": length}, known, warning
+
+
+def _of_common_parts(*descriptions: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Two descriptions without the parts of an update that one of them alone has, such as clipping.
+
+    Of parts that keep a state, the restore has told by then. What `ll.optimizer` makes is compared, since it may keep none.
+
+    >>> adamw, clip = {"class": "AdamW", "lr": 0.1}, {"max_norm": 1.0}
+    >>> [*_of_common_parts({"optimizer": {"AdamW": adamw}}, {"optimizer": {"clip": clip, "AdamW": adamw}})][1]
+    {'optimizer': {'AdamW': {'class': 'AdamW', 'lr': 0.1}}}
+    """
+    updates = [each.get("optimizer") for each in descriptions]
+    for own, update, other in zip(descriptions, updates, reversed(updates), strict=True):
+        yield {**own, "optimizer": _common(update, other)} if "optimizer" in own else {**own}
+
+
+def _common(own: Any, other: Any) -> Any:
+    if not (isinstance(own, Mapping) and isinstance(other, Mapping)) or "class" in own:
+        return own
+    parts = {name for name, value in own.items() if isinstance(value, Mapping) and "class" not in value}
+    return {name: _common(own[name], other.get(name)) for name in own if name not in parts - other.keys()}
 
 
 def is_of_another_loader(state: TrainState) -> bool:

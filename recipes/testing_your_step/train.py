@@ -36,7 +36,7 @@ COSTS = torch.tensor([3.0, 1.0])  # cost of misclassifying a malignant tumour (c
 class Run(NamedTuple):
     """Everything that the script trains with and the tests check."""
 
-    grad_fn: ll.types.GradFn  # before microbatches and clipping
+    grad_fn: ll.types.GradFn  # before microbatches
     train_step: ll.types.TrainStep
     eval_step: ll.types.EvalStep
     predict_step: ll.types.PredictStep
@@ -72,11 +72,12 @@ def make_run(epochs: int = 10, width: int = 32, dropout: float = 0.2, lr: float 
     )
     loader = ll.make_loader(train_set, batch_size=64, seed=seed)
     steps = epochs * len(loader)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=steps // 10, total=steps))
+    rate = ll.warmup_cosine(lr, warmup=steps // 10, total=steps)
+    optimizer = ll.chain(ll.clip_by_global_norm(1.0), ll.optimizer(torch.optim.AdamW, lr=rate))
     grad_fn = ll.make_grad_fn(model, loss_fn)
     return Run(
         grad_fn=grad_fn,
-        train_step=ll.make_train_step(ll.clip_by_global_norm(ll.accumulate(grad_fn, 2), 1.0), optimizer, donate=True),
+        train_step=ll.make_train_step(ll.accumulate(grad_fn, 2), optimizer, donate=True),
         eval_step=ll.make_eval_step(model, metric_fn),
         predict_step=ll.make_predict_step(model, lambda model, batch: model(batch[0]).softmax(1)),
         loader=loader,

@@ -98,11 +98,31 @@ def test_a_run_leaves_for_a_raw_loop_and_comes_back_with_the_same_bits(kind, ste
     assert bits(kept) == bits(raw.state_dict()["state"])  # nor looplib into the raw optimizer's
 
 
+def map_tensors_of(part, function, opt_state):
+    """The state of an update with other tensors of one part, which may be in another."""
+    return {
+        name: torch.utils._pytree.tree_map_only(torch.Tensor, function, own)
+        if name == part
+        else map_tensors_of(part, function, own)
+        if isinstance(own, dict)
+        else own
+        for name, own in opt_state.items()
+    }
+
+
 def test_what_is_filled_is_torchs_own_state_dict():
     model, reference = mlp(), mlp()
     plain, raw = both(*OPTIMIZERS["AdamW"], reference, True)
     raw_steps(reference, raw, 0, 3)
-    for optimizer in (plain, ll.chain(ll.skip_nonfinite(2), plain)):
+    # The one ll.optimizer of a chain is found wherever it stands, also in another part.
+    around = ll.chain(ll.skip_nonfinite(2), plain, ll.ema(0.9))
+    for optimizer in (
+        plain,
+        around,
+        ll.optim.own_steps(plain),
+        ll.chain(ll.skip_nonfinite(), ll.optim.own_steps(around)),
+        ll.optim.every(plain, 1),
+    ):
         state = pure_steps(model, ll.init_state(model, optimizer), optimizer, 0, 3)
         _, empty = both(*OPTIMIZERS["AdamW"], model, True)
         filled = optimizer_state_dict(nn.DataParallel(model), state, empty)
@@ -110,7 +130,9 @@ def test_what_is_filled_is_torchs_own_state_dict():
         assert list(filled["state"]) == list(raw.state_dict()["state"])
         assert bits(filled) == bits(raw.state_dict())
         empty.load_state_dict(filled)
-        fresh = ll.init_state(model, optimizer).replace(step=3)
+        # All else is as in the state: averages and counts, which a torch optimizer does not have.
+        fresh = ll.copy_state(state).replace(opt_state=map_tensors_of("AdamW", torch.zeros_like, state.opt_state))
+        assert bits(fresh.opt_state) != bits(state.opt_state)
         assert bits(load_optimizer_state_dict(model, fresh, empty).opt_state) == bits(state.opt_state)
 
 
@@ -122,7 +144,7 @@ def test_what_is_kept_takes_the_dtype_of_its_new_place():
     double = ll.init_state(copy.deepcopy(model).double(), optimizer).replace(step=2)
     state = load_optimizer_state_dict(model, double, raw)
     for name, p in model.named_parameters():
-        kept = state.opt_state["state"][name]
+        kept = state.opt_state["AdamW"]["state"][name]
         assert (kept["exp_avg"].dtype, kept["step"].dtype) == (torch.float64, torch.float32)
         assert torch.equal(kept["exp_avg"], raw.state[p]["exp_avg"].double())
     single = ll.init_state(model, optimizer).replace(step=2, opt_state=state.opt_state)
@@ -150,9 +172,9 @@ def test_a_parameter_that_never_had_a_gradient():
     model["used"](torch.ones(1, 2)).sum().backward()
     raw.step()
     start = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1)).replace(step=1)
-    kept = load_optimizer_state_dict(model, start, raw).opt_state["state"]
+    kept = load_optimizer_state_dict(model, start, raw).opt_state["AdamW"]["state"]
     assert torch.equal(kept["used.weight"]["exp_avg"], raw.state[model["used"].weight]["exp_avg"])
-    assert equal(kept["unused.weight"], start.opt_state["state"]["unused.weight"])
+    assert equal(kept["unused.weight"], start.opt_state["AdamW"]["state"]["unused.weight"])
     # It has no entry where the class makes it in the first update.
     optimizer = ll.optimizer(Late, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model["used"](x).sum(), allow_unused=True)
@@ -173,12 +195,33 @@ def test_optimizers_that_do_not_match_are_refused():
     part = ll.init_state(model, adamw, trainable=is_vector)
     schedule_free = ll.init_state(model, ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.05))
     lbfgs = ll.init_state(model, ll.optimizer(torch.optim.LBFGS, lr=0.05))
+    sign = ll.optim.part("sign", update_=lambda grads, state, params, step: (params, state), role="weights")
+    labels = {"vectors": adamw, "matrices": adamw}
+    both = ll.optim.partition(labels, lambda *named: "vectors" if is_vector(*named) else "matrices")
+    networks = ll.init_state(model, both)
     for raw, given_state, error, words in (
         (torch.optim.AdamW(params[:-1]), state, ValueError, "missing 3.bias, unexpected none"),
         (torch.optim.AdamW(mlp().parameters()), state, ValueError, r"shape \(4,\) that is not this Sequential's own"),
         (torch.optim.AdamW(params), part, ValueError, "missing none, unexpected 0.weight, 3.weight"),
         (adamw, state, TypeError, "torch_optimizer is an Optimizer"),
-        (torch.optim.AdamW(params), ll.init_state(model), TypeError, "opt_state is a NoneType"),
+        (
+            torch.optim.AdamW(params),
+            ll.init_state(model),
+            TypeError,
+            "opt_state holds nothing, and not what one ll.optimizer keeps",
+        ),
+        (
+            torch.optim.AdamW(params),
+            networks,
+            TypeError,
+            r"holds partition \(vectors.*matrices.*partition are not conv",
+        ),
+        (
+            torch.optim.AdamW(params),
+            ll.init_state(model, sign),
+            TypeError,
+            "opt_state holds nothing, and not what one",
+        ),
         (schedulefree.AdamWScheduleFree(params), schedule_free, ValueError, "groups"),
         (torch.optim.LBFGS(params), lbfgs, ValueError, "LBFGS keeps its history in lists"),
     ):
@@ -189,7 +232,7 @@ def test_optimizers_that_do_not_match_are_refused():
         p.requires_grad_(p.ndim < 2)
     part = ll.init_state(model, adamw)
     raw = torch.optim.AdamW(params)  # frozen ones stand in it as they do in most loops
-    assert len(optimizer_state_dict(model, part, raw)["state"]) == len(part.opt_state["state"]) == 4
+    assert len(optimizer_state_dict(model, part, raw)["state"]) == len(part.opt_state["AdamW"]["state"]) == 4
     for p in params:
         p.requires_grad_()
 
@@ -237,6 +280,6 @@ def test_param_names_of_a_wrapper_or_in_another_order_are_loaded(wrap):
     model(torch.ones(2, 3)).square().sum().backward()
     raw.step()
     state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1)).replace(step=1)
-    loaded = load_optimizer_state_dict(model, state, raw).opt_state["state"]
+    loaded = load_optimizer_state_dict(model, state, raw).opt_state["AdamW"]["state"]
     for name, param in model.named_parameters():
         torch.testing.assert_close(loaded[name]["exp_avg"], raw.state[param]["exp_avg"], rtol=0, atol=0)

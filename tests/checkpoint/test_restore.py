@@ -1,6 +1,8 @@
 """Restores that fit or say why not: of damaged checkpoints, into bound states, shared tensors and other epochs."""
 
 import contextlib
+import functools
+import operator
 import os
 import re
 import time
@@ -8,7 +10,7 @@ import time
 import pytest
 import torch
 from files import DATA, MANIFEST, adamw, advanced, damage, names_in, net, same, unbound
-from shared import equal
+from shared import bits, both_states, equal, mean_square
 from torch import nn
 
 import looplib as ll
@@ -195,8 +197,125 @@ def test_weights_alone_keep_everything_else(tmp_path):
         kept = ll.copy_state(template)
         found = ckpt.restore(template if bind else kept, weights_only=True)
         assert same(found, kept.replace(params=state.params, buffers=state.buffers))
-    with pytest.raises(ValueError, match=r"/opt_state/state/0\.bias/exp_avg is in the state"):
+    with pytest.raises(ValueError, match="AdamW, a part of the update, has a state here, and none in the checkpoint"):
         ckpt.restore(unbound())
+    with pytest.raises(TypeError, match="weights_only restores none"):
+        ckpt.restore(unbound(), weights_only=True, optional=("AdamW",))
+
+
+# Other parts of the update
+
+
+def steps(model, optimizer, state, begin, end, donate=False):
+    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=donate)
+    for at in range(begin, end):
+        state, _ = step(state, torch.randn(5, 3, generator=torch.Generator().manual_seed(at)))
+    return state
+
+
+def within(tree, path):
+    return functools.reduce(operator.getitem, path, tree)
+
+
+def for_all(optimizer):
+    return ll.optim.partition({"all": optimizer}, lambda name, tensor: "all")
+
+
+CLIP = ll.clip_by_global_norm(0.5)
+OTHER_PARTS = [  # the update without the part and with it, and where its state is
+    (ll.chain(CLIP, adamw), ll.chain(CLIP, adamw, ll.ema(0.9)), ("ema",)),
+    (adamw, ll.chain(ll.skip_nonfinite(), adamw), ("skip_nonfinite",)),
+    (adamw, ll.chain(adamw, ("slow/er", ll.ema(0.9))), ("slow/er",)),
+    (ll.optim.own_steps(adamw), ll.optim.own_steps(ll.chain(adamw, ll.ema(0.9))), ("own_steps", "inner", "ema")),
+    (for_all(adamw), for_all(ll.chain(adamw, ll.optim.swa(start=1))), ("partition", "all", "swa")),
+]
+
+
+@pytest.mark.every_case
+@both_states
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "gone"])
+@pytest.mark.parametrize(("plain", "longer", "path"), OTHER_PARTS, ids=["/".join(each[2]) for each in OTHER_PARTS])
+def test_a_part_that_is_new_or_gone_is_refused_by_name_and_passed_over_where_that_is_meant(
+    tmp_path, plain, longer, path, is_new, bound
+):
+    """The others continue as in the unbroken run, bit by bit."""
+    before, after = (plain, longer) if is_new else (longer, plain)
+    outer, name = path[:-1], "/".join(path)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(steps(net(), before, ll.init_state(net(), before), 0, 2))
+    start = ll.init_state(net(3), after) if bound else ll.copy_state(ll.init_state(net(3), after))
+    kept = ll.copy_state(start)
+    where = "here, and none in the checkpoint" if is_new else "in the checkpoint, and none here"
+    for optional in ((), ("emma",)):
+        with pytest.raises(ValueError, match="does not fit the state") as refused:
+            ckpt.restore(start, optional=optional)
+        assert f"\n  {name}, a part of the update, has a state {where}\n" in str(refused.value)
+        assert f"ckpt.restore(state, optional=({name!r},))" in str(refused.value)
+        assert ("emma is no part" in str(refused.value)) == bool(optional)
+    state = ckpt.restore(start, optional=(name,), quiet=True)
+    if not bound:
+        assert same(start, kept)
+    assert within(state.opt_state, outer).keys() == within(kept.opt_state, outer).keys()
+    if is_new:
+        assert bits(within(state.opt_state, path)) == bits(within(kept.opt_state, path))
+    state = steps(net(), after, state, 2, 4, donate=bound)
+    unbroken = steps(net(), plain, ll.init_state(net(), plain), 0, 4)
+    assert state.step == 4
+    assert equal({**state.params, **state.buffers}, {**unbroken.params, **unbroken.buffers})
+    adams = [within(each.opt_state, outer)["AdamW"] for each in (state, unbroken)]
+    assert bits(adams[0]) == bits(adams[1])
+    # As soon as it has been saved so, the line may stay, and the part is restored.
+    ckpt.save(state)
+    assert same(ckpt.restore(ll.init_state(net(4), after), optional=(name,), quiet=True), state)
+
+
+def test_a_new_average_starts_as_in_the_state_or_behind_the_next_update(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(steps(net(), adamw, ll.init_state(net(), adamw), 0, 2))
+    for start in (0, 1):
+        model, optimizer = net(3), ll.chain(adamw, ll.ema(0.9, start=start))
+        first = ll.copy_state(ll.init_state(model, optimizer))
+        states = [ckpt.restore(first, optional=("ema",), quiet=True)]
+        for at in (2, 3):
+            states.append(steps(model, optimizer, states[-1], at, at + 1))
+        average = first.params["0.weight"].detach() if start == 0 else states[1].params["0.weight"].detach()
+        for state in states[1 + start :]:
+            average = average.lerp(state.params["0.weight"].detach(), 1 - 0.9)
+        averaged = ll.eval_state(optimizer, states[2]).params["0.weight"]
+        torch.testing.assert_close(averaged, average, rtol=0, atol=0)
+
+
+def test_another_class_starts_anew_where_that_is_meant(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    saved = steps(net(), adamw, ll.init_state(net(), adamw), 0, 2)
+    ckpt.save(saved)
+    momentum = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    start = ll.copy_state(ll.init_state(net(3), momentum))
+    both = r"(?s)SGD, a.*here, and none in.*AdamW, a.*in the checkpoint.*optional=\('SGD', 'AdamW'\)\), and what AdamW kept"
+    for optional, words in (((), both), (("SGD",), r"optional=\('SGD', 'AdamW'\)")):
+        with pytest.raises(ValueError, match=words):
+            ckpt.restore(start, optional=optional)
+    with pytest.warns(UserWarning, match=r"optimizer AdamW class was .*AdamW, is not given"):
+        state = ckpt.restore(start, optional={"SGD", "AdamW"}, quiet=True)
+    assert same(state, saved.replace(opt_state=start.opt_state))
+
+
+def test_what_differs_within_a_part_is_no_part(tmp_path):
+    """It is told by its path, and `optional` does not pass over it."""
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(ll.init_state(net(), ll.chain(adamw, ll.ema(0.9))))
+    for optimizer, words in (
+        (ll.chain(adamw, ll.ema(0.9, buffers=True)), "/opt_state/ema/average/buffers/1.running_mean is in the state"),
+        (
+            ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.1, amsgrad=True), ll.ema(0.9)),
+            "/opt_state/AdamW/state/0.weight/max_exp_avg_sq is in the state",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words) as refused:
+            ckpt.restore(ll.init_state(net(), optimizer), optional=("ema", "AdamW"))
+        assert "If the update" not in str(refused.value)
+    with pytest.raises(TypeError, match=r"optional is 'ema'; give names"):
+        ckpt.restore(ll.init_state(net(), adamw), optional="ema")
 
 
 def test_an_interrupt_amid_a_bound_restore_waits(tmp_path, monkeypatch):

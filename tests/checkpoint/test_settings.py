@@ -49,6 +49,13 @@ def parts(lr):
     return ll.optim.partition({"a": adamw(), "b": adamw(lr=lr)}, lambda name, tensor: "ab"[tensor.ndim == 1])
 
 
+def sign():
+    def update_(grads, state, params, step):
+        return {name: params[name] - 0.1 * grad.sign() for name, grad in grads.items()}, state
+
+    return ll.optim.part("sign", update_=update_, role="weights")
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("before", "after", "differences"),
@@ -56,24 +63,34 @@ def parts(lr):
         (
             adamw,
             lambda: adamw(lr=0.2, weight_decay=0.5),
-            ["lr was 0.1, is 0.2", "weight_decay was not given, is 0.5"],
+            ["AdamW lr was 0.1, is 0.2", "AdamW weight_decay was not given, is 0.5"],
         ),
         (
             adamw,
-            lambda: ll.optimizer(torch.optim.Adam, lr=0.1),
-            ["class was torch.optim.adamw.AdamW, is torch.optim.adam.Adam"],
+            lambda: ll.chain(("AdamW", ll.optimizer(torch.optim.Adam, lr=0.1))),
+            ["AdamW class was torch.optim.adamw.AdamW, is torch.optim.adam.Adam"],
         ),
         (
             lambda: adamw(lr=lambda step: 0.1 * step),
             lambda: adamw(lr=lambda step: 0.2 * step),
-            ["lr was lambda step: ... (0.1), is lambda step: ... (0.2)"],
+            ["AdamW lr was lambda step: ... (0.1), is lambda step: ... (0.2)"],
         ),
         (
             lambda: ll.chain(adamw(), ll.ema(0.9)),
-            lambda: ll.chain(adamw(lr=0.5), ll.ema(0.9)),
-            ["lr was 0.1, is 0.5"],
+            lambda: ll.chain(adamw(lr=0.5), ll.ema(0.8)),
+            ["AdamW lr was 0.1, is 0.5", "ema decay was 0.9, is 0.8"],
         ),
-        (lambda: parts(0.1), lambda: parts(0.3), ["b lr was 0.1, is 0.3"]),
+        (lambda: parts(0.1), lambda: parts(0.3), ["partition b AdamW lr was 0.1, is 0.3"]),
+        (
+            lambda: ll.chain(ll.clip_by_global_norm(1.0), adamw()),
+            lambda: ll.chain(ll.clip_by_global_norm(2.0), adamw()),
+            ["clip_by_global_norm max_norm was 1.0, is 2.0"],
+        ),
+        (  # what keeps no state, and makes the update, is not told by the restore itself
+            lambda: ll.optimizer(torch.optim.SGD, lr=0.1),
+            sign,
+            ["SGD class was torch.optim.sgd.SGD, is not given", "SGD lr was 0.1, is not given"],
+        ),
     ],
 )
 def test_a_changed_hyperparameter_is_named_though_nobody_described_it(tmp_path, before, after, differences):
@@ -81,6 +98,16 @@ def test_a_changed_hyperparameter_is_named_though_nobody_described_it(tmp_path, 
         assert resumed(tmp_path, started(before())) == []
     assert resumed(tmp_path, started(after())) == [f"optimizer {each}" for each in differences]
     assert resumed(tmp_path, started(after())) == []  # it has been saved with these
+
+
+def test_clipping_comes_and_goes_without_a_word(tmp_path):
+    """Within another part as well. It keeps nothing, so there is nothing to restore."""
+    clipped = ll.chain(ll.clip_by_global_norm(1.0), adamw())
+    both = [{"a": adamw(), "b": inner} for inner in (adamw(), clipped)]
+    networks = [ll.optim.partition(each, lambda name, tensor: "ab"[tensor.ndim == 1]) for each in both]
+    for number, (one, other) in enumerate([(adamw(), clipped), networks]):
+        for optimizer in (one, other, one):
+            assert resumed(tmp_path / str(number), started(optimizer)) == []
 
 
 def test_what_the_user_describes_is_compared(tmp_path):
@@ -128,7 +155,7 @@ PATHS = {
 
 def test_a_state_brings_its_settings_to_any_checkpoint_io(tmp_path):
     """One that has seen neither the first state nor a description."""
-    settings = {"optimizer": {"class": "torch.optim.adamw.AdamW", "lr": 0.1}}
+    settings = {"optimizer": {"AdamW": {"class": "torch.optim.adamw.AdamW", "lr": 0.1}}}
     for name, path in PATHS.items():
         saved = ll.checkpoint_io(tmp_path / name).save(path(started()))
         assert manifest_of(saved)["made_with"] == settings
@@ -137,7 +164,7 @@ def test_a_state_brings_its_settings_to_any_checkpoint_io(tmp_path):
     assert manifest_of(ll.checkpoint_io(tmp_path / "a").save(by_hand))["made_with"] == {}
     described = ll.checkpoint_io(tmp_path / "b", describe={"optimizer": adamw()})
     assert manifest_of(described.save(by_hand))["made_with"] == settings
-    assert resumed(tmp_path / "b", started(adamw(lr=0.2))) == ["optimizer lr was 0.1, is 0.2"]
+    assert resumed(tmp_path / "b", started(adamw(lr=0.2))) == ["optimizer AdamW lr was 0.1, is 0.2"]
 
 
 def test_a_changed_seed_is_named_and_that_of_the_checkpoint_is_kept(tmp_path):
@@ -179,7 +206,10 @@ def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
 
     assert trained(tmp_path, 1, batches())[0] == []
     assert trained(tmp_path, 2, batches())[0] == []  # more epochs are no other settings
-    assert trained(tmp_path, 2, batches(8), lr=0.2)[0] == ["optimizer lr was 0.1, is 0.2", "epoch_length was 6, is 3"]
+    assert trained(tmp_path, 2, batches(8), lr=0.2)[0] == [
+        "optimizer AdamW lr was 0.1, is 0.2",
+        "epoch_length was 6, is 3",
+    ]
     found, state = trained(tmp_path, 4, loader())
     assert found == [
         "epoch_length was 6, is 3",

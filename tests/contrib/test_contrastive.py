@@ -91,8 +91,10 @@ def on_two_ranks(engine, uneven):
         wrapped = DistributedDataParallel(model) if engine else model
         grad_fn = ll.contrib.make_contrastive_grad_fn(wrapped, embed, loss_fn, microbatches=6)
         optimizer = ll.chain(ll.optim.dynamic_loss_scale(init_scale=8.0), SGD)
-        out = grad_fn(ll.init_state(wrapped, optimizer), own, ll.types.GradRequest(donate=True))
-        torch.testing.assert_close(out.grads, grads, rtol=1e-12, atol=1e-14)
+        state = ll.init_state(wrapped, optimizer)
+        out = grad_fn(state, own, donate=True, scale=optimizer.loss_scale(state.opt_state))
+        found = optimizer.transform(out.grads, state.opt_state, state.params, 0, scale=out.scale).grads
+        torch.testing.assert_close(found, grads, rtol=1e-12, atol=1e-14)
         assert out.samples == len(batch["key"])
         print("equal on", rank)
 
@@ -128,7 +130,7 @@ def test_within_accumulate_and_compiled_it_is_refused():
     model = encoder(mask=False)
     grad_fn = ll.contrib.make_contrastive_grad_fn(model, embed, loss_fn, microbatches=2)
     with pytest.raises(ValueError, match=r"make_contrastive_grad_fn within accumulate "):
-        ll.accumulate(grad_fn, 2)
+        ll.accumulate(grad_fn, 2)(ll.init_state(model), pairs(4))
     step = ll.transforms.compile_step(ll.make_train_step(grad_fn, SGD), backend="eager")
     with pytest.raises(ll.transforms.UntraceableError, match="runs each microbatch twice"):
         step(ll.init_state(model, SGD), pairs(4))

@@ -74,24 +74,26 @@ def test_sam_is_pure_draws_one_mask_in_both_passes_and_has_the_buffers_of_the_fi
 
 @both_steps
 def test_sam_goes_around_accumulate_and_inside_clipping_and_a_loss_scale(donate):
-    def end(wrap, optimizer=sgd):
+    def end(*wraps, before=()):
         model = net(torch.float64, nn.LayerNorm)
-        return run(model, optimizer(), batches(6, torch.float64), donate, wrap=wrap).params
+        return run(
+            model,
+            ll.chain(*before, sgd()),
+            batches(6, torch.float64),
+            donate,
+            wrap=lambda grad_fn: functools.reduce(lambda fn, wrap: wrap(fn), wraps, grad_fn),
+        ).params
 
-    def clipped(*wraps):
-        return lambda grad_fn: ll.clip_by_global_norm(
-            functools.reduce(lambda fn, wrap: wrap(fn), wraps, grad_fn), 0.1
-        )
-
+    clip = (ll.clip_by_global_norm(0.1),)
     pieces, whole, plain = (
-        end(clipped(partial(ll.accumulate, microbatches=4), ll.contrib.sam)),
-        end(clipped(ll.contrib.sam)),
-        end(clipped()),
+        end(partial(ll.accumulate, microbatches=4), ll.contrib.sam, before=clip),
+        end(ll.contrib.sam, before=clip),
+        end(before=clip),
     )
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-13)
     assert not torch.allclose(whole["0.weight"], plain["0.weight"], rtol=1e-6)
     # Under a loss scale the direction, and so the gradient, is the same: powers of two are exact.
-    scaled = end(lambda grad_fn: ll.contrib.sam(grad_fn), lambda: ll.chain(ll.optim.dynamic_loss_scale(), sgd()))
+    scaled = end(ll.contrib.sam, before=(ll.optim.dynamic_loss_scale(),))
     torch.testing.assert_close(scaled, end(ll.contrib.sam), rtol=1e-9, atol=1e-12)
 
 
@@ -99,7 +101,8 @@ def test_what_sam_cannot_be_is_refused():
     def sharp(rho=0.05):
         return ll.contrib.sam(ll.make_grad_fn(net(), loss_fn), rho)
 
-    assert_refused(ValueError, "sam accumulate", lambda: ll.accumulate(sharp()))
+    state, x = ll.init_state(net()), batches(1)[0]
+    assert_refused(ValueError, "sam accumulate", lambda: ll.accumulate(sharp(), 2)(state, x))
     for rho in (0, -1.0):
         assert_refused(ValueError, f"rho {rho}", lambda rho=rho: sharp(rho))
 

@@ -19,8 +19,9 @@ def by_hand_and_by_step(engine):
             torch.manual_seed(1)
             layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3)
             model = in_engine(nn.Sequential(*layers), engine)
-            optimizer = ll.chain(ll.skip_nonfinite(), ll.optimizer(torch.optim.AdamW, lr=0.01, foreach=True))
-            grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2), 1.0)
+            adamw = ll.optimizer(torch.optim.AdamW, lr=0.01, foreach=True)
+            optimizer = ll.chain(ll.skip_nonfinite(), ll.clip_by_global_norm(1.0), adamw)
+            grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), 2)
             train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
             state = ll.init_state(model, optimizer)
             generator = torch.Generator().manual_seed(10 + ll.distributed.rank())
@@ -31,7 +32,7 @@ def by_hand_and_by_step(engine):
                 batch = x, torch.arange(6) % 3
                 if by_hand:
                     before = {name: buffer.clone() for name, buffer in state.buffers.items()}
-                    gradients = grad_fn(state, batch, ll.types.GradRequest(donate=True))
+                    gradients = grad_fn(state, batch, donate=True)
                     state, _ = ll.apply_gradients(optimizer, state, gradients, donate=True, samples=12)
                     for name, buffer in state.buffers.items():
                         assert torch.equal(buffer, before[name]) == state.skipped, name

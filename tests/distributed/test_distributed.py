@@ -75,12 +75,12 @@ def whole(tensor):
 
 def same_bits_whatever_ran_before():
     model = wrap(Model(), "ddp")
-    request = ll.types.GradRequest(donate=True, scale=torch.tensor(3.0))
+    request = {"donate": True, "scale": torch.tensor(3.0)}
     used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
     batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
-    used(state, batch, request)  # after which DDP builds its buckets again, and so adds in another order
+    used(state, batch, **request)  # after which DDP builds its buckets again, and so adds in another order
     for _ in range(10):
-        found, expected = [f(state, batch, request).grads for f in (used, ll.make_grad_fn(model, token_loss))]
+        found, expected = [f(state, batch, **request).grads for f in (used, ll.make_grad_fn(model, token_loss))]
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
 
@@ -99,13 +99,13 @@ def train(engine, ways):
         grad_fn = ll.accumulate(grad_fn, size=2)
     if "wrapped" in ways:
         inner = grad_fn
-        grad_fn = ll.accumulate(lambda *call: inner(*call), microbatches=2)
+        grad_fn = ll.accumulate(lambda *call, **request: inner(*call, **request), microbatches=2)
     if engine == "reduce":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-1, warmup=2, total=20), weight_decay=0.1)
     if "all" in ways:
-        grad_fn = ll.clip_by_global_norm(ll.grads.scale_loss(grad_fn), 0.3)
-        optimizer = ll.optim.dynamic_loss_scale(ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9), growth_interval=3)
+        scale, clip = ll.optim.dynamic_loss_scale(growth_interval=3), ll.clip_by_global_norm(0.3)
+        optimizer = ll.chain(scale, ll.skip_nonfinite(5), clip, optimizer, ll.ema(0.9))
     train_step = ll.make_train_step(grad_fn, optimizer, donate=engine != "reduce")
     state = ll.init_state(model, optimizer)
     generator = torch.Generator().manual_seed(1)
@@ -262,7 +262,7 @@ def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, rank
     assert [text.split("\n")[-2] for text in kept] == [f"rank {rank} printed" for rank in range(1, ranks)]
 
 
-WRAPPERS = """
+UPDATES = """
 import sys, torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -272,14 +272,16 @@ import looplib as ll
 
 adamw = ll.optimizer(torch.optim.AdamW, lr=1e-2)
 CASES = {
-    "clip_by_value": (lambda grad_fn: ll.optim.clip_by_value(grad_fn, 0.01), adamw),
-    "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
-    "swa": (None, ll.optim.swa(adamw, start=1)),
-    "ema": (None, ll.ema(adamw, 0.5)),
-    "sgd": (None, ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    "rmsprop": (None, ll.optimizer(torch.optim.RMSprop, lr=0.01)),
-    "foreach": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, foreach=True)),
-    "groups": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, groups=[(lambda n, t: t.ndim < 2, {"lr": 0.1})])),
+    "clip_by_value": ll.chain(ll.optim.clip_by_value(0.01), adamw),
+    "clip_by_norm": ll.chain(ll.optim.clip_by_norm(0.05), adamw),
+    "norm 1": ll.chain(ll.clip_by_global_norm(0.1, 1.0), adamw),
+    "swa": ll.chain(adamw, ll.optim.swa(start=1)),
+    "ema": ll.chain(adamw, ll.ema(0.5)),
+    "every": ll.optim.every(adamw, 2),
+    "sgd": ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "rmsprop": ll.optimizer(torch.optim.RMSprop, lr=0.01),
+    "foreach": ll.optimizer(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "groups": ll.optimizer(torch.optim.AdamW, lr=1e-2, groups=[(lambda n, t: t.ndim < 2, {"lr": 0.1})]),
 }
 
 
@@ -287,7 +289,7 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def trained(engine, grad_wrapper, optimizer):
+def trained(engine, optimizer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)).double()
     wrap = {"ddp": DistributedDataParallel, "fsdp": lambda model: fully_shard(model, mesh=mesh)}.get(engine)
@@ -297,7 +299,7 @@ def trained(engine, grad_wrapper, optimizer):
     grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
     if engine == "reduce":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
-    step = ll.make_train_step(grad_wrapper(grad_fn) if grad_wrapper else grad_fn, optimizer, donate=True)
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
     state, generator = ll.init_state(model, optimizer), torch.Generator().manual_seed(1)
     eval_step = ll.make_eval_step(model, lambda model, batch: {"out": model(batch[0]).square().sum()})
     for _ in range(5):
@@ -315,8 +317,8 @@ def trained(engine, grad_wrapper, optimizer):
 with ll.distributed.setup():
     rank, world = ll.distributed.rank(), ll.distributed.world_size()
     mesh = init_device_mesh("cpu", (world,))
-    for name, case in CASES.items():
-        (expected, drawn), *others = [trained(engine, *case) for engine in ("ddp", "fsdp", "reduce")]
+    for name, optimizer in CASES.items():
+        (expected, drawn), *others = [trained(engine, optimizer) for engine in ("ddp", "fsdp", "reduce")]
         for found, masks in others:
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14, msg=name)
             torch.testing.assert_close(masks, drawn, rtol=1e-11, atol=1e-14, msg=name)
@@ -327,8 +329,8 @@ with ll.distributed.setup():
 """
 
 
-def test_every_wrapper_gives_the_same_with_each_engine(tmp_path):
-    assert launch(tmp_path, 2, WRAPPERS) == "all alike; 2 masks\n"
+def test_every_update_is_the_same_with_each_engine(tmp_path):
+    assert launch(tmp_path, 2, UPDATES) == "all alike; 2 masks\n"
 
 
 BATCHNORM = """
@@ -475,9 +477,10 @@ with ll.distributed.setup(required=False):
         mesh = init_device_mesh("cpu", (world,))
         model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model, mesh=mesh)
     data = torch.utils.data.TensorDataset(torch.randn(50, 5).double(), torch.randint(0, 3, (50,)))
-    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=600)), 0.9)
+    adamw = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=600))
+    optimizer = ll.chain(ll.clip_by_global_norm(0.5), adamw, ll.ema(0.9))
     grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
-    train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 0.5), optimizer, donate=True)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     loader = ll.make_loader(data, batch_size=8, drop_last=True)
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=2, asynchronous=engine == "fsdp")
     state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))

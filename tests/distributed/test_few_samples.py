@@ -88,7 +88,7 @@ def an_empty_microbatch_first():
                 model = parallel(engine)
                 grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn))
                 grad_fn = ll.grads.reduce_gradients(grad_fn) if engine == "reduce" else grad_fn
-                out = grad_fn(ll.init_state(model), pieces, ll.types.GradRequest(donate=True))
+                out = grad_fn(ll.init_state(model), pieces, donate=True)
                 assert out.samples == 9
                 torch.testing.assert_close(out.grads, expected, rtol=1e-12, atol=1e-12)
 

@@ -112,8 +112,7 @@ def train(kind, donate):
     grad_fn = ll.accumulate(grad_fn, microbatches=2)
     if kind == "replicas":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
-    grad_fn = ll.clip_by_global_norm(grad_fn, 0.5)
-    optimizer = ll.chain(ll.skip_nonfinite(5), optimizer, ll.ema(0.9))
+    optimizer = ll.chain(ll.skip_nonfinite(5), ll.clip_by_global_norm(0.5), optimizer, ll.ema(0.9))
     train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     state = ll.init_state(model, optimizer)
     rank, data = ll.distributed.rank(), ll.distributed.world_size()

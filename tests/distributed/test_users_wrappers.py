@@ -1,6 +1,6 @@
 """Gradient wrappers of a user's own on several ranks: right, or refused by name."""
 
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def halved(grad_fn):
 
 
 def halved_in_place(grad_fn):
-    @ll.grads.wrapper(grad_fn)
+    @wraps(grad_fn)
     def halved_grad_fn(state, batch, **request):
         out = grad_fn(state, batch, **request)
         with torch.no_grad():
@@ -40,7 +40,7 @@ def counted(grad_fn):
 
 
 def deaf(grad_fn):
-    return lambda state, batch, request=None: grad_fn(state, batch)
+    return lambda state, batch, **request: grad_fn(state, batch)
 
 
 def model_in(engine):
@@ -56,8 +56,8 @@ def gradients(engine, wrap):
     """The gradients of a step of this rank's half of a batch."""
     model = model_in(engine)
     grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
-    request = ll.types.GradRequest(donate=engine is not None)
-    out = grad_fn(ll.init_state(model), samples().tensor_split(2)[ll.distributed.rank()], request)
+    batch = samples().tensor_split(2)[ll.distributed.rank()]
+    out = grad_fn(ll.init_state(model), batch, donate=engine is not None)
     return whole(out.grads)
 
 

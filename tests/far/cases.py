@@ -144,7 +144,7 @@ def _(device):
     for donate in (False, True):
         model, state = started(device)
         grad_fn = ll.make_grad_fn(model, loss_fn)
-        gradients = grad_fn(state, data(device), ll.types.GradRequest(donate=donate))
+        gradients = grad_fn(state, data(device), donate=donate)
         state, _ = ll.apply_gradients(ADAMW, state, gradients, donate=donate, samples=8)
         kept = {name: torch.full_like(tensor, 0.5) for name, tensor in state.buffers.items()}
         grads = {name: torch.full_like(tensor, 0.1) for name, tensor in state.params.items()}
@@ -183,23 +183,11 @@ def _(device):
 
 
 WRAPPED = {
-    "grads.clip_by_global_norm": [
-        lambda g: ll.clip_by_global_norm(g, 0.1),
-        lambda g: ll.clip_by_global_norm(g, 0.1, 1),
-    ],
-    "grads.clip_by_norm": [lambda g: ll.optim.clip_by_norm(g, 0.01)],
-    "grads.clip_by_value": [lambda g: ll.optim.clip_by_value(g, 0.01)],
     "grads.reduce_gradients": [lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2))],
     "contrib.sam": [ll.contrib.sam, lambda g: ll.contrib.sam(g, adaptive=True)],
 }
 for name, wrappers in WRAPPED.items():
     case(name)(lambda device, wrappers=wrappers: [both(device, grads=wrapper) for wrapper in wrappers])
-
-
-@case("grads.scale_loss", "optim.dynamic_loss_scale")
-def _(device):
-    optimizer = ll.chain(ll.optim.dynamic_loss_scale(2.0**127, growth_interval=2), ADAMW)  # the first step overflows
-    return both(device, grads=ll.grads.scale_loss, optimizer=optimizer)
 
 
 # Losses.
@@ -254,7 +242,13 @@ def _(device):
     return [both(device, optimizer=optimizer) for optimizer in optimizers]
 
 
-@case("optim.apply_if_finite", "optim.NonFiniteGradientsError")
+@case("optim.dynamic_loss_scale")
+def _(device):
+    optimizer = ll.chain(ll.optim.dynamic_loss_scale(2.0**127, growth_interval=2), ADAMW)  # the first step overflows
+    return both(device, optimizer=optimizer)
+
+
+@case("optim.skip_nonfinite", "optim.chain", "optim.NonFiniteGradientsError")
 def _(device):
     optimizer = ll.chain(ll.skip_nonfinite(1), ADAMW)
     runs = both(device, optimizer=optimizer, of=with_infinity)
@@ -274,6 +268,38 @@ OPTIMIZERS = {
     "optim.own_steps": ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
     "optim.partition": ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)),
 }
+CLIPPED = {
+    "optim.clip_by_global_norm": [ll.clip_by_global_norm(0.1), ll.clip_by_global_norm(0.1, 1)],
+    "optim.clip_by_norm": [ll.optim.clip_by_norm(0.01)],
+    "optim.clip_by_value": [ll.optim.clip_by_value(0.01)],
+}
+for name, parts in CLIPPED.items():
+    case(name)(lambda device, parts=parts: [both(device, optimizer=ll.chain(part, ADAMW)) for part in parts])
+
+
+@case("optim.every")
+def _(device):
+    return [both(device, optimizer=ll.optim.every(SGD, 2, gradients=which)) for which in ("mean", "last")]
+
+
+@case("optim.part")
+def _(device):
+    def init(params):
+        return {name: tensor.detach().clone() for name, tensor in params.items()}
+
+    def transform(grads, state, params, step):
+        norm = ll.optim.global_norm(grads.values())
+        return ll.types.Transformed(grads, state, apply=norm < 100, carry=norm)
+
+    def update_(grads, state, params, step, carry):
+        for name, tensor in state.items():
+            params[name].add_(tensor * carry, alpha=1e-3)
+        return params, state, {"norm": carry}
+
+    own = ll.optim.part("own", init=init, transform=transform, update_=update_, role="weights")
+    return both(device, optimizer=own)
+
+
 for name, optimizer in OPTIMIZERS.items():
     case(name)(functools.partial(both, optimizer=optimizer))
 
@@ -486,9 +512,9 @@ def _(device):
 def _(device):
     rates = ll.transforms.per_member([0.01, 0.1, 0.2])
     changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
-    optimizer = ll.chain(ll.skip_nonfinite(3), changing, ll.ema())
+    optimizer = ll.chain(ll.skip_nonfinite(3), ll.clip_by_global_norm(1.0), changing, ll.ema())
     model = dropping(device)
-    step = ll.vmap_step(ll.make_train_step(ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), optimizer))
+    step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer))
     stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(3)])
     for batch in batches(device):
         stack, metrics = step(stack, batch)
@@ -528,7 +554,7 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
     debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
-    debug.step_seed evaluation.split_on_oom grads.global_norm grads.map_batch grads.wrapper losses.model_inputs
+    debug.step_seed evaluation.split_on_oom grads.map_batch optim.global_norm losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.fold_in
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
@@ -558,6 +584,7 @@ ON_THE_HOST = {
     "evaluation.predict_to": "files",
     "optim.ema": _COUNTS,
     "optim.own_steps": _COUNTS,
+    "optim.every": _COUNTS,
     "optim.injected": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }

@@ -17,8 +17,8 @@ tensor:`, `tensor.cpu()`) waits until the queue is empty, and the device then id
 says how many reads a training step makes with each part of looplib. Your loss function may add its own.
 
 A conditional update reads once, because `state.step` counts completed updates and so the host must know whether there
-was one. Stacked conditions are combined on the device and read together. A skipped update may read more, to say why it
-was skipped. So may the first steps of a run, which look at what later ones rely on.
+was one. The flags of all parts of an update are combined on the device and read together. A skipped update may read
+more, to say why it was skipped. So may the first steps of a run, which look at what later ones rely on.
 
 Metrics stay on the device until `ll.compute`, which reads once for all of them. Call it every few hundred steps: the
 progress bar reads when it is redrawn, and `ll.Window` adds up without reading.
@@ -36,13 +36,11 @@ class Row:
             that it is made from, and the step is built from what results.
         reads: reads by the host in each step.
         note: when there are more.
-        optimizer: the optimizer around which or with which the step runs.
     """
 
     code: str
     reads: int
     note: str = ""
-    optimizer: str = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
 
 
 def of_class(name: str, reads: int = 0, note: str = "", more: str = "") -> Row:
@@ -75,12 +73,8 @@ TABLES = {
         Row(
             "ll.accumulate(grad_fn, microbatches=2)", 0, "The 1st, 2nd, 4th, 8th, ... call looks for labels of -100."
         ),
-        Row("ll.clip_by_global_norm(grad_fn, 1.0)", 0),
-        Row("ll.optim.clip_by_norm(grad_fn, 0.1)", 0),
-        Row("ll.optim.clip_by_value(grad_fn, 0.1)", 0),
         Row("ll.grads.map_batch(grad_fn, lambda state, batch: batch)", 0),
         Row("ll.grads.reduce_gradients(grad_fn)", 0),
-        Row("ll.grads.scale_loss(grad_fn)", 1, "For `dynamic_loss_scale`.", "ll.optim.dynamic_loss_scale({})"),
         Row("ll.contrib.sam(grad_fn)", 0),
         Row("ll.contrib.add_noise(ll.contrib.clip_per_sample(per_sample, 1.0), 1.0, noise_multiplier=1.1)", 0),
     ],
@@ -96,20 +90,24 @@ TABLES = {
         of_class("Adafactor", 12, "torch's own: two for each of the 6 parameters."),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=100, total=2000))", 0),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
-        Row("ll.ema(optimizer)", 0),
-        Row("ll.optim.swa(optimizer, start=100)", 0),
+        Row("ll.chain(ll.clip_by_global_norm(1.0), optimizer)", 0),
+        Row("ll.chain(ll.optim.clip_by_norm(0.1), optimizer)", 0),
+        Row("ll.chain(ll.optim.clip_by_value(0.1), optimizer)", 0),
+        Row("ll.chain(optimizer, ll.ema(0.999))", 0),
+        Row("ll.chain(optimizer, ll.optim.swa(start=100))", 0),
         Row("ll.optim.own_steps(optimizer)", 0),
+        Row("ll.optim.every(optimizer, 2)", 0),
         Row('ll.optim.partition({"1": optimizer, "2": optimizer}, lambda name, tensor: str(tensor.ndim))', 0),
     ],
     "Conditional updates": [
-        Row("ll.optim.apply_if_finite(optimizer, max_consecutive=5)", 1),
-        Row("ll.optim.dynamic_loss_scale(optimizer)", 1),
-        Row("ll.optim.dynamic_loss_scale(ll.optim.apply_if_finite(ll.ema(optimizer), 5))", 1),
-        Row("ll.ema(ll.optim.apply_if_finite(optimizer, max_consecutive=5))", 1),
+        Row("ll.chain(ll.skip_nonfinite(max_consecutive=5), optimizer)", 1),
+        Row("ll.chain(ll.optim.dynamic_loss_scale(), optimizer)", 1),
+        Row("ll.chain(ll.optim.dynamic_loss_scale(), ll.skip_nonfinite(), optimizer, ll.ema(0.999))", 1),
+        Row('ll.chain(ll.skip_nonfinite(), ll.optim.partition({"1": optimizer, "2": optimizer}, label))', 1),
         Row(
-            'll.optim.apply_if_finite(ll.optim.partition({"1": optimizer, "2": optimizer}, label), 5)',
+            'll.optim.partition({"1": ll.chain(ll.skip_nonfinite(), optimizer), "2": optimizer}, label)',
             1,
-            "A condition inside `partition` decides for its own part, so that each of them reads once.",
+            "Each label decides for itself; all flags are read together.",
         ),
     ],
 }

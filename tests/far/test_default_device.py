@@ -62,7 +62,7 @@ OPTIMIZERS = {
     "AdamW": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.1, warmup=2, total=9)),
     "SGD": lambda: ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
     "ema": lambda: ll.chain(ll.optimizer(torch.optim.SGD, lr=0.01), ll.ema(0.9)),
-    "apply_if_finite": lambda: ll.chain(ll.skip_nonfinite(max_consecutive=2), ll.optimizer(torch.optim.SGD, lr=0.01)),
+    "skip_nonfinite": lambda: ll.chain(ll.skip_nonfinite(max_consecutive=2), ll.optimizer(torch.optim.SGD, lr=0.01)),
     "accumulate": lambda: ll.optimizer(torch.optim.SGD, lr=0.01),
 }
 
@@ -75,10 +75,10 @@ def test_a_run_with_evaluation_and_checkpoints(name, donate, tmp_path):
         with torch.device("cpu"):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        optimizer = OPTIMIZERS[name]()
+        optimizer = ll.chain(ll.clip_by_global_norm(1.0), OPTIMIZERS[name]())
         grad_fn = ll.make_grad_fn(model, loss_fn)
         grad_fn = ll.accumulate(grad_fn, 2) if name == "accumulate" else grad_fn
-        step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
+        step = ll.make_train_step(grad_fn, optimizer, donate=donate)
         eval_step = ll.make_eval_step(
             model, lambda model, batch: {"loss": loss_fn(model, batch), "count": ll.Mean(3.0, 2)}
         )

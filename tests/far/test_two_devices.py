@@ -54,7 +54,7 @@ def spread_loss(model, batch):
 
 WRAPPED = {
     "plain": lambda g, o: (g, o),
-    "accumulate": lambda g, o: (ll.clip_by_global_norm(ll.accumulate(g, 2), 0.1), o),
+    "accumulate": lambda g, o: (ll.accumulate(g, 2), ll.chain(ll.clip_by_global_norm(0.1), o)),
     "conditional": lambda g, o: (g, ll.chain(ll.optim.dynamic_loss_scale(), ll.skip_nonfinite(2), o)),
     "averaged": lambda g, o: (ll.contrib.sam(g), ll.chain(o, ll.ema())),
 }

@@ -1,6 +1,7 @@
 """Pieces against the whole: in float64, by a raw loop of backward calls."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import adamw, sgd
-from shared import Opaque, both_steps, equal, mean_square, mix, saved_at_most
+from ranks import in_engine, launch
+from shared import Opaque, bits, both_steps, equal, mean_square, mix, saved_at_most
 from shared import classify as mean_loss
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 
@@ -114,7 +117,7 @@ def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
     optimizer = adamw(0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, batch: (mean_loss(model, batch), {"rows": Count(len(batch[0]))}))
 
-    def plain(state, batch, request):
+    def plain(state, batch, **request):
         return grad_fn(state, batch, **request)
 
     def run(grad_fn):
@@ -137,8 +140,8 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     model, parts = mlp(), []
     grad_fn = ll.make_grad_fn(model, mean_loss)
 
-    def watched(state, batch, request=None):
-        parts.append((request.index, len(batch[0])))
+    def watched(state, batch, **request):
+        parts.append((request["index"], len(batch[0])))
         return grad_fn(state, batch, **request)
 
     batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
@@ -201,14 +204,21 @@ def test_a_parameter_may_be_reached_by_some_pieces_alone():
     assert unused(state, [ones, ones]).grads.keys() == {"a.weight", "a.bias"}
 
 
-def test_adding_up_in_float32_what_bfloat16_would_lose():
-    model = nn.Linear(4, 1).bfloat16()
-    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, lambda model, x: model(x).sum() / len(x))
-    x = torch.randn(512, 4).bfloat16() + 1
-    exact = x.double().mean(0)
+def mean_of_outputs(model, x):
+    return model(x).sum() / len(x)
 
-    @ll.grads.wrapper(grad_fn)
-    def widened(state, batch, request):
+
+def in_bfloat16():
+    """A model, 64 microbatches of samples whose gradients are exact in bfloat16, and the gradient in float64."""
+    x = torch.randn(64, 256).bfloat16() + 1
+    return nn.Linear(256, 1).bfloat16(), x, x.double().mean(0)[None]
+
+
+def test_adding_up_in_float32_what_bfloat16_would_lose():
+    model, x, exact = in_bfloat16()
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, mean_of_outputs)
+
+    def widened(state, batch, **request):
         out = grad_fn(state, batch, **request)
         return out._replace(grads={name: grad.float() for name, grad in out.grads.items()})
 
@@ -216,6 +226,135 @@ def test_adding_up_in_float32_what_bfloat16_would_lose():
     narrow = ll.accumulate(grad_fn, size=1)(state, x).grads["weight"]
     assert wide.dtype == torch.float32
     assert (wide - exact).abs().max() < 1e-5 < (narrow - exact).abs().max()
+
+
+def test_a_sum_in_float32_is_rounded_once_to_the_dtype_of_the_parameters():
+    model, x, exact = in_bfloat16()
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, mean_of_outputs)
+    out, narrow = (ll.accumulate(grad_fn, 64, **options)(state, x) for options in ({"dtype": torch.float32}, {}))
+    total = torch.zeros(1, 256)
+    for piece in x.split(1):  # what each backward pass gives, in a raw loop
+        model.weight.grad = None
+        (mean_of_outputs(model, piece) / 64).backward()
+        total += model.weight.grad.float()
+    assert out.grads["weight"].dtype == model.weight.dtype == torch.bfloat16
+    assert torch.equal(out.grads["weight"], total.bfloat16())
+    assert (out.weight, out.normalizer, out.samples) == (None, None, 64)
+    error, without = ((each.grads["weight"] - exact).norm() / exact.norm() for each in (out, narrow))
+    assert error < 2**-9  # half a unit in the last of bfloat16's 8 bits, at most
+    assert error < without / 3
+
+
+@both_steps
+def test_a_dtype_that_the_parameters_have_already_changes_no_bit(donate):
+    torch.manual_seed(0)
+    model, optimizer = net(), adamw(0.1)
+    grad_fn, runs = ll.make_grad_fn(model, mean_loss), []
+    start = ll.copy_state(ll.init_state(model, optimizer))
+    batches = [(torch.randn(9, 5), torch.randint(0, 3, (9,))) for _ in range(4)]
+    for dtype in (None, torch.float32):
+        step = ll.make_train_step(ll.accumulate(grad_fn, 4, dtype=dtype), optimizer, donate=donate)
+        state, logs = ll.copy_state(start), []
+        for batch in batches:
+            state, metrics = step(state, batch)
+            logs.append(ll.compute(metrics))
+        runs.append((bits((state.params, state.buffers, state.opt_state)), logs))
+    assert runs[0] == runs[1]
+
+
+def test_a_dtype_goes_with_a_loss_over_tokens_with_unreached_parameters_and_in_a_graph():
+    model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)}).bfloat16()
+    optimizer = sgd()
+
+    def loss_fn(model, batch):
+        return token_loss(model["a" if len(batch[0]) > 2 else "b"], batch)
+
+    x, y = torch.randn(7, 4, 5).bfloat16(), torch.randint(0, 3, (7, 4))
+    y[1:3] = -100
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn, allow_unused=True), size=3, dtype=torch.float32)
+    state = ll.init_state(model, optimizer)
+    found = grad_fn(state, (x, y)).grads
+    assert {grad.dtype for grad in found.values()} == {torch.bfloat16}
+    total = {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
+    for low, high in ((0, 3), (3, 6), (6, 7)):
+        model.zero_grad()
+        loss_fn(model, (x[low:high], y[low:high])).total.backward()
+        for name, param in model.named_parameters():
+            total[name] += 0 if param.grad is None else param.grad.float() / (y != -100).sum()
+    for name, grad in found.items():  # rounded by each pass, here before the division and there after it
+        torch.testing.assert_close(grad.float(), total[name], rtol=2**-6, atol=2**-9)
+    step = ll.make_train_step(grad_fn, optimizer)
+    expected, _ = step(state, (x, y))
+    graph, _ = ll.compile_step(step, backend="eager")(state, (x, y))
+    torch.testing.assert_close(dict(graph.params), dict(expected.params), rtol=2**-6, atol=2**-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, "float32", 32, torch.complex64])
+def test_what_is_no_dtype_to_add_up_in_is_refused(dtype):
+    with pytest.raises(TypeError, match=r"give a floating-point dtype, such as torch\.float32"):
+        ll.accumulate(ll.make_grad_fn(mlp(), mean_loss), 2, dtype=dtype)
+
+
+def test_a_dtype_for_ddp_in_one_process_is_the_same_sum(one_process):
+    model, x, _ = in_bfloat16()
+    grads = []
+    for wrapped in (model, DistributedDataParallel(model)):
+        grad_fn = ll.accumulate(ll.make_grad_fn(wrapped, mean_of_outputs), 64, dtype=torch.float32)
+        out = grad_fn(ll.init_state(wrapped), x, donate=True)
+        grads.append(out.grads["weight"].clone())
+    assert torch.equal(*grads)
+
+
+def a_dtype_on_two_ranks(engine):
+    with ll.distributed.setup():
+        torch.manual_seed(0)
+        model, optimizer = nn.Linear(5, 3).bfloat16(), sgd()
+        model = in_engine(model, engine)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_loss), 2, dtype=torch.float32)
+        step = ll.make_train_step(grad_fn, optimizer, donate=True)
+        state = ll.init_state(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"accumulate\(dtype=\.\.\.\).*leave dtype= out"):
+            step(state, (torch.randn(4, 5).bfloat16(), torch.randint(0, 3, (4,))))
+        assert state.step == 0  # nothing was spent
+        assert state.params
+        print("refused")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_dtype_for_a_model_in_an_engine_on_two_ranks_is_refused(engine):
+    assert launch(2, a_dtype_on_two_ranks, engine).count("refused") == 2
+
+
+@pytest.mark.parametrize("around", ["accumulate", "reduce_gradients on two ranks"])
+def test_a_sum_in_float32_within_another_wrapper_has_the_dtype_of_the_parameters(around):
+    if around != "accumulate":
+        assert launch(2, a_float32_sum_within_reduce_gradients).count("bfloat16") == 2
+        return
+    model, x, _ = in_bfloat16()
+    inner = ll.accumulate(ll.make_grad_fn(model, mean_of_outputs), size=1, dtype=torch.float32)
+    assert ll.accumulate(inner, 8)(ll.init_state(model), x).grads["weight"].dtype == torch.bfloat16
+
+
+def a_float32_sum_within_reduce_gradients():
+    with ll.distributed.setup():
+        model, x, _ = in_bfloat16()
+        inner = ll.accumulate(ll.make_grad_fn(model, mean_of_outputs), size=8, dtype=torch.float32)
+        print(ll.grads.reduce_gradients(inner)(ll.init_state(model), x).grads["weight"].dtype)
+
+
+def test_complex_gradients_keep_both_parts_in_a_sum_of_another_dtype():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factors = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return ((x * self.factors).sum(1) - 1j).abs()
+
+    model, x = Complex(), torch.randn(8, 3)
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, mean_square)
+    wide = ll.accumulate(grad_fn, 4, dtype=torch.float64)(state, x).grads
+    torch.testing.assert_close(wide, grad_fn(state, x).grads)
 
 
 def test_what_cannot_be_cut_is_named():
@@ -252,17 +391,77 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
             ll.accumulate(grad_fn, wrong)
         with pytest.raises(ValueError, match="whole number"):
             ll.accumulate(grad_fn, size=wrong)
-    with pytest.raises(ValueError, match=r"put it around, scale_loss\(accumulate\(grad_fn"):
-        ll.accumulate(grad_fn)
+    sharp = ll.accumulate(ll.contrib.sam(grad_fn))
+    with pytest.raises(ValueError, match=r"put it around, sam\(accumulate\(grad_fn"):
+        sharp(ll.init_state(model), [torch.zeros(2, 5)])
 
     with pytest.raises(ValueError, match="no samples"):
         ll.accumulate(grad_fn, 2)(
             ll.init_state(model), (torch.zeros(0, 5, dtype=torch.double), torch.zeros(0).long())
         )
 
-    def deaf(state, batch, request=None):
+    def deaf(state, batch, **request):
         return grad_fn(state, batch)
 
     batch = torch.randn(4, 5, dtype=torch.double), torch.randint(0, 3, (4,))
-    with pytest.raises(TypeError, match=r"deaf gave no weight.*hands its `request` on"):
+    with pytest.raises(TypeError, match=r"accumulate around deaf got .*hands what it is given by name on"):
         ll.accumulate(deaf, 2)(ll.init_state(model), batch)
+
+    def positional(state, batch, request=None):
+        return grad_fn(state, batch)
+
+    with pytest.raises(TypeError, match=r"accumulate got positional\(state, batch, request\).*take \*\*request"):
+        ll.accumulate(positional, 2)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_part_of_a_batch_and_its_gradients_are_records_that_nothing_writes(nested):
+    model = mlp()
+    grad_fn, seen = ll.make_grad_fn(model, token_loss), []
+
+    def watched(state, batch, **request):
+        part = request["part"]
+        out = grad_fn(state, batch, **request)
+        seen.append((part, dataclasses.astuple(part), out, dict(out.metrics)))
+        return out
+
+    x, y = torch.randn(6, 4, 5, dtype=torch.double), torch.randint(0, 3, (6, 4))
+    y[:, 2:] = torch.where(torch.rand(6, 2) < 0.5, -100, y[:, 2:])
+    state = ll.init_state(model)
+    whole = grad_fn(state, (x, y))
+    summed = ll.accumulate(ll.accumulate(watched, size=1), size=3) if nested else ll.accumulate(watched, size=1)
+    out = summed(state, (x, y))
+    close(out.grads, whole.grads)
+    assert ll.compute(out.metrics)["loss"] == pytest.approx(ll.compute(whole.metrics)["loss"], rel=1e-14)
+    assert (out.samples, out.weight, out.normalizer) == (6, None, None)
+    assert len(seen) == 6
+    for number, (part, before, each, metrics) in enumerate(seen):
+        assert dataclasses.astuple(part) == before
+        assert each.metrics == metrics
+        assert each.weight == (y[number] != -100).sum()
+        assert each.samples == 1
+        # The first one chooses the divisor of all, and says so in what it returns.
+        assert part.normalizer is None if number == 0 else part.normalizer == seen[0][2].normalizer
+        assert each.normalizer == seen[0][2].normalizer
+        for name in ("samples", "normalizer", "local", "wrapper"):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(part, name, None)
+        with pytest.raises(AttributeError):
+            each.weight = 1
+
+
+def test_gradients_of_a_part_are_refused_by_an_update_and_add_up_by_hand():
+    """What `accumulate` does, by a user's own loop over parts of different sizes, with their sum of weights."""
+    model = mlp()
+    grad_fn, state = ll.make_grad_fn(model, token_loss), ll.init_state(model, sgd())
+    x, y = torch.randn(6, 4, 5, dtype=torch.double), torch.randint(0, 3, (6, 4))
+    y[0] = -100
+    part, outs = ll.types.BatchPart(), []
+    for rows in (slice(0, 1), slice(1, 6)):  # the first one has no weight
+        outs.append(grad_fn(state, (x[rows], y[rows]), part=part))
+        part = dataclasses.replace(part, normalizer=outs[0].normalizer)
+    factor = outs[0].normalizer / sum(out.weight for out in outs)
+    found = {name: sum(out.grads[name] for out in outs) * factor for name in state.params}
+    close(found, grad_fn(state, (x, y)).grads)
+    with pytest.raises(ValueError, match="gradients of a microbatch"):
+        ll.apply_gradients(sgd(), state, outs[0])

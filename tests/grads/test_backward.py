@@ -83,9 +83,18 @@ def in_three(model, step, batch):
         (loss_fn(model, (x, y)) * (len(x) / len(batch[0]))).backward()
 
 
-def clipped(model, step, batch):
+def halves(grad_fn):
+    def halved(state, batch, **request):
+        out = grad_fn(state, batch, **request)
+        return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+
+    return halved
+
+
+def halved(model, step, batch):
     plain(model, step, batch)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for param in model.parameters():
+        param.grad /= 2
 
 
 def scaled(model, step, batch):
@@ -106,7 +115,7 @@ CASES = {
     "accumulate": (lambda of: ll.accumulate(of(loss_fn), 3), in_three),
     "plain": (lambda of: of(loss_fn), plain),
     "reduce_gradients": (lambda of: ll.grads.reduce_gradients(ll.accumulate(of(loss_fn), 3)), in_three),
-    "clipping": (lambda of: ll.clip_by_global_norm(of(loss_fn), 0.1), clipped),
+    "a wrapper of one's own": (lambda of: halves(of(loss_fn)), halved),
     "map_batch": (annealed, scaled),
 }
 
@@ -283,7 +292,12 @@ def test_beside_torchs_grad_scaler_with_an_overflow():
     assert any(one < other for one, other in itertools.pairwise(scales))  # it grew again
     assert all(torch.equal(*both) for both in zip(model.parameters(), raw.parameters(), strict=True))
     off = torch.amp.GradScaler("cpu", enabled=False)
-    ll.grads.backward(ll.clip_by_global_norm(grad_fn, 1.0), model, data(1)[0], step=0, scaler=off)
+    model.zero_grad()
+    ll.grads.backward(grad_fn, model, data(1)[0], step=0, scaler=off)
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    ll.grads.backward(grad_fn, model, data(1)[0], step=0)
+    assert all(torch.equal(*both) for both in zip(expected, (p.grad for p in model.parameters()), strict=True))
 
 
 def test_lbfgs_of_torch_evaluates_again_with_the_masks_of_its_step():
@@ -333,7 +347,7 @@ def test_buffers_move_however_they_are_written(donated):
     model, raw = Counts(), Counts()
     inner = ll.make_grad_fn(model, loss_fn)
 
-    def on_copies(state, batch, request=None):
+    def on_copies(state, batch, **request):
         return inner(state, batch)
 
     grad_fn = inner if donated else on_copies
@@ -372,7 +386,7 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
         return ll.grads.backward(**{"grad_fn": grad_fn, "model": model, "batch": batch, "step": 0} | changes)
 
     def changed(change):
-        def grad_fn_of_mine(state, batch, request=None):
+        def grad_fn_of_mine(state, batch, **request):
             out = grad_fn(state, batch, **request)
             return out._replace(grads={name: change(grad) for name, grad in out.grads.items()})
 
@@ -381,26 +395,18 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
     for error, words, call in [
         (TypeError, "step", lambda: ll.grads.backward(grad_fn, model, batch)),
         (ValueError, "step number updates", lambda: backward(grad_fn, step=-1)),
-        (ValueError, "scale_loss scaler=torch.amp.GradScaler", lambda: backward(grad_fn)),
+        (TypeError, "clip_by_global_norm ll.chain", lambda: backward(ll.clip_by_global_norm(grad_fn))),
+        (TypeError, "Optimizer make_grad_fn", lambda: backward(ll.clip_by_global_norm(1.0))),
         (
             ValueError,
-            "clip_by_global_norm clip_grad_norm_ unscale_",
-            lambda: backward(ll.clip_by_global_norm(grad_fn, 1.0), scaler=scaler),
-        ),
-        (
-            ValueError,
-            "clip_per_sample bfloat16",
+            "per-sample scaled bfloat16",
             lambda: backward(
                 ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(net(group_norm), loss_fn), 1.0),
                 scaler=scaler,
             ),
         ),
-        (
-            ValueError,
-            "clip_per_sample",
-            lambda: backward(ll.contrib.make_per_sample_grad_fn(net(group_norm), loss_fn)),
-        ),
-        (TypeError, "request scale", lambda: backward(lambda s, b, r=None: grad_fn(s, b), scaler=scaler)),
+        (TypeError, "**request scale", lambda: backward(lambda s, b, **request: grad_fn(s, b), scaler=scaler)),
+        (TypeError, "r **request", lambda: backward(lambda s, b, r=None: grad_fn(s, b), scaler=scaler)),
         (TypeError, "scaler GradScaler", lambda: backward(grad_fn, scaler=2.0)),
         (
             TypeError,
@@ -415,6 +421,19 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
     ]:
         assert_refused(error, words, call)
         assert all(param.grad is None for param in model.parameters())
+
+
+def test_gradients_of_each_sample_are_refused_by_what_brings_them_together():
+    model, batch = net(group_norm), data(1)[0]
+    grad_fn, sgd = ll.contrib.make_per_sample_grad_fn(model, loss_fn), ll.optimizer(torch.optim.SGD, lr=1.0)
+    state = ll.init_state(model, sgd)
+    for call in (
+        lambda: ll.grads.backward(grad_fn, model, batch, step=0),
+        lambda: ll.make_train_step(grad_fn, sgd)(state, batch),
+        lambda: ll.contrib.sam(grad_fn)(state, batch),
+        lambda: ll.accumulate(grad_fn, 2)(state, batch),
+    ):
+        assert_refused(ValueError, "clip_per_sample", call)
 
 
 # Several ranks, beside torch's own loops

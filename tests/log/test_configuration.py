@@ -83,7 +83,7 @@ def test_nothing_has_to_be_listed(tmp_path):
     (settings,) = settings
     assert settings == ll.log.configuration(state) == json.loads(orjson.dumps(settings))
     assert settings["model"] == {"class": "Linear", "parameters": 3, "hidden": 2, "labels": "dict of 1000"}
-    assert settings["optimizer"].items() >= {"lr": 0.1, "momentum": 0.9, "nesterov": False}.items()
+    assert settings["optimizer"]["SGD"].items() >= {"lr": 0.1, "momentum": 0.9, "nesterov": False}.items()
     assert settings["loader"]["batch_size"] == 4
     assert settings.items() >= {"seed": 0, "epoch_length": 2, "ranks": 1}.items()
     assert settings["versions"]["torch"] == torch.__version__

@@ -70,21 +70,27 @@ def slowly(things, seconds, clock):
 
 def test_time_is_found_where_it_was_spent(clock):
     seconds = dict(zip(PARTS, (0.03, 0.02, 0.04, 0.05, 0.06), strict=True))
-    cost, model, inner = step_timer(device="cpu"), net(2, 3, 1), adamw()
+    cost, model = step_timer(device="cpu"), net(2, 3, 1)
 
     def slow_loss(model, x):
         clock.sleep(seconds["forward_seconds"])
         return loss_fn(model, x)
 
-    def slow_gradients(state, batch, request):
+    def slow_gradients(state, batch, **request):
         clock.sleep(seconds["gradients_seconds"])
         return grad_fn(state, batch, **request)
 
-    def update_(*args, **extra):
-        clock.sleep(seconds["update_seconds"])
-        return inner.update_(*args, **extra)
+    def transform(grads, state, params, step):
+        clock.sleep(seconds["update_seconds"] / 4)
+        return ll.types.Transformed(grads)
 
-    optimizer = cost.optimizer(ll.types.Optimizer(inner.init, update_))
+    def update_(grads, state, params, step):
+        clock.sleep(seconds["update_seconds"] * 3 / 4)
+        return params, state
+
+    # Both halves of all parts are the update, which is counted once.
+    slow = ll.optim.part("slow", transform=transform, update_=update_)
+    optimizer = cost.optimizer(ll.chain(slow, adamw()))
     grad_fn = ll.make_grad_fn(model, cost.loss_fn(slow_loss))
     train_step = ll.make_train_step(cost.grad_fn(slow_gradients), optimizer)
     state = ll.init_state(model, optimizer)
@@ -232,10 +238,13 @@ def one_of_three_ranks_is_slow():
 
             return called
 
-        cost, inner = step_timer(device="cpu"), adamw()
+        cost = step_timer(device="cpu")
+        slow_part = ll.optim.part(
+            "slow", update_=late("update", lambda grads, state, params, step, **_: (params, state))
+        )
         model = DistributedDataParallel(net(2, 3, 1))
         grad_fn = ll.make_grad_fn(model, cost.loss_fn(late("forward", loss_fn)))
-        optimizer = cost.optimizer(ll.types.Optimizer(inner.init, late("update", inner.update_)))
+        optimizer = cost.optimizer(ll.chain(adamw(), slow_part))
         train_step = ll.make_train_step(cost.grad_fn(grad_fn), optimizer, donate=True)
         state = ll.init_state(model, optimizer)
         state = train(state, train_step, batches(1))  # in which the ranks compare their programs
@@ -261,12 +270,13 @@ def test_the_slow_rank_and_its_part_are_named():
 
 
 def test_what_cannot_be_metered_is_refused():
-    clipped = ll.clip_by_global_norm(ll.make_grad_fn(net(2, 1), loss_fn), 1.0)
+    model = net(2, 1)
+    state, timed = ll.init_state(model), step_timer().grad_fn(ll.grads.sam(ll.make_grad_fn(model, loss_fn), 0.1))
     assert_each_refused(
         (lambda: step_timer().data(lambda state: []), TypeError, r"function.*step_timer.data\(loader\(state\)\)"),
         (lambda: step_timer().grad_fn(nn.Linear(1, 1)), TypeError, "step_timer.grad_fn.*Linear"),
         (lambda: step_timer().loss_fn(adamw()), TypeError, "step_timer.loss_fn got an Optimizer"),
         (lambda: ll.log.slowest_rank({"train/data_seconds": 1.0}), ValueError, r"without a prefix.*\[\]"),
         (lambda: step_timer().optimizer(nn.Linear(1, 1)), TypeError, "step_timer.optimizer.*Linear.*ll.optimizer"),
-        (lambda: ll.accumulate(step_timer().grad_fn(clipped), 2), ValueError, "clip_by_global_norm.*accumulate"),
+        (lambda: ll.accumulate(timed, 2)(state, batches()[0]), ValueError, "sam within accumulate"),
     )

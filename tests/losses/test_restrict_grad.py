@@ -81,8 +81,11 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
     optimizer = ll.chain(ll.optim.dynamic_loss_scale(), SGD)
     state, batch = ll.init_state(model, optimizer), [part.float() for part in batches(1)[0]]
 
+    scale = optimizer.loss_scale(state.opt_state)
+
     def grads(loss_fn):
-        return ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))(state, batch).grads
+        out = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))(state, batch, scale=scale)
+        return {name: grad / scale for name, grad in out.grads.items()}
 
     alone = grads(tiny)
     assert all(torch.equal(grad, alone[name]) for name, grad in grads(restricted).items())

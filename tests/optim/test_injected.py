@@ -41,7 +41,7 @@ def test_an_injected_number_is_the_number(cls, options):
         assert all(torch.allclose(found.params[name], expected.params[name], rtol=1e-12) for name in found.params)
     else:
         assert equal(found.params, expected.params)
-    assert found.opt_state["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
+    assert found.opt_state[cls.__name__]["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
 
 
 # set_hyperparameters
@@ -59,7 +59,9 @@ def test_values_that_are_set_are_those_that_a_schedule_gives(options):
 
 
 def stood(opt_state):
-    return [{name: value.item() for name, value in numbers.items()} for numbers in opt_state["hyperparameters"]]
+    return [
+        {name: value.item() for name, value in numbers.items()} for numbers in opt_state["SGD"]["hyperparameters"]
+    ]
 
 
 def test_a_name_sets_all_groups_and_parts():
@@ -86,8 +88,8 @@ def test_a_name_sets_all_groups_and_parts():
         ll.ema(),
     )
     state = ll.optim.set_hyperparameters(ll.init_state(model(), both), weight_decay=0.7)
-    inner = state.opt_state["inner_state"]["inner_states"]
-    assert stood(inner["one"]["inner_state"]) == [{"lr": 0.1, "weight_decay": 0.7}]
+    inner = state.opt_state["partition"]
+    assert stood(inner["one"]) == [{"lr": 0.1, "weight_decay": 0.7}]
     assert stood(inner["two"]) == [{"lr": 0.2, "weight_decay": 0.7}]
     found = {"lr/one": 0.1, "weight_decay/one": 0.7, "lr/two": 0.2, "weight_decay/two": 0.7}
     assert ll.optim.hyperparameters(both, state) == found
@@ -116,7 +118,8 @@ def test_members_of_a_stack_have_one_value_each():
 def test_dtype_and_place_stay_and_nothing_is_shared(value):
     state = ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1)))
     ((old,), (new,)) = (
-        one.opt_state["hyperparameters"][0].values() for one in (state, ll.optim.set_hyperparameters(state, lr=value))
+        one.opt_state["SGD"]["hyperparameters"][0].values()
+        for one in (state, ll.optim.set_hyperparameters(state, lr=value))
     )
     assert (new.dtype, new.device, new.shape, new.requires_grad) == (torch.float64, old.device, (), False)
     assert old.item() == 0.1
@@ -133,15 +136,14 @@ def test_a_parameter_may_have_the_name_of_the_entry():
     net.hyperparameters = nn.Parameter(torch.ones(2))
     state = ll.init_state(net, ll.chain(sgd(ll.optim.injected(0.1)), ll.ema()))
     moved = ll.optim.set_hyperparameters(state, lr=0.2)
-    assert stood(moved.opt_state["inner_state"]) == [{"lr": 0.2}]
-    assert moved.opt_state["inner_state"]["state"] == state.opt_state["inner_state"]["state"]
+    assert stood(moved.opt_state) == [{"lr": 0.2}]
+    assert moved.opt_state["SGD"]["state"] == state.opt_state["SGD"]["state"]
 
 
-def prepared(wrap=ll.ema, **values):
+def prepared(**values):
     options = {"eps": ll.optim.injected(1e-8), "weight_decay": ll.optim.injected(0.1)}
-    return ll.optim.set_hyperparameters(
-        ll.init_state(model(), wrap(ll.optimizer(torch.optim.AdamW, lr=0.1, **options))), **values
-    )
+    optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.1, **options), ll.ema())
+    return ll.optim.set_hyperparameters(ll.init_state(model(), optimizer), **values)
 
 
 def stacked():
@@ -166,12 +168,12 @@ REFUSED = [
     (ValueError, "3 unstack_states", lambda: ll.optim.hyperparameters(sgd(), stacked())),
     (
         ValueError,
-        "momentum_buffer ema SGD",
+        "SGD momentum_buffer ema",
         lambda: ll.optim.hyperparameters(ll.chain(sgd(), ll.ema()), ll.init_state(model(), sgd())),
     ),
     (
         ValueError,
-        "average SGD",
+        "ema average SGD",
         lambda: ll.optim.hyperparameters(sgd(), ll.init_state(model(), ll.chain(sgd(), ll.ema()))),
     ),
 ]

@@ -77,7 +77,7 @@ def test_lbfgs_has_the_bits_of_a_raw_loop(name, dtype, donate):
         state, own = looped(torch.optim.LBFGS, data(dtype), donate, bound=bound, dtype=dtype, **OPTIONS[name])
         assert equal(state.params, model.named_parameters())
         theirs = raw.state[next(iter(model.parameters()))]
-        kept = state.opt_state["state"]["0.weight"]
+        kept = state.opt_state["LBFGS"]["state"]["0.weight"]
         assert (kept["func_evals"], kept["n_iter"]) == (theirs["func_evals"], theirs["n_iter"])
         assert kept["history"] == len(theirs["old_dirs"])
         if donate and bound:
@@ -191,7 +191,7 @@ def test_refusals():
         lbfgs.update(params, lbfgs.init(params), params, 0)
     with pytest.raises(TypeError, match=r"Mine\.step\(\) needs a closure"):
         ll.optimizer(type("Mine", (torch.optim.LBFGS,), {}), lr=0.1)
-    with pytest.raises(ValueError, match=r"and LBFGS is to update it"):
+    with pytest.raises(ValueError, match=r"and ll\.optimizer\(LBFGS, lr=0\.1\) is to update it"):
         lbfgs.update(params, adamw().init(params), params, 0)
 
 

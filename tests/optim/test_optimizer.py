@@ -106,7 +106,7 @@ def test_fused_where_torch_has_it_unless_the_user_says_and_the_repr_says_which(o
 def fused_with_other_strides():
     optimizer, params = adamw(fused=True), {"w": torch.ones(4, 6)}
     opt_state = optimizer.init(params)
-    opt_state["state"]["w"]["exp_avg"] = torch.zeros(6, 4).t()
+    opt_state["AdamW"]["state"]["w"]["exp_avg"] = torch.zeros(6, 4).t()
     optimizer.update({"w": torch.ones(4, 6)}, opt_state, params, 0)
 
 
@@ -240,9 +240,10 @@ def test_a_state_that_does_not_fit_one_parameter_is_refused_while_it_can_be_read
     model, optimizer = net(), CLASSES[name]()
     step, state = step_of(model, optimizer, donate), ll.init_state(model, optimizer)
     state, _ = step(state, batches(1)[0])
-    rows = {key: dict(row) for key, row in state.opt_state["state"].items()}
+    ((part, kept),) = state.opt_state.items()
+    rows = {key: dict(row) for key, row in kept["state"].items()}
     UNFIT[edit](rows["4.bias"])
-    wrong = state.replace(opt_state={**state.opt_state, "state": rows})
+    wrong = state.replace(opt_state={part: {**kept, "state": rows}})
     before = bits(wrong.params)
     found = r"for 4\.bias, and (the parameter is .* on cpu|.* for 0.weight)"
     with pytest.raises(ValueError, match=found):

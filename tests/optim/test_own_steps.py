@@ -80,6 +80,6 @@ def test_a_skipped_update_does_not_count():
     state, steps, _ = made("pure", lambda optimizer: ll.chain(ll.skip_nonfinite(5), optimizer))
     state = train(state, steps, batches(1)[0])
     skipped, _ = steps["critic"](state, torch.full((5, 3), torch.inf, dtype=torch.float64))
-    counts = [one.opt_state["inner_states"]["critic"]["updates"].item() for one in (state, skipped)]
+    counts = [one.opt_state["partition"]["critic"]["own_steps"]["updates"].item() for one in (state, skipped)]
     assert skipped.skipped
     assert counts == [3, 3]

@@ -74,15 +74,18 @@ def raw_loop(name, data):
 def scaled_step(name, donate):
     model = net()
     grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))
-    grad_fn = ll.clip_by_global_norm(grad_fn, 0.5)
     cls, hyperparameters = OPTIMIZERS[name]
-    optimizer = ll.optimizer(cls, lr=lambda step: 1e-2 * rate(step), **hyperparameters)
-    optimizer = ll.chain(ll.optim.dynamic_loss_scale(**SCALES), optimizer)
+    optimizer = ll.chain(
+        ll.optim.dynamic_loss_scale(**SCALES),
+        ll.clip_by_global_norm(0.5),
+        ll.optimizer(cls, lr=lambda step: 1e-2 * rate(step), **hyperparameters),
+    )
     return ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
 
 
 def scale_and_tracker(state):
-    return state.opt_state["loss_scale"].item(), state.opt_state["growth_tracker"].item()
+    own = state.opt_state["dynamic_loss_scale"]
+    return own["loss_scale"].item(), own["growth_tracker"].item()
 
 
 @both_steps
@@ -98,7 +101,7 @@ def test_200_steps_with_overflows_have_the_bits_of_grad_scaler(name, donate):
     train_step, state = scaled_step(name, donate)
     ours = []
     for batch in data:
-        used = state.opt_state["loss_scale"].item()
+        used = state.opt_state["dynamic_loss_scale"]["loss_scale"].item()
         state, metrics = train_step(state, batch)
         assert ll.compute(metrics)["loss_scale"] == used
         ours.append((*scale_and_tracker(state), state.skipped))
@@ -116,7 +119,7 @@ def test_a_scale_that_cannot_be_the_cause_ends_the_run(donate):
     bad = (x * torch.nan, y)
     for scale in (2.0, 1.0):
         state, _ = train_step(state, bad)
-        assert state.opt_state["loss_scale"] == scale
+        assert state.opt_state["dynamic_loss_scale"]["loss_scale"] == scale
     kept = ll.copy_state(state)
     message = (
         r"not finite at step 1 though the loss scale is down to 1\.0 \(min_scale=1\.0\).*lower the learning rate"
@@ -154,13 +157,11 @@ def test_autocast_has_the_bits_of_the_raw_loop(dtype, enabled):
 
 
 def test_clipping_by_value_hides_no_overflow():
-    optimizer = ll.chain(ll.optim.dynamic_loss_scale(2.0**10), SGD)
+    optimizer = ll.chain(ll.optim.clip_by_value(0.5), ll.optim.dynamic_loss_scale(2.0**10), SGD)
     grad_fn = ll.make_grad_fn(model := net(), ll.autocast(loss_fn, torch.float16))
-    state, _ = ll.make_train_step(ll.optim.clip_by_value(grad_fn, 0.5), optimizer)(
-        ll.init_state(model, optimizer), batches(23)[22]
-    )
+    state, _ = ll.make_train_step(grad_fn, optimizer)(ll.init_state(model, optimizer), batches(23)[22])
     assert state.skipped
-    assert state.opt_state["loss_scale"] == 2.0**9
+    assert state.opt_state["dynamic_loss_scale"]["loss_scale"] == 2.0**9
 
 
 # Refusals
@@ -168,19 +169,22 @@ def test_clipping_by_value_hides_no_overflow():
 SCALE = ll.optim.dynamic_loss_scale
 
 
-def scaled_without(optimizer):
+def scaled_without(as_dict):
+    """Gradients of a scaled loss, for an optimizer that does not divide them by the scale."""
     model = net()
-    return ll.make_grad_fn(model, loss_fn)(ll.init_state(model, optimizer), batches(1)[0])
+    grad_fn, state, scale = ll.make_grad_fn(model, loss_fn), ll.init_state(model, SGD), torch.tensor(8.0)
+    out = grad_fn(state, batches(1)[0], scale=scale)
+    return ll.apply_gradients(SGD, state, out.grads, scale=scale) if as_dict else ll.apply_gradients(SGD, state, out)
 
 
 REFUSED = [
-    *((ValueError, f"{key}={value}", lambda key=key, value=value: SCALE(SGD, **{key: value})) for key, value in [
+    *((ValueError, f"{key}={value}", lambda key=key, value=value: SCALE(**{key: value})) for key, value in [
         ("growth_factor", 1.0), ("backoff_factor", 1.0), ("backoff_factor", 0.0), ("growth_interval", 0),
         ("growth_interval", 1.5), ("init_scale", float("inf")),
         ("min_scale", 0.0), ("init_scale", 1e-5),
     ]),
-    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(SGD)),
-    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(None)),
+    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(False)),
+    (ValueError, "ll.optim.dynamic_loss_scale", lambda: scaled_without(True)),
     *((ValueError, str(dtype), lambda dtype=dtype: ll.autocast(loss_fn, dtype)) for dtype in (torch.float64, torch.int8)),
     (ValueError, "float32 enabled=False", lambda: ll.autocast(loss_fn, torch.float32)),
 ]  # fmt: skip

@@ -1,7 +1,6 @@
 """Steps that are not made: as if the batch had not been, and on two ranks that decide alike."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def loss_fn(model, batch):
     return (model(x) - 1).square().mean() * factor
 
 
-# apply_if_finite
+# skip_nonfinite
 
 
 @both_steps
@@ -39,11 +38,11 @@ def test_a_skipped_step_is_as_if_the_batch_had_not_been(donate, bad):
         if at not in bad:
             reference, _ = plain_step(reference, (x, 1.0))
         assert state.skipped == (at in bad)
-        assert state.opt_state["notfinite_count"] == in_a_row
+        assert state.opt_state["skip_nonfinite"]["notfinite_count"] == in_a_row
     assert bits((state.params, state.buffers)) == bits((reference.params, reference.buffers))
-    assert bits(state.opt_state["inner_state"]) == bits(reference.opt_state)
+    assert bits(state.opt_state["AdamW"]) == bits(reference.opt_state["AdamW"])
     assert state.step == reference.step == 12 - len(bad)
-    assert state.opt_state["total_notfinite"] == len(bad)
+    assert state.opt_state["skip_nonfinite"]["total_notfinite"] == len(bad)
     assert (state.epoch, state.batch, state.samples) == (2, 2, 12 * 8)
 
 
@@ -64,10 +63,8 @@ def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
 
 
 def test_the_loss_scale_has_torchs_defaults_and_may_grow_at_every_step():
-    torchs, settings = (
-        torch.amp.GradScaler("cpu"),
-        ll.chain(ll.optim.dynamic_loss_scale(), adamw()).description["dynamic_loss_scale"],
-    )
+    torchs = torch.amp.GradScaler("cpu")
+    settings = ll.chain(ll.optim.dynamic_loss_scale(), adamw()).description["dynamic_loss_scale"]
     assert settings["growth_interval"] == torchs.get_growth_interval()
     assert settings["growth_factor"] == torchs.get_growth_factor()
     assert settings["backoff_factor"] == torchs.get_backoff_factor()
@@ -75,7 +72,7 @@ def test_the_loss_scale_has_torchs_defaults_and_may_grow_at_every_step():
 
 
 def test_the_count_of_skips_to_accept_is_a_count_and_by_default_five():
-    assert ll.chain(ll.skip_nonfinite(), adamw()).description["apply_if_finite"]["max_consecutive"] == 5
+    assert ll.chain(ll.skip_nonfinite(), adamw()).description["skip_nonfinite"]["max_consecutive"] == 5
     for wrong in (-1, True, 1.5):
         with pytest.raises(ValueError, match=f"max_consecutive is {wrong}"):
             ll.chain(ll.skip_nonfinite(wrong), adamw())
@@ -84,12 +81,12 @@ def test_the_count_of_skips_to_accept_is_a_count_and_by_default_five():
 # Several ranks
 
 
-def run_on_a_rank(optimizer, wrap, factors):
+def run_on_a_rank(optimizer, factors):
     """The skipped steps, the last state, and the step of an error with its message."""
     rank = ll.distributed.rank()
     torch.manual_seed(rank)  # models and batches of their own
     model = nn.Linear(3, 1)
-    grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
+    grad_fn = ll.make_grad_fn(model, loss_fn)
     state, skips = ll.init_state(model, optimizer), []
     for at in range(16):
         batch = torch.randn(4 - 2 * rank, 3), factors.get((rank, at), 1.0)
@@ -105,23 +102,19 @@ def run_on_a_rank(optimizer, wrap, factors):
 def on_two_ranks():
     optimizer, inf = ll.optimizer(torch.optim.SGD, lr=0.01), math.inf
     factors = {(0, 8): inf, (1, 10): 1e6, (1, 12): inf, (0, 14): math.nan}
-    finite, scaled = (
-        partial(ll.optim.apply_if_finite, optimizer),
-        ll.chain(ll.optim.dynamic_loss_scale(2.0**10), optimizer),
-    )
-
-    def plain(grad_fn):
-        return grad_fn
-
     with ll.distributed.setup():
-        for wrapped, wrap, record in (
-            (finite(3), plain, {"notfinite_count": 0, "total_notfinite": 3}),
-            (scaled, ll.grads.scale_loss, {"loss_scale": 2.0**7, "growth_tracker": 1}),
+        for judge, record in (
+            (ll.skip_nonfinite(3), {"skip_nonfinite": {"notfinite_count": 0, "total_notfinite": 3}}),
+            (
+                ll.optim.dynamic_loss_scale(2.0**10),
+                {"dynamic_loss_scale": {"loss_scale": 2.0**7, "growth_tracker": 1}},
+            ),
         ):
-            skips, state, _ = run_on_a_rank(wrapped, wrap, factors)
+            skips, state, _ = run_on_a_rank(ll.chain(judge, optimizer), factors)
             assert (skips, state.step) == ([8, 12, 14], 13)
-            assert {key: value for key, value in state.opt_state.items() if key != "inner_state"} == record
-        skips, _, (at, message) = run_on_a_rank(finite(1), plain, {(1, 5): inf, (0, 6): inf})
+            assert {name: own for name, own in state.opt_state.items() if name != "SGD"} == record
+        once = ll.chain(ll.skip_nonfinite(1), optimizer)
+        skips, _, (at, message) = run_on_a_rank(once, {(1, 5): inf, (0, 6): inf})
         where = "on another rank," if ll.distributed.rank() else "in 2 of 2 parameters: weight, bias."
         assert (skips, at, where in message) == ([5], 6, True), message
 
@@ -142,5 +135,5 @@ def test_parameters_without_elements_are_finite(way):
 def test_without_any_element_the_flag_lies_where_the_gradients_do():
     sgd = ll.chain(ll.skip_nonfinite(), SGD)
     params = {"empty": torch.ones(0, device="meta")}
-    flag, _ = sgd.decide(params, sgd.init(params), {}, params=params, step=0)
-    assert flag.flag.device.type == "meta"
+    out = sgd.transform(params, sgd.init(params), params, 0)
+    assert out.apply.device.type == "meta"

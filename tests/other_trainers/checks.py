@@ -1,6 +1,7 @@
 """Checks of what the code of a row leaves: counts, steps at which something happens, gradients, updates, rates."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -201,6 +202,23 @@ def updates(cls, same=equal, **options):
     def check(optimizer, model, loss_fn, batch):
         ours = looplib_updates(model, loss_fn, [batch] * 3, optimizer)
         assert same(ours, raw_updates(model, loss_fn, [batch] * 3, lambda raw: cls(raw.parameters(), **options)))
+
+    return check
+
+
+def clips(max_norm):
+    """SGD with the gradients that `clip_grad_norm_` clips to this norm; the norm before is reported."""
+
+    def check(optimizer, model, loss_fn, batch):
+        raw = copy.deepcopy(model)
+        loss_fn(raw, batch).backward()
+        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), max_norm).item()
+        assert max_norm == math.inf or norm > max_norm
+        torch.optim.SGD(raw.parameters(), lr=0.1).step()
+        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+        state, metrics = train_step(ll.init_state(model, optimizer), batch)
+        assert close(state.params, parameters(raw))
+        assert ll.compute(metrics)["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
     return check
 

@@ -96,14 +96,14 @@ def token_loss(model, batch):
 
 def by_looplib(batches):
     model = gpt2()
-    optimizer = ll.optimizer(
+    adamw = ll.optimizer(
         torch.optim.AdamW,
         lr=ll.schedules.warmup_linear(PEAK, warmup=WARMUP, total=STEPS),
         weight_decay=DECAY,
         groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],
     )
-    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, token_loss)), MAX_NORM)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    optimizer = ll.chain(ll.clip_by_global_norm(MAX_NORM), adamw)
+    train_step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, token_loss)), optimizer, donate=True)
     state, log = ll.init_state(model, optimizer), []
     with InDouble():
         for batch in batches:

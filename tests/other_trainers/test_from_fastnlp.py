@@ -13,6 +13,7 @@ import torch
 from checks import (
     as_rank_0_of_2,
     at,
+    clips,
     close,
     equal,
     evaluated,
@@ -164,6 +165,8 @@ CHECKS = {
     "Trainer.evaluate_every-negative": fires(10, 20, 30),
     "Trainer.evaluate_every-positive": fires(3, 6, 9, last=10),
     "Trainer.evaluate_every-function": fires(1, 8, 10, 12, last=12),
+    "TorchGradClipCallback.clip_value": clips(0.1),
+    "Event.on_after_backward": updates(SGD, close, lr=0.1 / 2),
     "LRSchedCallback.scheduler": rate(lambda step: 0.1 * 0.5 ** (step // 2)),
     "LRSchedCallback.step_on": rate(lambda step: 0.1 * 0.9 ** (step // 5)),
     "Trainer.evaluate_batch_step_fn": evaluated(),
@@ -262,7 +265,7 @@ def _(grad_fn, optimizer, model, loss_fn, batch):
         sgd.zero_grad()
         state, _ = step(state, batch)
     assert close(state.params, parameters(raw))
-    assert state.opt_state["loss_scale"].item() == scaler.get_scale() == 2.0**11
+    assert state.opt_state["dynamic_loss_scale"]["loss_scale"].item() == scaler.get_scale() == 2.0**11
 
 
 @shows("TorchWarmupCallback.warmup")

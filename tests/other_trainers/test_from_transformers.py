@@ -19,6 +19,7 @@ from at_hand import Lion
 from checks import (
     assert_gradient,
     at,
+    clips,
     close,
     equal,
     evaluated,
@@ -81,6 +82,7 @@ CHECKS = {
     "OptimizerNames.lion_32bit": updates(Lion, lr=1e-4, betas=(0.95, 0.98), weight_decay=0.1),
     "TrainingArguments (transformers 4).adafactor": updates(Adafactor, close, lr=1e-3),
     "TrainingArguments.gradient_accumulation_steps": same_gradient,
+    "TrainingArguments.max_grad_norm": clips(0.1),
     "TrainingArguments.activation_checkpointing": same_gradient_of_gpt2,
     "TrainingArguments.torch_empty_cache_steps": fires(last=200, clear_now=[100, 200]),
     "TrainingArguments.logging_strategy": fires(last=150, log_now=[1, 50, 100, 150]),
@@ -108,6 +110,7 @@ CHECKS = {
     "Trainer.push_to_hub": with_the_hub,
     "Trainer.push_to_hub(blocking)": with_the_hub,
     "Trainer.push_to_hub(commit_message)": with_the_hub,
+    "Trainer._clip_grad_norm": clips(math.inf),
     "Trainer._determine_best_metric": values(is_new_best=True),
     "Trainer._update_auto_batch_size": values(microbatches=2),
     "Trainer._wrap_model": in_one_process,
@@ -178,9 +181,9 @@ def _(optimizer, gpt2):
 
 @shows("TrainingArguments.optim_target_modules")
 def _(optimizer, gpt2):
-    inner = ll.init_state(gpt2, optimizer).opt_state["inner_states"]
+    labels = ll.init_state(gpt2, optimizer).opt_state["partition"]
     matrices = {name for name, tensor in gpt2.named_parameters() if ".h." in name and tensor.ndim == 2}
-    assert set(inner["muon"]["state"]) == matrices
+    assert set(labels["muon"]["Muon"]["state"]) == matrices
 
 
 @shows("OptimizerNames.adamw_torch_4bit")
@@ -366,6 +369,16 @@ def _(run, ckpt, state, train):
     assert state.step == 0
     for name, tensor in state.params.items():
         assert torch.equal(tensor, trained.params[name])
+
+
+@shows("TrainerCallback.on_pre_optimizer_step")
+def _(train_step, state, model, loss_fn, batch):
+    metrics = ll.compute(train_step(state, batch)[1])
+    raw = copy.deepcopy(model)
+    loss_fn(raw, batch).backward()
+    torch.nn.utils.clip_grad_norm_(raw.parameters(), 0.01)
+    largest = max(tensor.grad.abs().max().item() for tensor in raw.parameters())
+    assert metrics["grad_norm"] > 0.01 > largest == pytest.approx(metrics["largest"], rel=1e-6)
 
 
 @shows("TrainerCallback.on_optimizer_step")

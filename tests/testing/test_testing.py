@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import looplib as ll
 from looplib import testing
-from looplib.types import WHOLE
 
 
 class Tagger(nn.Module):
@@ -71,8 +70,8 @@ def adamw():
 
 def put_together(model, loss_fn=mean_loss, optimizer=None, donate=False, microbatches=3):
     """With all that usually is in a training step."""
-    optimizer = optimizer or adamw()
-    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches), 1.0)
+    optimizer = ll.chain(ll.clip_by_global_norm(1.0), optimizer or adamw())
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches)
     state = ll.init_state(model, optimizer, seed=3, extra={"note": "kept"})
     return ll.make_train_step(grad_fn, optimizer, donate=donate), state
 
@@ -86,9 +85,9 @@ def fails(*words):
 @both_states
 def test_a_good_run_passes_every_check_and_is_left_as_it_was(donate, bound):
     torch.manual_seed(0)
-    model, batch, optimizer = Tagger(0.2), tokens(), adamw()
+    model, batch, optimizer = Tagger(0.2), tokens(), ll.chain(ll.clip_by_global_norm(1.0), adamw())
     grad_fn = ll.make_grad_fn(model, token_loss)
-    step = ll.make_train_step(ll.clip_by_global_norm(ll.accumulate(grad_fn, 3), 1.0), optimizer, donate=donate)
+    step = ll.make_train_step(ll.accumulate(grad_fn, 3), optimizer, donate=donate)
     state = ll.init_state(model, optimizer, seed=3, extra={"note": "kept"})
     state = state if bound else ll.copy_state(state)
     kept, kept_batch = ll.copy_state(state), copy.deepcopy(batch)
@@ -399,7 +398,7 @@ class Branches(nn.Module):
 
 
 def check_gradients(model, frozen=None):
-    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, mean_loss, allow_unused=True), 2), 1.0)
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_loss, allow_unused=True), 2)
     testing.assert_all_gradients(grad_fn, ll.init_state(model), rows(), frozen=frozen)
 
 
@@ -438,16 +437,19 @@ def forgetting(part):
     """An update that does another thing while it is written down, in what the metrics do not show."""
     inner = ll.chain(scheduled(), ll.ema(0.9))
 
-    def update_(grads, opt_state, params, step, **options):
+    def update_(grads, state, params, step, **info):
         before = {key: tensor.detach().clone() for key, tensor in params.items()}
-        average = {key: tensor.clone() for key, tensor in opt_state["average"]["params"].items()}
-        new, later, *_ = inner.update_(grads, opt_state, params, step, **options)
+        average = {key: tensor.clone() for key, tensor in state["ema"]["average"]["params"].items()}
+        new, later, _ = inner.update_(grads, state, params, step, **info)
         if torch.compiler.is_compiling():
-            later = {**later, "average": {"params": average}} if part == "average" else later
+            forgotten = {**later["ema"], "average": {"params": average}}
+            later = {**later, "ema": forgotten} if part == "average" else later
             new = before if part == "weights" else new
         return new, later
 
-    return ll.types.Optimizer(inner.init, update_)
+    return ll.optim.part(
+        "forgetting", init=inner.init, transform=inner.transform, update_=update_, role="weights"
+    )
 
 
 def with_optimizer(optimizer):
@@ -459,7 +461,7 @@ NOT_COMPILED = [
     (lambda d: put_together(mlp(Counting()), donate=d), ["whole", "1.calls"]),
     (with_optimizer(ll.optimizer(torch.optim.SGD, lr=lambda step: step + 1)), ["in step 2: 2 graphs", "schedules"]),
     (with_loss(drawing(random.random)), ["after step 1", "/metrics/loss: "]),
-    (with_optimizer(forgetting("average")), ["not the eager one: after step", "/opt_state/average/params"]),
+    (with_optimizer(forgetting("average")), ["not the eager one: after step", "/opt_state/forgetting/ema/average/params"]),
     (with_optimizer(forgetting("weights")), ["not the eager one: after step", "/params/0.weight"]),
 ]
 
@@ -527,10 +529,6 @@ def on_step(wrap=lambda step: step, **options):
     return call
 
 
-def clipped(grad_fn):
-    return ll.clip_by_global_norm(grad_fn, 1.0)
-
-
 def noisy(model, batch):
     return mean_loss(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
 
@@ -544,7 +542,7 @@ def test_what_cannot_be_checked_is_refused():
         ("causal", predicting(lambda m, x: m(x).mean(1)), torch.randn(2, 4, 3), ValueError, r"\(2, 2\).*\(2, 4\)"),
         ("samples_independent", predicting(lambda m, x: m(x)), rows()[0][:1], ValueError, "1 row"),
         ("microbatches_equal_batch", on_grads(microbatches=8), rows(), ValueError, "microbatches is 8.* 7 samples"),
-        ("microbatches_equal_batch", on_grads(clipped), rows(), ValueError, "clip_by_global_norm"),
+        ("microbatches_equal_batch", on_grads(ll.contrib.sam), rows(), ValueError, "sam within accumulate"),
         ("overfits", on_step(metric="nothing"), rows(), ValueError, "no metric 'nothing'; it has loss"),
         ("overfits", on_step(lambda step: falling), rows(), ValueError, "first loss .*below="),
         (
@@ -573,8 +571,8 @@ def test_what_cannot_be_checked_is_refused():
 def begin():
     torch.manual_seed(0)
     model = in_engine(Tagger().double(), "fsdp" if ll.distributed.launched() else None)
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, token_loss), 1.0)
-    optimizer = adamw()
+    grad_fn = ll.make_grad_fn(model, token_loss)
+    optimizer = ll.chain(ll.clip_by_global_norm(1.0), adamw())
     batch = tokens(24)
     loader = ll.make_loader([{name: column[i] for name, column in batch.items()} for i in range(24)], batch_size=7)
     state = ll.init_state(model, optimizer, epoch_length=len(loader))

@@ -1,7 +1,6 @@
-"""Decide, then update: wrappers of a user's own against a raw loop with an `if` in it, and what spends no state."""
+"""Parts of an update of a user's own, against a raw loop with an `if` in it, and what spends no state."""
 
 import collections
-import dataclasses
 from functools import partial
 
 import pytest
@@ -42,31 +41,29 @@ def made_step(model, optimizer, way, loss_fn=loss_fn):
 # What a user writes
 
 
-def skip_large(optimizer, limit):
+def skip_large(limit):
     """No update where a gradient has an element above the limit."""
 
-    def decide(grads, opt_state, metrics, **info):
-        flag, opt_state = optimizer.decide(grads, opt_state, metrics, **info)
-        return flag & (torch.stack([grad.abs().max() for grad in grads.values()]).max() < limit), opt_state
+    def transform(grads, state, params, step):
+        largest = torch.stack([grad.abs().max() for grad in grads.values()]).max()
+        return ll.types.Transformed(grads, apply=largest < limit)
 
-    return dataclasses.replace(optimizer, decide=decide)
+    return ll.optim.part("skip_large", transform=transform, role="judge")
 
 
-def count(optimizer):
+def count():
     """Counts of its own: of batches, which move also if the update is skipped, and of updates."""
 
-    def init(params, **extra):
-        return {"inner": optimizer.init(params, **extra), "seen": torch.tensor(0), "made": torch.tensor(0)}
+    def init(params):
+        return {"seen": torch.tensor(0), "made": torch.tensor(0)}
 
-    def decide(grads, opt_state, metrics, **info):
-        flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, **info)
-        return flag, {**opt_state, "inner": inner, "seen": opt_state["seen"] + 1}
+    def transform(grads, state, params, step):
+        return ll.types.Transformed(grads, {**state, "seen": state["seen"] + 1})
 
-    def update_(grads, opt_state, params, step, **info):
-        new, inner = optimizer.update_(grads, opt_state["inner"], params, step, **info)
-        return new, {**opt_state, "inner": inner, "made": opt_state["made"] + 1}
+    def update_(grads, state, params, step):
+        return params, {**state, "made": state["made"] + 1}
 
-    return ll.types.Optimizer(init, update_, decide)
+    return ll.optim.part("count", init=init, transform=transform, update_=update_)
 
 
 def momentum(lr=0.1):
@@ -75,23 +72,24 @@ def momentum(lr=0.1):
     def init(params):
         return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
 
-    def update_(grads, opt_state, params, step):
-        opt_state = {name: 0.9 * old + grads[name] if name in grads else old for name, old in opt_state.items()}
-        return {**params, **{name: params[name] - lr * opt_state[name] for name in grads}}, opt_state
+    def update_(grads, state, params, step):
+        state = {name: 0.9 * old + grads[name] if name in grads else old for name, old in state.items()}
+        return {**params, **{name: params[name] - lr * state[name] for name in grads}}, state
 
-    return ll.types.Optimizer(init, update_)
+    return ll.optim.part("momentum", init=init, update_=update_, role="weights")
 
 
-def report(optimizer, name="moved"):
+def report(name="moved"):
     """The norm of the update, as a metric beside those of the step."""
 
-    def update_(grads, opt_state, params, step, report, **info):
-        before = {key: params[key].detach().clone() for key in grads}
-        new, opt_state = optimizer.update_(grads, opt_state, params, step, report=report, **info)
-        report[name] = ll.Mean(ll.optim.global_norm([new[key].detach() - old for key, old in before.items()]), 1)
-        return new, opt_state
+    def transform(grads, state, params, step):
+        return ll.types.Transformed(grads, carry={key: params[key].detach().clone() for key in grads})
 
-    return dataclasses.replace(optimizer, update_=update_)
+    def update_(grads, state, params, step, carry):
+        norm = ll.optim.global_norm([params[key].detach() - old for key, old in carry.items()])
+        return params, state, {name: ll.Mean(norm, 1)}
+
+    return ll.optim.part(f"report_{name}", transform=transform, update_=update_, role="after")
 
 
 def raw_loop(data, limit=LIMIT):
@@ -110,28 +108,28 @@ def raw_loop(data, limit=LIMIT):
 @both_states
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "wrap",
+    "parts",
     [
-        lambda inner: count(skip_large(inner, LIMIT)),
-        lambda inner: skip_large(count(inner), LIMIT),
-        lambda inner: skip_large(skip_large(count(skip_large(inner, 1e3)), LIMIT), 1e4),
+        [count(), skip_large(LIMIT)],
+        [skip_large(LIMIT), count()],
+        [("first", skip_large(1e4)), skip_large(LIMIT), count(), ("last", skip_large(1e3))],
     ],
-    ids=["inside", "around", "nested"],
+    ids=["behind", "before", "several"],
 )
-def test_a_wrapper_of_a_users_own_is_an_if_in_a_raw_loop(wrap, way, bound):
+def test_a_part_of_a_users_own_is_an_if_in_a_raw_loop(parts, way, bound):
     data = batches(12)
     raw, made = raw_loop(data)
     assert 3 <= sum(made) <= 9
     model = net()
-    optimizer = wrap(adamw())
+    optimizer = ll.chain(*parts, adamw())
     step = made_step(model, optimizer, way)
     state = ll.init_state(model, optimizer)
     state = state if bound else ll.copy_state(state)
     for at, x in enumerate(data):
         state, _ = step(state, x)
         assert state.skipped is not made[at]
-        assert state.step == state.opt_state["made"] == sum(made[: at + 1])
-        assert state.opt_state["seen"] == at + 1  # each wrapper judges every batch, whatever the others say
+        assert state.step == state.opt_state["count"]["made"] == sum(made[: at + 1])
+        assert state.opt_state["count"]["seen"] == at + 1  # each part sees every batch, whatever the others say
     torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-5, atol=1e-7)
     if way in ("pure", "donated"):
         assert equal(state.params, raw.named_parameters())
@@ -141,12 +139,13 @@ def test_a_wrapper_of_a_users_own_is_an_if_in_a_raw_loop(wrap, way, bound):
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
-def test_a_partition_has_one_flag_for_each_part(way):
-    """Of two parts within a partition within a wrapper, each skips by its own gradients, or all do."""
+def test_a_partition_has_one_flag_for_each_label(way):
+    """Of two chains within a partition within a chain, each skips by its own gradients, or all do."""
 
     def split(inner, outer):
-        parts = {"in": count(skip_large(adamw(), inner)), "out": count(adamw())}
-        return skip_large(ll.optim.partition(parts, lambda name, p: "in" if name[0] == "0" else "out"), outer)
+        chains = {"in": ll.chain(skip_large(inner), count(), adamw()), "out": ll.chain(count(), adamw())}
+        split = ll.optim.partition(chains, lambda name, p: "in" if name[0] == "0" else "out")
+        return ll.chain(skip_large(outer), split)
 
     model, data = net(), batches(12)
     raw = net()
@@ -169,38 +168,41 @@ def test_a_partition_has_one_flag_for_each_part(way):
         state, _ = step(state, x)
         assert state.skipped is not any(made.values())
     assert 0 < updates["in"] < updates["out"] < 12
-    inner = state.opt_state["inner_states"]
+    inner = {key: chain["count"] for key, chain in state.opt_state["partition"].items()}
     assert {key: int(inner[key]["made"]) for key in own} == updates
     assert [int(inner[key]["seen"]) for key in own] == [12, 12]
     torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-5, atol=1e-7)
 
 
 @both_steps
-def test_parts_that_decide_by_plain_bools_update_each_by_its_own(donate):
-    def part(answers):
-        inner, answers = count(sgd()), iter(answers)
-        return dataclasses.replace(
-            inner, decide=lambda *given, **info: (next(answers), inner.decide(*given, **info)[1])
-        )
+def test_labels_that_decide_by_plain_bools_update_each_by_its_own(donate):
+    def one(answers):
+        def transform(grads, state, params, step):
+            return ll.types.Transformed(grads, apply=next(answers))
 
-    parts = {"0": part([True, False, False, True]), "2": part([True, True, False, False])}
+        answers = iter(answers)
+        return ll.chain(ll.optim.part("answers", transform=transform), count(), sgd())
+
+    parts = {"0": one([True, False, False, True]), "2": one([True, True, False, False])}
     model = net()
     optimizer = ll.optim.partition(parts, lambda name, tensor: name[0])
     step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
     state, made = ll.init_state(model, optimizer), []
     for x in batches(4):
         state, _ = step(state, x)
-        made.append([int(state.opt_state["inner_states"][label]["made"]) for label in parts])
+        made.append([int(state.opt_state["partition"][label]["count"]["made"]) for label in parts])
     assert made == [[1, 1], [1, 2], [1, 2], [2, 2]]
     assert (state.step, state.batch) == (3, 4)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "wrap", [lambda inner: inner, ll.ema, lambda inner: skip_large(inner, 1e6)], ids=["", "ema", "own"]
+    "optimizer",
+    [momentum(), ll.chain(momentum(), ll.ema()), ll.chain(skip_large(1e6), momentum())],
+    ids=["", "ema", "own"],
 )
-def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_stays_bound(wrap, way):
-    model, raw, optimizer = net(), net(), wrap(momentum())
+def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_stays_bound(optimizer, way):
+    model, raw = net(), net()
     sgd = torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9, foreach=False)
     step = made_step(model, optimizer, way)
     state, first = ll.init_state(model, optimizer), None
@@ -228,13 +230,15 @@ def test_a_state_in_any_container_of_torchs_pytrees_stays_as_it_was(kind):
         "namedtuple": lambda zeros: Kept(zeros),
     }[kind]
 
-    def update_(grads, opt_state, params, step, **info):
-        (momentum,) = opt_state.values() if isinstance(opt_state, dict) else opt_state
+    def update_(grads, state, params, step, **info):
+        (momentum,) = state.values() if isinstance(state, dict) else state
         for name, grad in grads.items():
             params[name].sub_(momentum[name].mul_(0.9).add_(grad), alpha=0.1)
-        return params, opt_state
+        return params, state
 
-    optimizer = ll.types.Optimizer(lambda params, **extra: make(mapped_zeros(params)), update_)
+    optimizer = ll.optim.part(
+        "mine", init=lambda params, **extra: make(mapped_zeros(params)), update_=update_, role="weights"
+    )
     model = net()
     step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), ll.init_state(model, optimizer)
     state, _ = step(state, batches(1)[0])
@@ -242,10 +246,10 @@ def test_a_state_in_any_container_of_torchs_pytrees_stays_as_it_was(kind):
     (one, _), (two, _) = (step(state, batches(1)[0]) for _ in range(2))
     assert bits(state) == before != bits(one)
     assert bits(one) == bits(two)
-    assert type(one.opt_state) is type(state.opt_state) is type(make({}))
+    assert type(one.opt_state["mine"]) is type(state.opt_state["mine"]) is type(make({}))
 
 
-THREE = object()  # a third value beside the parameters and the state
+ONE, FOUR = object(), object()  # values, where there are parameters and a state
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -258,18 +262,19 @@ THREE = object()  # a third value beside the parameters and the state
         (lambda new: {**new, "0.weight": 1.0}, TypeError, "float as 0.weight"),
         (lambda new: [*new.values()], TypeError, "list"),
         (lambda new: None, TypeError, "NoneType"),
-        (THREE, TypeError, r"3 values; it returns two values, \(params, opt_state\)"),
+        (ONE, TypeError, r"mine returned a dict; it returns \(params, state\), or \(params, state, metrics\)"),
+        (FOUR, TypeError, r"mine returned 4 values; it returns \(params, state\), or \(params, state, metrics\)"),
     ],
-    ids=["dtype", "shape", "name", "number", "list", "None", "three"],
+    ids=["dtype", "shape", "name", "number", "list", "None", "one", "four"],
 )
 def test_what_an_update_returns_must_fit_the_parameters(change, error, words, way):
-    inner = momentum()
+    def update_(grads, state, params, step):
+        new = {**params, **{name: params[name] - 0.1 * grad for name, grad in grads.items()}}
+        if change in (ONE, FOUR):
+            return new if change is ONE else (new, state, {}, {})
+        return change(new), state
 
-    def update_(grads, opt_state, params, step):
-        new, opt_state = inner.update_(grads, opt_state, params, step)
-        return (new, opt_state, {}) if change is THREE else (change(new), opt_state)
-
-    model, optimizer = net(), dataclasses.replace(inner, update_=update_)
+    model, optimizer = net(), ll.optim.part("mine", update_=update_, role="weights")
     step = made_step(model, optimizer, way)
     with pytest.raises(error, match=words):
         step(ll.copy_state(ll.init_state(model, optimizer)), batches(1)[0])
@@ -280,17 +285,17 @@ def test_what_an_update_returns_must_fit_the_parameters(change, error, words, wa
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("wrap", "name"),
+    ("optimizer", "name"),
     [
-        (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
-        (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
-        (lambda inner: ll.chain(report(inner), ll.ema()), "moved"),
-        (lambda inner: ll.chain(ll.skip_nonfinite(3), report(inner)), "moved"),
+        (ll.optim.partition({"a": ll.chain(adamw(), report())}, lambda name, p: "a"), "moved/a"),
+        (ll.chain(adamw(), report("one"), report("other")), "one"),
+        (ll.chain(adamw(), report(), ll.ema()), "moved"),
+        (ll.chain(ll.skip_nonfinite(3), adamw(), report()), "moved"),
     ],
-    ids=["partition", "two", "ema", "apply_if_finite"],
+    ids=["partition", "two", "ema", "skip_nonfinite"],
 )
-def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
-    model, optimizer = net(), wrap(adamw())
+def test_an_update_adds_metrics_to_those_of_the_step(optimizer, name, way):
+    model = net()
     step = made_step(model, optimizer, way)
     state = ll.copy_state(ll.init_state(model, optimizer))
     for x in batches(2):
@@ -302,19 +307,32 @@ def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_update_may_not_report_under_a_name_that_is_taken(way):
-    model, optimizer = net(), report(adamw(), "loss")
+def test_a_first_half_may_not_report_under_a_name_that_is_taken_and_a_second_half_gets_one_of_its_own(way):
+    """The first is refused while nothing has been written. After that nothing can be refused."""
+
+    def transform(grads, state, params, step):
+        return ll.types.Transformed(grads, metrics={"loss": 1.0})
+
+    model, optimizer = net(), ll.chain(ll.optim.part("early", transform=transform), adamw())
     step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
-    with pytest.raises(ValueError, match="the update reports 'loss'"):
+    before = bits((state.params, state.opt_state))
+    with pytest.raises(ValueError, match="the update reports 'loss', and the gradient function does so too"):
         step(state, batches(1)[0])
-    if way == "donated":
-        with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
-            _ = state.params
+    assert bits((state.params, state.opt_state)) == before
+
+    optimizer, x = ll.chain(adamw(), report("loss")), batches(1)[0]
+    step, state = made_step(model, optimizer, way), ll.copy_state(ll.init_state(model, optimizer))
+    start = ll.copy_state(state).params
+    loss = loss_fn(net(), x).item()
+    state, metrics = step(state, x)
+    values = ll.compute(metrics)
+    moved = ll.optim.global_norm([state.params[key].detach() - start[key].detach() for key in start]).item()
+    assert values == {"loss": pytest.approx(loss), "loss/update": pytest.approx(moved)}
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_updates_report_is_averaged_over_those_that_were_made(donate):
-    model, optimizer = net(), skip_large(report(adamw()), LIMIT)
+    model, optimizer = net(), ll.chain(skip_large(LIMIT), adamw(), report())
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
     state, window, moved = ll.init_state(model, optimizer), ll.Window(), []
     for x in batches(5):
@@ -338,20 +356,21 @@ def test_a_decision_that_donates_the_state_to_another_step_is_refused(kind):
     inner = ll.make_train_step(grad_fn, SGD, donate=True)
     state, x = ll.init_state(model, SGD), torch.randn(8, 3) + 5
 
-    def decide(grads, opt_state, metrics, **info):
+    def transform(grads, *_, **info):
         other.append(inner(state, x)[0])
-        return kind != "skipped", opt_state
+        return ll.types.Transformed(grads, apply=kind != "skipped")
 
-    step = ll.make_train_step(grad_fn, dataclasses.replace(SGD, decide=decide), donate=kind != "pure")
+    optimizer = ll.chain(ll.optim.part("other_run", transform=transform), SGD)
+    step = ll.make_train_step(grad_fn, optimizer, donate=kind != "pure")
     with pytest.raises(ll.DonatedStateError, match="that run is at step 1 now"):
         step(state, x)
     assert other[0].buffers["0.running_mean"].abs().min() > 0  # of the other run, which this one leaves alone
 
 
 @pytest.mark.parametrize("way", ["donated", "compiled, donated"])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2])  # of the model, with an optimizer each
 def test_an_optimizer_that_gives_up_says_what_is_left(way, parts):
-    """An eager step changes nothing then. A compiled one may have updated another part, which spends the state."""
+    """An eager step changes nothing then. A compiled one may have updated another label, which spends the state."""
     model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
     strict = ll.chain(ll.skip_nonfinite(max_consecutive=0), SGD)
     optimizer = ll.optim.partition({"a": strict, "b": strict if parts == 1 else SGD}, lambda name, p: name[0])
@@ -372,11 +391,14 @@ def test_an_optimizer_that_gives_up_says_what_is_left(way, parts):
             _ = start.params
 
 
+NOTHING = object()  # no optimizer
+
+
 def refused(optimizer, error, words, model=None, other=None, data=None, wrap=lambda grad_fn: grad_fn, **options):
     """The step raises an error with these words, and the state that it was given can be used as before."""
     model = model or net()
     step = make_train_step(wrap(ll.make_grad_fn(model, mean if data is not None else loss_fn)), optimizer, **options)
-    state = ll.init_state(model, other or optimizer)
+    state = ll.init_state(model) if other is NOTHING else ll.init_state(model, other or optimizer)
     before, module = bits((state.params, state.opt_state)), bits(dict(model.named_parameters()))
     with pytest.raises(error) as raised:
         step(state, batches(1)[0] if data is None else data)
@@ -384,7 +406,7 @@ def refused(optimizer, error, words, model=None, other=None, data=None, wrap=lam
     assert (bits((state.params, state.opt_state)), bits(dict(model.named_parameters()))) == (before, module)
 
 
-def fails(state):
+def fails(grads):
     raise KeyError("perplexity")
 
 
@@ -392,27 +414,28 @@ def fails(state):
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (lambda state: True, TypeError, "bool (flag, opt_state)"),
-        (lambda state: (True, state, {}), TypeError, "3 values (flag, opt_state)"),
-        (lambda state: (None, state), TypeError, "None bool tensor"),
-        (lambda state: (torch.ones(2) > 0, state), TypeError, "torch.bool (2,)"),
-        (lambda state: (torch.tensor(1.0), state), TypeError, "float32 ()"),
+        (lambda grads: True, TypeError, "judge bool ll.types.Transformed(grads, state, ...)"),
+        (lambda grads: (grads, None, True), TypeError, "judge 3 values ll.types.Transformed(grads, state, ...)"),
+        (lambda grads: ll.types.Transformed(grads, apply=None), TypeError, "judge apply=None bool tensor"),
+        (lambda grads: ll.types.Transformed(grads, apply=torch.ones(2) > 0), TypeError, "judge torch.bool (2,)"),
+        (lambda grads: ll.types.Transformed(grads, apply=torch.tensor(1.0)), TypeError, "judge float32 ()"),
+        (lambda grads: ll.types.Transformed(grads, {"count": torch.ones(1)}), ValueError, "judge state init="),
         (fails, KeyError, "perplexity"),  # its own error, which is not blamed on the state
     ],
-    ids=["flag alone", "three", "none", "shape", "dtype", "its own error"],
+    ids=["flag alone", "three", "none", "shape", "dtype", "state", "its own error"],
 )
-def test_what_decide_must_not_return_is_refused(answer, error, words, options):
-    def decide(grads, opt_state, metrics):
-        return answer(opt_state)
-
-    refused(dataclasses.replace(ll.chain(adamw(), ll.ema()), decide=decide), error, words, **options)
+def test_what_a_first_half_must_not_return_is_refused(answer, error, words, options):
+    judge = ll.optim.part("judge", transform=lambda grads, state, params, step: answer(grads), role="judge")
+    refused(ll.chain(judge, adamw(), ll.ema()), error, words, **options)
 
 
 AROUND = {
-    "ema": ll.ema,
+    "ema": lambda inner: ll.chain(inner, ll.ema()),
     "swa": lambda inner: ll.chain(inner, ll.optim.swa(start=0)),
-    "apply_if_finite": lambda inner: ll.chain(ll.skip_nonfinite(3), inner),
-    "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
+    "skip_nonfinite": lambda inner: ll.chain(ll.skip_nonfinite(3), inner),
+    "dynamic_loss_scale": lambda inner: ll.chain(ll.optim.dynamic_loss_scale(), inner),
+    "own_steps": ll.optim.own_steps,
+    "every": lambda inner: ll.optim.every(inner, 1),
     "partition": lambda inner: ll.optim.partition({"all": inner}, lambda name, tensor: "all"),
 }
 
@@ -420,14 +443,14 @@ AROUND = {
 @both_steps
 @pytest.mark.parametrize("name", [*AROUND, ""])
 def test_the_state_of_another_optimizer_is_refused(name, donate):
-    """By wrappers and without, before anything is known of these parameters and after."""
+    """By chains and alone, before anything is known of these parameters and after."""
     around = {**AROUND, "": lambda inner: inner}
     momentum = sgd()
     own, who, options = around[name](adamw()), f"{name} AdamW", {"donate": donate}
-    refused(own, ValueError, f"without {who}", other=ll.types.Optimizer(lambda params: None, None), **options)
+    refused(own, ValueError, f"without {who}", other=NOTHING, **options)
     refused(own, ValueError, "momentum_buffer AdamW", other=around[name](momentum), **options)
     refused(around[name](momentum), ValueError, "exp_avg, SGD", other=own, **options)
-    for other in around.keys() - {name, *({"ema", "swa"} if name in ("ema", "swa") else ())}:
+    for other in around.keys() - {name}:
         refused(own, ValueError, f"{who} which keeps exp_avg", other=around[other](adamw()), **options)
     split = {"p": adamw(), "q": momentum}
     members = ll.optim.partition(split, lambda name, tensor: "pq"[tensor.ndim == 2])
@@ -493,24 +516,19 @@ def test_where_takes_trees_of_one_kind(flag):
     assert ll.optim.where(torch.tensor(flag), nn.Parameter(torch.ones(2)), torch.zeros(2)).requires_grad
 
 
-def halved(optimizer):
-    """Half of each update, from the weights at its decision, which `decide` puts into the state as they are."""
+def halved():
+    """Half of each update, from the weights at its decision, which `transform` puts into the state as they are."""
 
-    def init(params, **extra):
-        before = {key: p.detach().clone() for key, p in params.items()}
-        return {"inner": optimizer.init(params, **extra), "before": before}
+    def init(params):
+        return {key: p.detach().clone() for key, p in params.items()}
 
-    def decide(grads, opt_state, metrics, params, **info):
-        flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, params=params, **info)
-        return flag, {"inner": inner, "before": {key: params[key].detach() for key in opt_state["before"]}}
+    def transform(grads, state, params, step):
+        return ll.types.Transformed(grads, {key: params[key].detach() for key in state})
 
-    def update_(grads, opt_state, params, step, **info):
-        new, inner = optimizer.update_(grads, opt_state["inner"], params, step, **info)
-        with torch.no_grad():
-            new = {name: tensor.lerp_(opt_state["before"][name], 0.5) for name, tensor in new.items()}
-        return new, {**opt_state, "inner": inner}
+    def update_(grads, state, params, step):
+        return {name: tensor.lerp_(state[name], 0.5) for name, tensor in params.items()}, state
 
-    return dataclasses.replace(optimizer, init=init, decide=decide, update_=update_)
+    return ll.optim.part("halved", init=init, transform=transform, update_=update_, role="after")
 
 
 @pytest.mark.every_case
@@ -518,13 +536,13 @@ def halved(optimizer):
 @pytest.mark.parametrize("last", [True, False], ids=["skipped last", "skipped between"])
 def test_weights_that_a_decision_keeps_are_those_of_that_moment(way, last):
     model, raw = net(), net()
-    optimizer = halved(ll.chain(ll.skip_nonfinite(3), ll.optimizer(torch.optim.SGD, lr=0.2)))
+    optimizer = ll.chain(ll.skip_nonfinite(3), ll.optimizer(torch.optim.SGD, lr=0.2), halved())
     step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
     sgd = torch.optim.SGD(raw.parameters(), lr=0.1)  # half the rate
     for x in [batches(1)[0], batches(1)[0] * torch.nan, *([] if last else batches(3))]:
         expected = {key: p.detach().clone() for key, p in state.params.items()}
         state, _ = step(state, x)
-        assert bits(state.opt_state["before"]) == bits(expected)
+        assert bits(state.opt_state["halved"]) == bits(expected)
         sgd.zero_grad()
         loss_fn(raw, x).backward()
         if not state.skipped:
@@ -533,4 +551,4 @@ def test_weights_that_a_decision_keeps_are_those_of_that_moment(way, last):
     with torch.no_grad():
         for p in state.params.values():
             p.add_(1)
-    assert bits(state.opt_state["before"]) == bits(expected)
+    assert bits(state.opt_state["halved"]) == bits(expected)
