@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -87,16 +88,13 @@ _INSTEAD = {
 }
 
 
-def give_hints(room: dict[str, Any]) -> None:
-    """Explain names that a room, given by its `globals()`, does not have.
+def in_room(name: str) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a room, which explains names that it does not have."""
 
-    Type checkers, which would take any name for one that there is, do not see a function that is put there so.
-    """
+    def __getattr__(missing: str) -> NoReturn:
+        raise unknown(sys.modules[name], missing)
 
-    def missing(name: str) -> NoReturn:
-        raise unknown(sys.modules[room["__name__"]], name)
-
-    room["__getattr__"] = missing
+    return __getattr__
 
 
 def unknown(module: ModuleType, name: str) -> AttributeError:
