@@ -36,7 +36,7 @@ _INSTEAD = {
     "apply_if_finite": "it is ll.skip_nonfinite(), a part of ll.chain",
     "scale_loss": "it is ll.optim.dynamic_loss_scale(), a part of ll.chain: the train step hands the scale to the gradients",
     "GradRequest": "a gradient function takes **request and hands it on, grad_fn(state, batch, **request)",
-    "wrapper": "a gradient function of your own needs none; functools.wraps(grad_fn) lets checks see what it wraps",
+    "wrapper": "a gradient function of your own needs none; functools.wraps(grad_fn) lets accumulate count samples as what it wraps",
     "amp": "ll.autocast(loss_fn) computes the loss in mixed precision",
     "seed_everything": _SEEDS,
     "set_seed": _SEEDS,

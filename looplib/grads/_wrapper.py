@@ -48,6 +48,17 @@ def check_whole_batch(part: BatchPart | None, name: str, instead: str = "") -> N
     )
 
 
+def check_together(grad_fn: GradFn, who: str) -> GradFn:
+    """Like `check_grad_fn`; also raise for gradients of each sample, which are not those of the parameters."""
+    checked = check_grad_fn(grad_fn, who)
+    record = made(grad_fn)
+    check(
+        record is None or not record.per_sample,
+        f"gradients of each sample are not those of a step: bring them together inside, {who}(clip_per_sample(...), ...)",
+    )
+    return checked
+
+
 def check_samples_apart(batch_norms: Sequence[str]) -> None:
     """Raise if these layers make each sample's gradient depend on the others."""
     check(
@@ -69,8 +80,8 @@ def joined(metrics: dict[str, Metric], more: dict[str, Metric]) -> dict[str, Met
 
 
 PER_SAMPLE_SCALED = (
-    "per-sample gradients of a scaled loss are not supported: leave out ll.optim.dynamic_loss_scale, and autocast to "
-    "torch.bfloat16, which needs no loss scale"
+    "per-sample gradients of a scaled loss are not supported: leave out ll.optim.dynamic_loss_scale, or the scaler= of "
+    "backward, and autocast to torch.bfloat16, which needs no loss scale"
 )
 DROPPED = (
     "{who} got {what}: a gradient function of your own hands what it is given by name on to the one that it wraps, "
