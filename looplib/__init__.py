@@ -160,9 +160,9 @@ def _looked_up(name: str) -> _Any:
     raise _unknown(package, name)
 
 
-# Type checkers, which would take any name for one that there is, do not see the functions under Python's names.
-vars(_sys.modules[__name__]).update(
-    __getattr__=_looked_up,
-    # Without rooms that have the names of every user's own variables: no completion offers `ll.state`.
-    __dir__=lambda: sorted({*globals(), *_LATE} - {"log", "state"}),
-)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})
+
+
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _looked_up

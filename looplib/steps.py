@@ -31,7 +31,7 @@ from looplib._core.tracing import tracing
 from looplib._core.watches import Watch
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
-from looplib.grads._wrapper import DROPPED, check_grad_fn
+from looplib.grads._wrapper import DROPPED, check_together
 from looplib.metrics._mean import Mean
 from looplib.optim._chain import check_writes
 from looplib.types import (
@@ -158,7 +158,7 @@ def make_train_step(
     leaves it behind likewise. Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
     the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
     """
-    given, grad_fn = grad_fn, check_grad_fn(grad_fn, "make_train_step")
+    given, grad_fn = grad_fn, check_together(grad_fn, "make_train_step")
     check_writes(optimizer, "make_train_step")
     watched = (given, [each for part in optimizer.parts.values() for each in (part.transform, part.update_)])
     parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)

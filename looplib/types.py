@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from looplib._core import errors, lease
 from looplib._core.chain import Transformed as Transformed
 from looplib._core.engines import BatchPart as BatchPart
 from looplib._core.lease import TREES as TREES
-from looplib._core.lease import DonatedStateError, check_valid, clock
+from looplib._core.lease import DonatedStateError
 from looplib._core.lease import check_state as check_state
 from looplib._core.mappings import fields_of
 from looplib._core.records import Call, kinds_of_classes
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState(lease.Leased):
     """Training state: an immutable record of a training run at one moment.
 
@@ -90,11 +90,11 @@ class TrainState(lease.Leased):
     batch_samples: int = 0
     batch_steps: int = 1
     no_batch: bool = False
-    params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    opt_state: Any = None
+    params: lease.Tree[dict[str, Tensor]] = lease.Tree(dict)  # noqa: RUF009 (a descriptor, and no default)
+    buffers: lease.Tree[dict[str, Tensor]] = lease.Tree(dict)  # noqa: RUF009 (a descriptor, and no default)
+    opt_state: lease.Tree[Any] = lease.Tree()  # noqa: RUF009
     seed: int = 0
-    extra: Any = None
+    extra: lease.Tree[Any] = lease.Tree()  # noqa: RUF009
 
     @property
     def skipped(self) -> bool:
@@ -148,6 +148,14 @@ class TrainState(lease.Leased):
 
     __setstate__ = lease.note_provenance
 
+    if not TYPE_CHECKING:  # type checkers would take any attribute for one that there is
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise errors.missing(self, "a TrainState", name, _NOT_OF_A_STATE)
+
+
+# `dataclass` makes one that says less, and takes none from the class.
+TrainState.__setattr__ = errors.no_assignment("a TrainState", "write state = state.replace({name}=...)")  # type: ignore[method-assign]
 
 # What users of torch and of Trainers write -> what to write instead.
 _NOT_OF_A_STATE = {
@@ -160,27 +168,9 @@ _NOT_OF_A_STATE = {
     "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
     "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
 }
-errors.explain(TrainState, "a TrainState", _NOT_OF_A_STATE, "write state = state.replace({name}=...)")
-
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 COUNTS = tuple(name for name in FIELDS if name not in TREES)
 
-
-def _guard(name: str) -> None:
-    """Let a tree of a state be read only while no step has written its tensors. The tree itself is in `_name`."""
-    slot = vars(TrainState)[name]
-
-    def tree(state: Any) -> Any:
-        if state._at != clock.time:
-            check_valid(state, (name,))
-        return slot.__get__(state)
-
-    setattr(TrainState, f"_{name}", slot)
-    setattr(TrainState, name, property(tree, slot.__set__, doc=slot.__doc__))
-
-
-for _tree in TREES:
-    _guard(_tree)
 
 # For torch, a state's trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
 # `tree_map` therefore see only tensors, and a comparison sees every field.
@@ -556,6 +546,11 @@ class Optimizer:
         shown = f"Optimizer({', '.join(self.parts)})" if self.call is None else str(self.call)
         return "  # ".join([shown, *kernels])
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise errors.missing(self, "what ll.optimizer returns", name, _NOT_OF_AN_OPTIMIZER)
+
 
 _NOT_OF_AN_OPTIMIZER = {
     "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
@@ -568,13 +563,10 @@ _NOT_OF_AN_OPTIMIZER = {
     "state), and to change it in a loop, lr=ll.optim.injected(...)",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
 }
-kinds_of_classes[Optimizer] = "optimizer"
-errors.explain(
-    Optimizer,
-    "what ll.optimizer returns",
-    _NOT_OF_AN_OPTIMIZER,
-    "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",
+Optimizer.__setattr__ = errors.no_assignment(  # type: ignore[method-assign]
+    "what ll.optimizer returns", "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)"
 )
+kinds_of_classes[Optimizer] = "optimizer"
 
 Schedule = Callable[[int], float]
 """Schedule: a hyperparameter as a function of the number of updates made so far.

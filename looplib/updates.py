@@ -312,7 +312,8 @@ def update(
             info["scale"] = out.scale
         first = optimizer.transform(out.grads, opt_state, params, state.step, **info)
         grads, next_opt_state = first.grads, first.state
-        metrics = with_report(metrics, first.metrics, samples)  # which may be refused
+        if first.metrics:  # which may be refused
+            metrics = with_report(metrics, first.metrics, samples)
         applied = first.apply is True or read(first)
         trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
         makes_update = applied is True or any_of(applied)
@@ -343,7 +344,8 @@ def update(
             )
             if replaced := new_tensors(new_params, mine, grads):  # by a functional update
                 new_opt_state = _copy_into(mine, replaced, new_opt_state)
-            metrics = with_late_report(metrics, report, samples)
+            if report:
+                metrics = with_late_report(metrics, report, samples)
         new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, count, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
@@ -386,8 +388,6 @@ def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
 
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """The metrics of a step, with those that its update reports before anything is written."""
-    if not report:
-        return metrics
     for name in report:
         check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
     return {**metrics, **aux_records(report, samples)}
@@ -395,8 +395,6 @@ def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: 
 
 def with_late_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """The metrics of a step, with those that its update reports when the state is spent: nothing can be refused by then."""
-    if not report:
-        return metrics
     named = {f"{name}/update" if name in metrics else name: value for name, value in report.items()}
     return {**metrics, **aux_records(named, samples)}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -35,7 +36,7 @@ _INSTEAD = {
     "apply_if_finite": "it is ll.skip_nonfinite(), a part of ll.chain",
     "scale_loss": "it is ll.optim.dynamic_loss_scale(), a part of ll.chain: the train step hands the scale to the gradients",
     "GradRequest": "a gradient function takes **request and hands it on, grad_fn(state, batch, **request)",
-    "wrapper": "a gradient function of your own needs none; functools.wraps(grad_fn) lets checks see what it wraps",
+    "wrapper": "a gradient function of your own needs none; functools.wraps(grad_fn) lets accumulate count samples as what it wraps",
     "amp": "ll.autocast(loss_fn) computes the loss in mixed precision",
     "seed_everything": _SEEDS,
     "set_seed": _SEEDS,
@@ -87,16 +88,13 @@ _INSTEAD = {
 }
 
 
-def give_hints(room: dict[str, Any]) -> None:
-    """Explain names that a room, given by its `globals()`, does not have.
+def in_room(name: str) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a room, which explains names that it does not have."""
 
-    Type checkers, which would take any name for one that there is, do not see a function that is put there so.
-    """
+    def __getattr__(missing: str) -> NoReturn:
+        raise unknown(sys.modules[name], missing)
 
-    def missing(name: str) -> NoReturn:
-        raise unknown(sys.modules[room["__name__"]], name)
-
-    room["__getattr__"] = missing
+    return __getattr__
 
 
 def unknown(module: ModuleType, name: str) -> AttributeError:

@@ -19,8 +19,8 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from looplib._core.copies import clones
 from looplib._core.mappings import pairs, pick
 from looplib._core.torch_private import functorch_level_of, pytree
 from looplib._core.tracing import tracing
+
+T = TypeVar("T")
 
 
 class Lease:
@@ -94,6 +96,34 @@ class Leased:
 _set_time, _set_lease, _set_provenance = (
     vars(Leased)[name].__set__ for name in ("_at", "_lease", "_provenance")
 )  # of a record that does not let its attributes be assigned
+
+
+class Tree(Generic[T]):
+    """A field of a record that holds tensors: reading it raises DonatedStateError once a step has written one of them.
+
+    Its value is in the attribute with an underscore before the name. `make` makes the value that None stands for.
+    """
+
+    def __init__(self, make: Callable[[], Any] | None = None) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._own = name, f"_{name}"
+
+    @overload
+    def __get__(self, record: None, owner: type) -> Any: ...
+    @overload
+    def __get__(self, record: Leased, owner: type) -> T: ...
+    def __get__(self, record: Leased | None, owner: type) -> Any:
+        if record is None:  # the default of the field, for `dataclass`
+            return None
+        if record._at != clock.time:
+            check_valid(record, (self._name,))
+        return vars(record)[self._own]
+
+    def __set__(self, record: Leased, value: Any) -> None:
+        """Only when the record is made, which does not let its attributes be assigned later."""
+        vars(record)[self._own] = self._make() if value is None and self._make is not None else value
 
 
 def follows(record: Any, before: Any, lease: Lease | None) -> None:

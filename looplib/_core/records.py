@@ -209,8 +209,18 @@ KINDS = {
 }
 RECORDS = {"optimizer", "model", "state"}  # no plain function is one of these
 
-# Usual names of the first parameter of a function of a model.
-MODELS = {"model", "module", "net", "network"}
+# How a plain function of a kind is called: it is judged by nothing else.
+CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "grad_fn": (("state", "batch"), ("index", "scale", "donate", "copied", "part")),
+    "train_step": (("state", "batch"), ()),
+    "eval_step": (("state", "batch"), ()),
+    "predict_step": (("state", "batch"), ()),
+    "loss_fn": (("model", "batch"), ()),
+    "predicate": (("state",), ()),
+    "schedule": (("step",), ()),
+    "logger": (("state", "values"), ()),
+    "loader": (("state",), ()),
+}
 
 # Kinds of the instances of classes; each file that defines such a class adds it.
 kinds_of_classes: dict[type, str] = {nn.Module: "model"}
@@ -221,23 +231,40 @@ def kind_of(value: Any) -> str | None:
     for cls in type(value).__mro__:
         if cls in kinds_of_classes:
             return kinds_of_classes[cls]
-    if (record := made(value)) is not None and record.kind is not None:
-        return record.kind
-    first, second, *_ = [*({} if isinstance(value, type) else parameters_of(value)), "", ""]
-    if second and first in MODELS:
-        return "loss_fn"
-    return "logger" if second == "values" else None
+    record = made(value)
+    return None if record is None else record.kind
 
 
 def check_kind(value: T, who: str, *expected: str, advice: str = "") -> T:
-    """Return a value of one of these kinds, or a plain callable that may be. Raises TypeError for another."""
+    """Return a value of one of these kinds, or a plain callable that can be called so. Raises TypeError for another."""
     __tracebackhide__ = True
     kind = kind_of(value)
     plain = kind is None and callable(value) and not isinstance(value, type) and not RECORDS & {*expected}
-    if kind not in expected and not plain:
-        wanted = " or ".join(KINDS[name] for name in expected)
-        raise TypeError(f"{who} got {_called(value, kind)}; give {wanted}{advice}")
-    return value
+    if kind in expected or (plain and any(_can_be_called(value, name) for name in expected)):
+        return value
+    wanted = " or ".join(KINDS[name] for name in expected)
+    as_what = f", which cannot be called as {_call_of(expected[0])}" if plain else ""
+    raise TypeError(f"{who} got {_called(value, kind)}{as_what}; give {wanted}{advice}")
+
+
+def _can_be_called(function: Any, kind: str) -> bool:
+    """True if a function takes the arguments of this kind of functions, or Python cannot tell."""
+    positional, named = CALLS[kind]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*positional, **dict.fromkeys(named))
+    except TypeError:
+        return False
+    return True
+
+
+def _call_of(kind: str) -> str:
+    """A call of a function of this kind: `grad_fn(state, batch, **request)`."""
+    positional, named = CALLS[kind]
+    return f"{kind}({', '.join([*positional, *(['**request'] if named else [])])})"
 
 
 def _called(value: Any, kind: str | None) -> str:
@@ -246,8 +273,7 @@ def _called(value: Any, kind: str | None) -> str:
         return f"the {kind or 'function'} of {record.name}"
     if not inspect.isroutine(value):
         return named(value)
-    called = f"{value.__name__}({', '.join(parameters_of(value))})"
-    return called if kind is None else f"{called}, which looks like a {kind}"
+    return f"{value.__name__}({', '.join(parameters_of(value))})"
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -1,6 +1,8 @@
 """Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.checkpoint._capture import RandomStreams, capture, reinstate
 from looplib.checkpoint._checkpoints import Checkpoint
 from looplib.checkpoint._export import save_pretrained, save_safetensors
@@ -26,4 +28,5 @@ __all__ = [
     "state_dict",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from looplib._core import errors
 from looplib._core.checks import check, check_type, few, warn
@@ -584,6 +584,12 @@ class CheckpointIO:
             if path not in kept:
                 remove(path)
 
+    if not TYPE_CHECKING:  # type checkers would take any attribute for one that there is
+
+        def __getattr__(self, name: str) -> NoReturn:
+            advice = {"load": "ckpt.restore(state) reads the latest checkpoint"}
+            raise errors.missing(self, "what ll.checkpoint_io returns", name, advice)
+
 
 _DIFFERS = "the state differs between ranks, so it is not one state to save:\n  "
 _ONE_FOR_ALL = (
@@ -607,8 +613,3 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
-
-
-errors.explain(
-    CheckpointIO, "what ll.checkpoint_io returns", {"load": "ckpt.restore(state) reads the latest checkpoint"}
-)

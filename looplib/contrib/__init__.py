@@ -1,6 +1,8 @@
 """Published techniques: gradient functions and optimizers go in and come out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.contrib._contrastive import make_contrastive_grad_fn
 from looplib.contrib._find_lr import LRCurve, find_lr
 from looplib.contrib._neftune import neftune
@@ -19,4 +21,5 @@ __all__ = [
     "sam",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -1,6 +1,8 @@
 """Data loading: a state goes in and the remaining batches of its epoch come out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib._core.samples import count_samples
 from looplib.data._growing import growing
 from looplib.data._loader import Loader, make_loader
@@ -38,4 +40,5 @@ __all__ = [
     "with_replacement",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
@@ -12,7 +13,16 @@ from looplib._core.checks import check, check_optional_count, check_type, few, n
 from looplib._core.trees import is_array
 from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
-REQUIRED: Any = "required"  # default of `batch_size`, since no value is right for most datasets; seen in signatures
+
+class Required(enum.Enum):
+    """The default of `batch_size`, which most datasets need and a DataLoader or an order may have; None says something else."""
+
+    REQUIRED = enum.auto()
+
+    __repr__ = enum.Enum.__str__
+
+
+REQUIRED = Required.REQUIRED
 
 _INSTEAD = {
     "limit": "max_batches=..., a number of batches, or give a torch.utils.data.Subset of the dataset",
@@ -53,7 +63,9 @@ def order_of(order: Order | None, shuffle: bool | None) -> Order | None:
     return shuffled() if shuffle else sequential()
 
 
-def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, drop_last: bool) -> int | None:
+def check_batch_size(
+    dataset: Any, batch_size: int | Required | None, order: Order | None, drop_last: bool
+) -> int | None:
     """Return the batch size, after checking it against the dataset and the order."""
     if order is not None and order.whole_batches:
         check(
@@ -73,7 +85,7 @@ def check_batch_size(dataset: Any, batch_size: int | None, order: Order | None, 
         batch_size is not None or not drop_last,
         "drop_last=True is given with batch_size=None, where each item is a batch; leave it out",
     )
-    return batch_size
+    return cast("int | None", batch_size)
 
 
 def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num_workers: int, divide: bool) -> None:

@@ -263,7 +263,7 @@ kinds_of_classes[Loader] = "loader"
 def make_loader(
     dataset: Any,
     *,
-    batch_size: int | None = _arguments.REQUIRED,
+    batch_size: int | _arguments.Required | None = _arguments.REQUIRED,
     order: Order | None = None,
     seed: int = 0,
     drop_last: bool = False,

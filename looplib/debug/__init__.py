@@ -1,6 +1,8 @@
 """Debugging: two runs or a suspicious step go in and their differences or causes come out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.debug._differences import Difference, LeafDifference, differences, first_difference
 from looplib.debug._fingerprint import fingerprint, read_fingerprints
 from looplib.debug._keep import keep, nbytes
@@ -23,4 +25,5 @@ __all__ = [
     "worst_samples",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -1,6 +1,8 @@
 """Distributed training: join the processes that torchrun started, and combine their results."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.distributed._processes import (
     barrier,
     is_rank_zero,
@@ -29,4 +31,5 @@ __all__ = [
     "world_size",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

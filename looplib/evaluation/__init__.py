@@ -1,6 +1,8 @@
 """Evaluation and prediction: a state and a dataset go in and metrics or outputs come out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.evaluation._evaluate import evaluate, measure
 from looplib.evaluation._oom import split_on_oom
 from looplib.evaluation._predict import predict
@@ -8,4 +10,5 @@ from looplib.evaluation._predict_to import predict_to, read_predictions
 
 __all__ = ["evaluate", "measure", "predict", "predict_to", "read_predictions", "split_on_oom"]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

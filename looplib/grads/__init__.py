@@ -1,6 +1,8 @@
 """Gradient functions: how a gradient is computed (accumulation, ranks), and the way into a loop with torch's optimizer."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.grads._accumulation import accumulate
 from looplib.grads._backward import backward
 from looplib.grads._map_batch import map_batch
@@ -13,4 +15,5 @@ __all__ = [
     "reduce_gradients",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

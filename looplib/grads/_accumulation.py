@@ -129,10 +129,8 @@ def accumulate(
                 f"accumulate counts {count} samples in a batch, and the grad_fn that it is put around {out.samples}: give "
                 "both the same count_samples="
             )
-        if whole is not None:
-            return out
-        mean = mean_of_sums(out)
-        return mean if dtype is None else mean._replace(grads=in_dtypes_of(mean.grads, state.params))
+        out = out if whole is not None else mean_of_sums(out)
+        return out if dtype is None else out._replace(grads=in_dtypes_of(out.grads, state.params))
 
     by_pieces = microbatches is None and size is None
     marked = kept(accumulated, "accumulate", grad_fn, counter_of_pieces if by_pieces else counter)
@@ -168,7 +166,12 @@ def _one_by_one(
         if out.weight is None:
             who = f"accumulate around {getattr(grad_fn, '__name__', grad_fn)}"
             raise TypeError(DROPPED.format(who=who, what="gradients without the weight of a part of a batch"))
-        _add(grads, out.grads if dtype is None else mapped(lambda grad: grad.to(dtype), out.grads))
+        _add(
+            grads,
+            out.grads
+            if dtype is None
+            else mapped(lambda grad: grad.to(dtype.to_complex() if grad.is_complex() else dtype), out.grads),
+        )
         outs.append(out._replace(grads=grads))
         part = dataclasses.replace(part, normalizer=out.normalizer)
         state = state.replace(buffers=out.buffers)

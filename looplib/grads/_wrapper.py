@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,27 +35,8 @@ def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
     """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
-    checked = check_kind(grad_fn, who, "grad_fn", advice=inside if kind_of(grad_fn) in steps else "")
-    if inspect.isfunction(grad_fn) and (names := _unfit(grad_fn)) is not None:
-        shown = f"{grad_fn.__name__}({', '.join(names)})"
-        raise TypeError(
-            f"{who} got {shown}, which cannot be called as grad_fn(state, batch, **request): give ll.make_grad_fn(model, "
-            "loss_fn) of a loss function loss_fn(model, batch), and let a gradient function of your own take **request"
-        )
-    return checked
-
-
-_REQUEST = ("index", "scale", "donate", "copied", "part")
-
-
-def _unfit(function: Any) -> list[str] | None:
-    """Names of a function's parameters, if it cannot be called as a gradient function is."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(None, None, **dict.fromkeys(_REQUEST))
-    except TypeError:
-        return [*signature.parameters]
-    return None
+    own = ". A gradient function of your own takes **request and hands it on" if kind_of(grad_fn) is None else ""
+    return check_kind(grad_fn, who, "grad_fn", advice=inside if kind_of(grad_fn) in steps else own)
 
 
 def check_whole_batch(part: BatchPart | None, name: str, instead: str = "") -> None:
@@ -66,6 +46,17 @@ def check_whole_batch(part: BatchPart | None, name: str, instead: str = "") -> N
         f"{name} within accumulate or reduce_gradients would act on each part of a batch alone: "
         f"{instead or f'put it around, {name}(accumulate(grad_fn, ...), ...)'}",
     )
+
+
+def check_together(grad_fn: GradFn, who: str) -> GradFn:
+    """Like `check_grad_fn`; also raise for gradients of each sample, which are not those of the parameters."""
+    checked = check_grad_fn(grad_fn, who)
+    record = made(grad_fn)
+    check(
+        record is None or not record.per_sample,
+        f"gradients of each sample are not those of a step: bring them together inside, {who}(clip_per_sample(...), ...)",
+    )
+    return checked
 
 
 def check_samples_apart(batch_norms: Sequence[str]) -> None:
@@ -89,8 +80,8 @@ def joined(metrics: dict[str, Metric], more: dict[str, Metric]) -> dict[str, Met
 
 
 PER_SAMPLE_SCALED = (
-    "per-sample gradients of a scaled loss are not supported: leave out ll.optim.dynamic_loss_scale, and autocast to "
-    "torch.bfloat16, which needs no loss scale"
+    "per-sample gradients of a scaled loss are not supported: leave out ll.optim.dynamic_loss_scale, or the scaler= of "
+    "backward, and autocast to torch.bfloat16, which needs no loss scale"
 )
 DROPPED = (
     "{who} got {what}: a gradient function of your own hands what it is given by name on to the one that it wraps, "

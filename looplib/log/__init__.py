@@ -1,6 +1,8 @@
 """Logging: a state and its metrics go in and log files, tables, progress bars and plots come out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.log._clients import TrackerClient
 from looplib.log._configuration import configuration
 from looplib.log._loggers import console, jsonl, read_columns, read_jsonl, record, tee
@@ -35,4 +37,5 @@ __all__ = [
     "windowed",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

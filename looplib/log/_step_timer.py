@@ -113,7 +113,7 @@ class step_timer:
     def grad_fn(self, grad_fn: GradFn) -> GradFn:
         """Time a gradient function, and count its samples.
 
-        Put it around everything that computes the gradients of a step (`accumulate`, clipping). If it is inside them,
+        Put it around everything that computes the gradients of a step (`accumulate`). If it is inside them,
         the time of the outer functions is in the rest. Raises TypeError if `grad_fn` is not a function.
         """
         grad_fn = check_grad_fn(grad_fn, "step_timer.grad_fn")
@@ -210,7 +210,9 @@ class step_timer:
         self._clear()
         return costs
 
-    def _time(self, part: str, function: Callable[..., Any], *args: Any, _counts: bool = True, **named: Any) -> Any:
+    def _time(
+        self, part: str, function: Callable[..., Any], /, *args: Any, _counts: bool = True, **named: Any
+    ) -> Any:
         if self._began is None:
             self._began = time.perf_counter()
         start = self._mark()

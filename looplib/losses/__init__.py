@@ -1,6 +1,8 @@
 """Losses, which take tensors and return a scalar or a `Mean`, and wrappers, from one loss function to another."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.losses._activations import offload, recompute
 from looplib.losses._autocast import autocast
 from looplib.losses._model_loss import model_inputs, model_loss
@@ -17,4 +19,5 @@ __all__ = [
     "restrict_grad",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -1,6 +1,8 @@
 """Metrics: outputs of batches go in and mergeable records come out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.metrics._auc import AUC, GroupedAUC
 from looplib.metrics._collected import Cat, Corpus
 from looplib.metrics._confusion import ConfusionMatrix
@@ -29,4 +31,5 @@ __all__ = [
     "torchmetric",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -1,6 +1,8 @@
 """Optimizers: parts of an update, and `chain`, which puts them together."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._chain import chain, every, own_steps, partition
@@ -35,4 +37,5 @@ __all__ = [
     "where",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -6,7 +6,6 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -129,16 +128,6 @@ def optimizer(
     )
     made = Optimizer({cls.__name__: part})
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
-
-
-_whole = inspect.signature(optimizer)
-# As `help` shows it: without *parameters, and without the default of lr, which are there to be refused by name.
-_shown = [
-    one.replace(default=one.empty) if one.name == "lr" else one
-    for one in _whole.parameters.values()
-    if one.kind is not one.VAR_POSITIONAL
-]
-vars(optimizer)["__signature__"] = _whole.replace(parameters=_shown)
 
 
 # Hyperparameters of a state

@@ -98,9 +98,13 @@ def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -
 
 
 def refuse_old(value: Any, shown: str) -> None:
-    """Raise TypeError for a function or an optimizer where a part of an update takes a number."""
+    """Raise TypeError for a gradient function or an optimizer, which a part of an update does not wrap.
+
+    An average takes functions of its own.
+    """
+    own = callable(value) and not shown.startswith("ema")
     check(
-        not (isinstance(value, Optimizer) or kind_of(value) == "grad_fn"),
+        not (isinstance(value, Optimizer) or kind_of(value) == "grad_fn" or own),
         f"{shown.partition('(')[0].rpartition('.')[2]} is a part of the update and wraps nothing: write "
         f"ll.chain({_in_order(shown)}) and give that to ll.make_train_step and ll.init_state",
         TypeError,

@@ -1,6 +1,8 @@
 """Predicates: a state goes in and True or False comes out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.predicates._best import BestSoFar, at_best, early_stopping, update_best
 from looplib.predicates._counts import (
     after_epochs,
@@ -35,4 +37,5 @@ __all__ = [
     "update_best",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

@@ -1,6 +1,8 @@
 """Schedules: a step number goes in and a hyperparameter's value comes out."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.schedules._cycles import cosine_restarts, cyclic, one_cycle
 from looplib.schedules._decay import (
     constant,
@@ -35,4 +37,5 @@ __all__ = [
     "warmup_stable_decay",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

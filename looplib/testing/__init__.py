@@ -54,7 +54,9 @@ FSDP2 works only on its own tensors: pass the unwrapped module to the checks, an
 `assert_ranks_train_alike`.)
 """
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib.testing._compilation import assert_compiles
 from looplib.testing._gradients import assert_all_gradients, assert_microbatches_equal_batch
 from looplib.testing._overfitting import assert_overfits
@@ -76,4 +78,5 @@ __all__ = [
     "assert_samples_independent",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)

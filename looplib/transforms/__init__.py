@@ -1,6 +1,8 @@
 """Transforms: a step goes in and a step comes out (compiled, vectorized, differentiable)."""
 
-from looplib._core.hints import give_hints
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from looplib._core.hints import in_room as _in_room
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_step import compile_step
 from looplib.transforms._differentiable import differentiable
@@ -26,4 +28,5 @@ __all__ = [
     "vmap_step",
 ]
 
-give_hints(globals())
+if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
+    __getattr__ = _in_room(__name__)
