@@ -53,7 +53,7 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
         (ll, "StepLR", r"it is ll\.schedules\.step_decay"),
         (ll, "NoSuchLR", r"'NoSuchLR': recipes/WORDS\.md"),
         (ll.optim, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW, lr=1e-3\)"),
-        (ll.optim, "clip_by_global_norm", r"it is ll\.clip_by_global_norm$"),
+        (ll.grads, "clip_by_global_norm", r"it is ll\.clip_by_global_norm$"),
         (ll.schedules, "linear_warmup", r"it is ll\.schedules\.warmup_linear$"),
         (ll.schedules, "get_cosine_schedule_with_warmup", r"it is ll\.warmup_cosine$"),
         (ll.metrics, "confusion_matrix", r"it is ll\.metrics\.ConfusionMatrix$"),
@@ -156,14 +156,14 @@ def test_a_loss_function_in_the_place_of_a_gradient_function_is_refused_when_the
         lambda: ll.make_train_step(my_loss, SGD),
         lambda: ll.make_train_step(lambda m, b: my_loss(m, b), SGD),
         lambda: ll.accumulate(my_loss, 2),
-        lambda: ll.clip_by_global_norm(my_loss, 1.0),
-        lambda: my_loss,
+        lambda: ll.grads.reduce_gradients(my_loss),
+        lambda: ll.grads.map_batch(my_loss, lambda batch: batch),
         lambda: ll.contrib.sam(my_loss),
     ):
         with pytest.raises(
-            TypeError, match=r"got .*\(.*, b.*\), which cannot be called as grad_fn\(state, batch, request\)"
+            TypeError, match=r"got .*\(.*, b.*\), which cannot be called as grad_fn\(state, batch, \*\*request\)"
         ):
             make()
     own = ll.make_grad_fn(nn.Linear(2, 1), mean_square)
-    for grad_fn in (lambda state, batch, request=None: own(state, batch), lambda *args: own(*args)):
+    for grad_fn in (lambda state, batch, **request: own(state, batch), lambda *args, **request: own(*args, **request)):
         ll.make_train_step(grad_fn, SGD)

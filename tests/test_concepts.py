@@ -9,7 +9,7 @@ def test_the_code_of_the_page_runs(capsys):
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "recipes/CONCEPTS.md").read_text(), re.DOTALL | re.MULTILINE
     )
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names = {"__name__": __name__}
     for block in blocks:
         exec(compile(block, "CONCEPTS.md", "exec"), names)

@@ -24,7 +24,7 @@ class Run:
 
     def __init__(self, model=None):
         self.model = model or nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        self.optimizer = SGD
+        self.optimizer = ll.chain(ll.clip_by_global_norm(1.0), SGD)
         self.grad_fn = ll.make_grad_fn(self.model, mean_square)
         self.loader = ll.make_loader(torch.randn(24, 4), batch_size=2)
         self.state = ll.init_state(self.model, self.optimizer, epoch_length=12)
@@ -32,7 +32,7 @@ class Run:
         self.step = self.make_step()
 
     def make_step(self, **options):
-        return ll.make_train_step(ll.clip_by_global_norm(self.grad_fn, 1.0), self.optimizer, **options)
+        return ll.make_train_step(self.grad_fn, self.optimizer, **options)
 
     def train(self, state=None, step=None):
         state = self.state if state is None else state

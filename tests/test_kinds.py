@@ -11,9 +11,11 @@ import re
 
 import pytest
 import torch
+from shared import assert_each_refused
 from torch import nn
 
 import looplib as ll
+from looplib.data._arguments import Required
 
 pytestmark = pytest.mark.every_case
 ROOMS = (
@@ -155,7 +157,7 @@ def call(function, parameter, given, state=THINGS["state"]):
             args = [given] if name == parameter else []
         elif name == parameter:
             kwargs[name] = given
-        elif one.default in (one.empty, "required") and one.kind is not one.VAR_KEYWORD:
+        elif one.default in (one.empty, Required.REQUIRED) and one.kind is not one.VAR_KEYWORD:
             if name not in right:
                 pytest.fail(f"add {name!r}, with a value that {function.__qualname__} takes, to FILLERS in this file")
             kwargs[name] = right[name]
@@ -170,6 +172,8 @@ def call(function, parameter, given, state=THINGS["state"]):
         for name, function, parameter, kinds in takers()
         for thing in THINGS
         if {"file": "logger"}.get(thing, thing) not in kinds
+        # A plain function is judged by whether it can be called, and not by the names of its parameters.
+        and not (thing == "loss_fn" and kinds & {"eval_step", "predict_step", "train_step", "logger"})
     ],
 )
 def test_what_is_of_another_kind_is_refused_by_name(function, parameter, thing):
@@ -264,6 +268,28 @@ def test_the_message_names_what_was_found_and_what_to_give():
     for build, names in REFUSED:
         with pytest.raises((TypeError, ValueError), match=names):
             build()
+
+
+def test_a_plain_function_is_judged_by_whether_it_can_be_called_and_not_by_names():
+    """Names that looplib itself uses for another kind of function (`model`, `net`, `values`)."""
+    state = ll.init_state(MODEL, SGD)
+    assert evaluate(lambda net, batch: {"n": ll.Mean(net.step + len(batch))}, [BATCH]) == {"n": 4.0}
+    assert list(ll.predict(lambda model, values: values, state, [BATCH])) == [BATCH]
+    seen = []
+    ll.tee(lambda model, batch: seen.append((model, batch)))(state, {"a": 1.0})
+    assert seen == [(state, {"a": 1.0})]
+    assert_each_refused(
+        (
+            lambda: ll.tee(lambda state: None),
+            TypeError,
+            r"<lambda>\(state\), which cannot be called as logger\(state, values\)",
+        ),
+        (
+            lambda: ll.log.windowed(print, loss_fn),
+            TypeError,
+            r"loss_fn\(model, batch\), which cannot be called as predicate\(state\)",
+        ),
+    )
 
 
 def test_plain_functions_of_a_users_own_are_taken_everywhere_and_their_errors_handed_on():

@@ -1,6 +1,5 @@
 """The repr of what looplib makes is the code that made it; signatures show no sentinels."""
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -30,13 +29,17 @@ def chosen(name, tensor):
     return tensor.ndim < 2
 
 
+def halved_part(grads, state, params, step):
+    return ll.types.Transformed({name: grad / 2 for name, grad in grads.items()})
+
+
 def days(epoch, generator):
     return [epoch % 3, 5, 6, 7]
 
 
 # In a repr a module and a dataset are the name of their class.
 NAMES = {name: value for name, value in globals().items() if name in ("SGD", "AdamW", "torch", "ll")}
-NAMES |= {function.__name__: function for function in (loss_fn, metric_fn, chosen, days)}
+NAMES |= {function.__name__: function for function in (loss_fn, metric_fn, chosen, days, halved_part)}
 NAMES |= {"Linear": MODEL, "ReLU": nn.ReLU, "TensorDataset": DATA, "range": range(8)}
 
 OPTIMIZERS = [
@@ -44,22 +47,25 @@ OPTIMIZERS = [
     "ll.optimizer(AdamW, lr=0.001, betas=(0.9, 0.95), fused=False)",
     "ll.optimizer(AdamW, lr=0.001, groups=[(chosen, {'weight_decay': 0.0})])",
     "ll.optimizer(SGD, lr=ll.warmup_cosine(peak=0.001, warmup=10, total=100, final=0.0))",
-    "ll.ema(ll.optimizer(AdamW, lr=0.001), decay=0.9)",
-    "ll.ema(ll.optimizer(AdamW, lr=0.001))",
-    "ll.optim.swa(ll.optimizer(AdamW, lr=0.001), start=10)",
-    "ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3)",
-    "ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100)",
-    "ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1))",
+    "ll.chain(ll.optimizer(AdamW, lr=0.001), ll.ema(0.9))",
+    "ll.chain(ll.optimizer(AdamW, lr=0.001), ('fast', ll.ema(0.5)), ('slow', ll.ema(0.999, every=2)))",
+    "ll.chain(ll.optimizer(AdamW, lr=0.001), ll.optim.swa(start=10))",
+    "ll.chain(ll.skip_nonfinite(max_consecutive=3), ll.optimizer(SGD, lr=0.1))",
+    "ll.chain(ll.optim.dynamic_loss_scale(1024.0, growth_interval=100), ll.optimizer(AdamW, lr=0.001))",
+    "ll.chain(ll.skip_nonfinite(), ll.clip_by_global_norm(1.0), ll.optimizer(SGD, lr=0.1))",
+    "ll.chain(ll.optim.clip_by_value(0.5), ll.optim.clip_by_norm(1.0, norm_type=1), ll.optimizer(SGD, lr=0.1))",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
+    "ll.optim.own_steps(ll.optim.every(ll.optimizer(SGD, lr=0.1), 2, gradients='last'))",
+    "ll.optim.part('own', transform=halved_part)",
 ]
 GRAD_FN = "ll.make_grad_fn(Linear, loss_fn)"
 GRAD_FNS = [
     GRAD_FN,
     "ll.make_grad_fn(Linear, ll.autocast(ll.losses.recompute(loss_fn, ReLU), torch.float16))",
     "ll.make_grad_fn(Linear, loss_fn, trainable=chosen, allow_unused=True)",
-    f"ll.clip_by_global_norm(ll.accumulate({GRAD_FN}, microbatches=4), 1.0)",
-    f"ll.optim.clip_by_value(ll.accumulate({GRAD_FN}, size=4), 0.5)",
-    f"ll.grads.scale_loss(ll.grads.reduce_gradients({GRAD_FN}))",
+    f"ll.accumulate(ll.accumulate({GRAD_FN}, microbatches=4), size=4)",
+    f"ll.accumulate({GRAD_FN}, microbatches=4, dtype=torch.float32)",
+    f"ll.grads.reduce_gradients({GRAD_FN})",
     f"ll.contrib.sam({GRAD_FN}, 0.1, adaptive=True)",
     "ll.contrib.add_noise(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn), 1.0), 1.0, 1.1)",
     "ll.contrib.make_contrastive_grad_fn(Linear, loss_fn, loss_fn, microbatches=2)",
@@ -67,7 +73,7 @@ GRAD_FNS = [
 STEP = f"ll.make_train_step({GRAD_FN}, ll.optimizer(AdamW, lr=0.001))"
 STEPS = [
     STEP,
-    f"ll.make_train_step({GRAD_FN}, ll.ema(ll.optimizer(AdamW, lr=0.001)), donate=True)",
+    f"ll.make_train_step({GRAD_FN}, ll.chain(ll.optimizer(AdamW, lr=0.001), ll.ema(0.9)), donate=True)",
     f"ll.compile_step({STEP}, backend='eager')",
     f"ll.vmap_step({STEP}, own_batches=True)",
     f"ll.transforms.differentiable({STEP})",
@@ -117,8 +123,13 @@ def test_comments_say_what_code_does_not():
 
 def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_one():
     inner = ll.optimizer(SGD, lr=0.1)
-    own = dataclasses.replace(inner, update_=lambda grads, opt_state, params, step: (params, opt_state))
-    assert repr(own).startswith("Optimizer(class='torch.optim.sgd.SGD', lr=0.1")
+
+    def nothing(grads, state, params, step):
+        return params, state
+
+    own = ll.optim.part("nothing", init=inner.init, update_=nothing, role="weights")
+    assert repr(own) == "ll.optim.part('nothing', init=init, update_=nothing, role='weights')"
+    assert repr(ll.types.Optimizer({"SGD": own.parts["nothing"]})) == "Optimizer(SGD)"
 
 
 def test_functions_of_ones_own_within_a_step_are_shown_by_their_names():
@@ -128,27 +139,28 @@ def test_functions_of_ones_own_within_a_step_are_shown_by_their_names():
         return inner(state, batch, **request)
 
     optimizer = ll.optimizer(SGD, lr=lambda step: 0.1)
-    for grad_fn in (halved, ll.grads.wrapper(inner)(halved)):
-        step = ll.make_train_step(grad_fn, optimizer)
-        assert repr(step) == "ll.make_train_step(halved, ll.optimizer(SGD, lr=lambda step: ...))"
-        # It is called as any function.
-        assert type(step).__name__ == "function"  # in error messages
-        assert list(inspect.signature(step).parameters) == ["state", "batch"]
-        state, metrics = step(ll.init_state(MODEL, optimizer), batch=torch.ones(4, 2))
-        assert state.step == 1
-        assert list(metrics) == ["loss"]
+    step = ll.make_train_step(halved, optimizer)
+    assert repr(step) == "ll.make_train_step(halved, ll.optimizer(SGD, lr=lambda step: ...))"
+    # It is called as any function.
+    assert type(step).__name__ == "function"  # in error messages
+    assert list(inspect.signature(step).parameters) == ["state", "batch"]
+    state, metrics = step(ll.init_state(MODEL, optimizer), batch=torch.ones(4, 2))
+    assert state.step == 1
+    assert list(metrics) == ["loss"]
 
 
 def test_a_copy_by_functools_is_not_taken_for_the_function():
-    clipped = ll.clip_by_global_norm(ll.make_grad_fn(MODEL, loss_fn), 1.0)
+    sharp = ll.contrib.sam(ll.make_grad_fn(MODEL, loss_fn))
 
-    @functools.wraps(clipped)
-    def copied(*call):
-        return clipped(*call)
+    @functools.wraps(sharp)
+    def copied(state, batch, **request):
+        return sharp(state, batch, **request)
 
-    with pytest.raises(ValueError, match="clip_by_global_norm within accumulate"):
-        ll.accumulate(clipped, 2)
-    assert "clip" not in repr(ll.accumulate(copied, 2))
+    assert "ll.contrib.sam" in repr(ll.accumulate(sharp, 2))
+    assert "ll.contrib.sam" not in repr(ll.accumulate(copied, 2))
+    for grad_fn in (sharp, copied):  # and what it wraps acts as it does alone
+        with pytest.raises(ValueError, match="sam within accumulate"):
+            ll.accumulate(grad_fn, 2)(ll.init_state(MODEL), torch.ones(4, 2))
 
 
 def test_signatures_show_no_sentinels():

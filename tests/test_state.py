@@ -255,7 +255,7 @@ def test_parameters_that_share_memory_are_refused(kind):
     ],
 )
 def test_an_optimizer_that_keeps_one_memory_twice_is_refused(keep):
-    optimizer = ll.types.Optimizer(init=keep, update_=lambda grads, opt_state, params, step: (params, opt_state))
+    optimizer = ll.optim.part("kept", init=keep, update_=lambda grads, state, params, step: (params, state))
     with pytest.raises(ValueError, match=r"opt_state\S* are two tensors that share memory.*an optimizer's init"):
         ll.init_state(nn.Linear(2, 1), optimizer)
 

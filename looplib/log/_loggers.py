@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_first
-from looplib._core.records import check_kind
+from looplib._core.records import check_kind, kinds_of_classes
 from looplib.types import Logger, Metric, TrainState, check_state
 
 COUNTS = ("step", "epoch", "batch", "samples")
@@ -46,6 +46,7 @@ class CodedLogger:
         return self.code
 
 
+kinds_of_classes[CodedLogger] = "logger"
 CodedLogger.__call__.__qualname__ = "log"  # in Python's error for a call without the state
 
 

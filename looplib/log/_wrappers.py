@@ -19,7 +19,7 @@ from torch import Tensor
 from looplib._core import lease
 from looplib._core.checks import check, check_count, check_number
 from looplib._core.mappings import fields_of
-from looplib._core.records import check_kind
+from looplib._core.records import check_kind, kinds_of_classes
 from looplib.distributed import reduce
 from looplib.log._loggers import COUNTS, CodedLogger
 from looplib.metrics import Window, compute
@@ -305,6 +305,9 @@ class Background:
             self._told = lost
             message = f"{self._logger!r} lost {lost} of {self._given} calls; {self._reason}; training continues"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+kinds_of_classes[Background] = "logger"
 
 
 def _counts(state: TrainState) -> TrainState:

@@ -1,4 +1,4 @@
-"""Growth of the cost of a step, beside the raw loop: with tensors, wrappers, predicates, samples, members, and steps made.
+"""Growth of the cost of a step, beside the raw loop: with tensors, parts, predicates, samples, members, and steps made.
 
     python tests/benchmarks/growth.py
     python tests/benchmarks/growth.py --only tensors --seconds 60
@@ -56,16 +56,13 @@ def on_all(make: Callable[[], tuple[nn.Module, Any, Any]], clips: int = 0) -> di
         for _ in range(clips):
             torch.nn.utils.clip_grad_value_(model.parameters(), 10.0)
 
-    def wrapped(grad_fn: ll.types.GradFn) -> ll.types.GradFn:
-        for _ in range(clips):
-            grad_fn = ll.optim.clip_by_value(grad_fn, 10.0)
-        return grad_fn
-
+    parts = [(f"clip {number}", ll.optim.clip_by_value(10.0)) for number in range(clips)]
+    optimizer = ll.chain(*parts, ll.optimizer(torch.optim.AdamW, lr=1e-3))
     return {
         RAW: raw_step(*make(), clip=clip),
         COPYING: raw_step(*make(), clip=clip, copies=True),
-        DONATED: looplib_step(*make(), True, wrap=wrapped),
-        PURE: looplib_step(*make(), False, wrap=wrapped),
+        DONATED: looplib_step(*make(), True, optimizer=optimizer),
+        PURE: looplib_step(*make(), False, optimizer=optimizer),
     }
 
 
@@ -82,8 +79,8 @@ def small() -> tuple[nn.Module, Any, Any]:
     return mlp()
 
 
-def wrappers(count: int) -> dict[str, Step]:
-    """As many calls of `clip_grad_value_`, and as many `clip_by_value` around each other."""
+def parts(count: int) -> dict[str, Step]:
+    """As many calls of `clip_grad_value_`, and as many `clip_by_value` in a chain."""
     return on_all(small, count)
 
 
@@ -196,7 +193,7 @@ class Curve:
 
 CURVES = {
     "tensors": Curve(tensors, (10, 100, 1000, 10_000), "parameter tensors", weight=1.5),
-    "wrappers": Curve(wrappers, range(9), "wrappers stacked", True),
+    "parts": Curve(parts, range(9), "parts in a chain", True),
     "predicates": Curve(predicates, (0, 1, 3, 10, 30, 100), "predicates asked", True),
     "samples, a later batch": Curve(lambda count: reading(count, True), [10**n for n in range(3, 9)], "samples"),
     "samples, the first batch": Curve(lambda count: reading(count, False), [10**n for n in range(3, 9)], "samples"),
@@ -358,7 +355,7 @@ def steps_made(report: Report, seconds: float) -> dict[int, Times]:
     return found
 
 
-FIGURE = "Time of a step over tensors, wrappers, predicates, samples, members and steps made, raw and with looplib"
+FIGURE = "Time of a step over tensors, parts of an update, predicates, samples, members and steps made, raw and with looplib"
 LINES = {  # color and style
     RAW: ("#808080", "-"),
     COPYING: ("#808080", "--"),

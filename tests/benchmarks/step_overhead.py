@@ -63,11 +63,9 @@ def looplib(model_name: str, extras: bool, donate: bool) -> Step:
     if not extras:
         return looplib_step(*seeded(model_name), donate)
 
-    def clip(grad_fn: ll.types.GradFn) -> ll.types.GradFn:
-        return ll.clip_by_global_norm(grad_fn, MAX_NORM)
-
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 1e-3 * decay(step))
-    return looplib_step(*seeded(model_name), donate, wrap=clip, optimizer=optimizer)
+    adamw = ll.optimizer(torch.optim.AdamW, lr=lambda step: 1e-3 * decay(step))
+    optimizer = ll.chain(ll.clip_by_global_norm(MAX_NORM), adamw)
+    return looplib_step(*seeded(model_name), donate, optimizer=optimizer)
 
 
 CONTENDERS: dict[str, Callable[[str, bool], Step]] = {

@@ -271,7 +271,7 @@ def test_the_slow_rank_and_its_part_are_named():
 
 def test_what_cannot_be_metered_is_refused():
     model = net(2, 1)
-    state, timed = ll.init_state(model), step_timer().grad_fn(ll.grads.sam(ll.make_grad_fn(model, loss_fn), 0.1))
+    state, timed = ll.init_state(model), step_timer().grad_fn(ll.contrib.sam(ll.make_grad_fn(model, loss_fn), 0.1))
     assert_each_refused(
         (lambda: step_timer().data(lambda state: []), TypeError, r"function.*step_timer.data\(loader\(state\)\)"),
         (lambda: step_timer().grad_fn(nn.Linear(1, 1)), TypeError, "step_timer.grad_fn.*Linear"),

@@ -77,9 +77,9 @@ def looplib(donate: bool = True, compiled: str = "", mode: str | None = None) ->
                     module.compile(**options)
         loss_fn = ll.autocast(task.loss_fn, task.autocast) if task.autocast else task.loss_fn
         grad_fn = ll.make_grad_fn(model, loss_fn)
-        if task.max_norm:
-            grad_fn = ll.clip_by_global_norm(grad_fn, task.max_norm)
         optimizer = ll.optimizer(torch.optim.AdamW, lr=LR, betas=BETAS, weight_decay=DECAY)
+        if task.max_norm:
+            optimizer = ll.chain(ll.clip_by_global_norm(task.max_norm), optimizer)
         train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
         if compiled == "whole":
             train_step = ll.compile_step(train_step, **(options or {"mode": mode}))

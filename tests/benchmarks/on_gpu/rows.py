@@ -214,7 +214,7 @@ def conditional_steps(report: Report, settings: Settings, seconds: float) -> Non
     kinds: dict[str, tuple[Any, Any, Any]] = {
         "float16 with a loss scale": (
             ll.autocast(task.loss_fn, torch.float16),
-            ll.grads.scale_loss,
+            None,
             ll.chain(ll.optim.dynamic_loss_scale(), adamw),
         ),
         "recomputed blocks": (ll.losses.recompute(half, task.blocks), None, adamw),
