@@ -37,8 +37,16 @@ TESTS = {
         "tests/test_kinds.py",
         "tests/test_advice.py",
         "tests/_core/test_lease.py",
-        "tests/optim/test_decide.py",  # what a step does with a decision
+        "tests/optim/test_parts.py",  # what a step does with a decision
         *RANKS,
+    ],
+    "updates.py": [
+        "tests/test_apply_gradients.py",
+        "tests/test_steps.py",
+        "tests/test_aliases.py",
+        "tests/_core/test_lease.py",
+        "tests/optim/test_chain.py",
+        "tests/optim/test_parts.py",
     ],
     "gradients.py": [
         "tests/test_gradients.py",
@@ -80,7 +88,7 @@ TESTS_OF_ROOMS["transforms"] += [
 
 TESTS_OF_CORE = {
     "_core": [
-        *(path for part in ("steps.py", "gradients.py", "state.py") for path in TESTS[part]),
+        *(path for part in ("steps.py", "updates.py", "gradients.py", "state.py") for path in TESTS[part]),
         "tests/optim",
         "tests/_core",
         "tests/distributed",
@@ -120,11 +128,6 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "the larger of two numbers, in any order",
     ),
     ("looplib/optim/_traced_update.py", "super().__init__()", "torch's TorchFunctionMode has an empty one"),
-    (
-        "looplib/optim/_wrap.py",
-        "update = call_update if flag is True or not tracing() else partial(update_where, flag)",
-        "a flag that is False is not asked for an update, and in a graph a copy has the same values",
-    ),
     (
         "looplib/optim/_recipe.py",
         'cls([{"params": [torch.zeros(2, 2)], **own}], **values)',

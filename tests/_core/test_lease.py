@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import looplib as ll
 from looplib._core.lease import overlaps
-from looplib.types import TREES, Optimizer, TrainState
+from looplib.types import TREES, TrainState
 
 ROWS = torch.linspace(-1, 1, 24).view(8, 3)
 EAGER = partial(ll.compile_step, backend="eager")
@@ -205,8 +205,12 @@ class Failing(torch.optim.SGD):
                     raise MemoryError("halfway")
 
 
+def by_hand(init, update_):
+    return ll.optim.part("by_hand", init=init, update_=update_, role="weights")
+
+
 def failing_by_hand():
-    def update_(grads, opt_state, params, step):
+    def update_(grads, state, params, step):
         new = {}
         for name, grad in grads.items():
             with torch.no_grad():
@@ -214,9 +218,9 @@ def failing_by_hand():
             if Failing.fails:
                 Failing.fails = False
                 raise MemoryError("halfway")
-        return {**params, **new}, opt_state
+        return {**params, **new}, state
 
-    return Optimizer(lambda params: {"mean": torch.zeros(2)}, update_)
+    return by_hand(lambda params: {"mean": torch.zeros(2)}, update_)
 
 
 @pytest.fixture
@@ -257,7 +261,7 @@ def refuse(*arguments, **info):
 
 
 def test_a_decision_that_fails_leaves_the_state_with_its_statistics():
-    run = Run(Optimizer(SGD.init, SGD.update_, refuse))
+    run = Run(ll.chain(ll.optim.part("refuse", transform=refuse), SGD))
     values = bits(ll.copy_state(run.state))
     with pytest.raises(ValueError, match="refused"):
         run.train()
@@ -270,7 +274,7 @@ def test_a_decision_that_fails_leaves_the_state_with_its_statistics():
 KEPT = {
     "parameters": lambda state: {"start": state.params},
     "a view of one": lambda state: [state.params["0.weight"].detach().view(-1)[:2]],
-    "moments": lambda state: state.opt_state["state"],
+    "moments": lambda state: state.opt_state["SGD"]["state"],
     "statistics": lambda state: (state.buffers["1.running_mean"],),
 }
 
@@ -365,39 +369,39 @@ def test_extra_may_share_what_no_step_writes():
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_functional_update_may_keep_the_parameters_of_before(donate):
-    def update_(grads, opt_state, params, step, **info):
+    def update_(grads, state, params, step, **info):
         new = {name: (params[name] - 0.1 * grad).detach() for name, grad in grads.items()}
         return {**params, **new}, {"last": {name: params[name].detach() for name in grads}}
 
-    run = Run(Optimizer(lambda params, **extra: {"last": {}}, update_))
+    run = Run(by_hand(lambda params, **extra: {"last": {}}, update_))
     step = run.step if donate else ll.make_train_step(run.grad_fn, run.optimizer)
     for _ in range(3):
         values = bits(ll.copy_state(run.state).params)
         run.state, _ = step(run.state, ROWS)
-        assert bits(run.state.opt_state["last"]) == values
+        assert bits(run.state.opt_state["by_hand"]["last"]) == values
 
 
 def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_overwritten():
-    def update_(grads, opt_state, params, step, **info):
+    def update_(grads, state, params, step, **info):
         with torch.no_grad():
             for name, grad in grads.items():
                 params[name].sub_(grad, alpha=0.1)
         return params, {"last": {name: params[name].detach() for name in grads}}
 
-    run = Run(Optimizer(lambda params, **extra: {"last": {}}, update_))
+    run = Run(by_hand(lambda params, **extra: {"last": {}}, update_))
     state = run.train()
     with pytest.raises(
-        ValueError, match=r"opt_state\['last'\]\['0.weight'\] shares memory with params\['0.weight'\]"
+        ValueError, match=r"opt_state\['by_hand'\]\['last'\]\['0.weight'\] shares memory with params\['0.weight'\]"
     ):
         run.train()
     assert state.params["0.weight"].shape == (2, 3)
 
 
 def test_a_new_tensor_for_a_parameter_without_a_gradient_is_refused_in_every_kind_of_step():
-    def update_(grads, opt_state, params, step):
-        return {name: (tensor * 0.9).detach().requires_grad_() for name, tensor in params.items()}, opt_state
+    def update_(grads, state, params, step):
+        return {name: (tensor * 0.9).detach().requires_grad_() for name, tensor in params.items()}, state
 
-    run = Run(Optimizer(lambda params: {}, update_), model=Experts())
+    run = Run(by_hand(lambda params: {}, update_), model=Experts())
     for donate in (False, True):
         step = ll.make_train_step(run.grad_fn, run.optimizer, donate=donate)
         for each in (step, EAGER(step)):

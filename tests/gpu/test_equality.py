@@ -87,7 +87,7 @@ def looplib(model, batches, dtype, optimizer, donate, wrap=lambda step: step):
     loss_fn = ll.autocast(classify, dtype) if dtype else classify
     grad_fn = ll.make_grad_fn(model, loss_fn)
     if dtype is torch.float16:
-        grad_fn, optimizer = grad_fn, ll.chain(ll.optim.dynamic_loss_scale(LOSS_SCALE), optimizer)
+        optimizer = ll.chain(ll.optim.dynamic_loss_scale(LOSS_SCALE), optimizer)
     step, state = wrap(ll.make_train_step(grad_fn, optimizer, donate=donate)), ll.init_state(model, optimizer)
     losses = []
     for batch in batches:

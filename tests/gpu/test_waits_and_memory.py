@@ -59,7 +59,10 @@ FREE = {
         ll.make_grad_fn(model, loss_fn),
         ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=2, total=9)),
     ),
-    "clipping": lambda loss_fn, model: (ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), adamw()),
+    "clipping": lambda loss_fn, model: (
+        ll.make_grad_fn(model, loss_fn),
+        ll.chain(ll.clip_by_global_norm(1.0), adamw()),
+    ),
     "accumulation": lambda loss_fn, model: (ll.accumulate(ll.make_grad_fn(model, loss_fn), 4), adamw()),
     "average": lambda loss_fn, model: (ll.make_grad_fn(model, loss_fn), ll.chain(adamw(), ll.ema(0.9))),
     "autocast": lambda loss_fn, model: (ll.make_grad_fn(model, ll.autocast(loss_fn)), adamw()),

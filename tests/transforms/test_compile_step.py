@@ -12,7 +12,6 @@ from transform_cases import batches, normalized, plain, seeded
 from transform_cases import classify as loss_fn
 
 import looplib as ll
-from looplib.types import Optimizer
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 
@@ -133,27 +132,30 @@ def test_results_of_a_graph_stay_when_a_donated_step_overwrites_the_state(transf
     assert ([*map(values_of, results[:2])], [output.tolist() for output in results[2]]) == before
 
 
+def by_hand(init, update_):
+    return ll.optim.part("by_hand", init=init, update_=update_, role="weights")
+
+
 def test_a_tensor_of_the_users_that_becomes_part_of_the_state_is_copied():
     origin = torch.zeros(())
-    optimizer = ll.types.Optimizer(
-        lambda params: origin.clone(), lambda grads, opt_state, params, step: (params, origin)
-    )
+    optimizer = by_hand(lambda params: origin.clone(), lambda grads, state, params, step: (params, origin))
     model = Counting()
     step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, mean_output), optimizer), **QUICK)
     state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
-    assert state.opt_state.data_ptr() != origin.data_ptr()
+    assert state.opt_state["by_hand"].data_ptr() != origin.data_ptr()
 
 
 def test_a_compiled_pure_step_gives_each_place_of_the_state_a_memory_of_its_own():
-    def update_(grads, opt_state, params, step):
+    def update_(grads, state, params, step):
         new = {name: (params[name] - 0.1 * grad).detach() for name, grad in grads.items()}
         return new, {"last": new}
 
     model = seeded(plain)
-    optimizer = Optimizer(
+    optimizer = by_hand(
         lambda params: {"last": {name: param.detach().clone() for name, param in params.items()}}, update_
     )
     state, _ = ll.compile_step(train_step(model, optimizer), **QUICK)(ll.init_state(model, optimizer), batches(1)[0])
-    close(state.opt_state["last"], {name: param.detach() for name, param in state.params.items()})
-    places = [*state.params.values(), *state.opt_state["last"].values()]
+    kept = state.opt_state["by_hand"]["last"]
+    close(kept, {name: param.detach() for name, param in state.params.items()})
+    places = [*state.params.values(), *kept.values()]
     assert len({tensor.data_ptr() for tensor in places}) == len(places)

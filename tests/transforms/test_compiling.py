@@ -198,8 +198,8 @@ def test_a_loss_scale_that_overflows(donate):
     # In float16 the backward pass of some steps overflows at first; both sides skip the same ones.
     model = seeded(plain, 0, torch.float32)
     grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))
-    grad_fn = ll.clip_by_global_norm(grad_fn, 1.0)
-    optimizer = ll.chain(ll.optim.dynamic_loss_scale(init_scale=2.0**20, growth_interval=5), adamw())
+    scaled = ll.optim.dynamic_loss_scale(init_scale=2.0**20, growth_interval=5)
+    optimizer = ll.chain(scaled, ll.clip_by_global_norm(1.0), adamw())
     data = batches(50, dtype=torch.float32)
     step, state = compare(model, grad_fn, optimizer, data, donate, rtol=2e-5, atol=1e-6)
     assert 0 < state.step < 50
@@ -212,8 +212,9 @@ def test_a_loss_scale_that_overflows(donate):
 
 @both_steps
 def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
-    model, optimizer = seeded(dropping, dtype=torch.float32), ll.chain(adamw(eps=1e-5), ll.ema())
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
+    model = seeded(dropping, dtype=torch.float32)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    optimizer = ll.chain(ll.clip_by_global_norm(1.0), adamw(eps=1e-5), ll.ema())
     data, options = batches(30, size=16, dtype=torch.float32), {"options": {"fallback_random": True}}
     step, state = compare(model, grad_fn, optimizer, data, donate, compile=options, rtol=1e-4, atol=1e-4)
     assert len(handed) == step.compiler.compilations == 1
@@ -303,15 +304,19 @@ def test_shapes_and_missing_fields_alone_make_programs(donate, tmp_path):
     assert step.compiler.compilations == 4  # and once more for each shape of a state that has extra
 
 
+def by_hand(init, update_):
+    return ll.optim.part("by_hand", init=init, update_=update_, role="weights")
+
+
 @both_steps
 def test_a_state_whose_layout_changes_with_the_first_update(donate):
     plain = adamw()
 
-    def update_(grads, opt_state, params, step):
-        params, inner = plain.update_(grads, opt_state["inner"], params, step)
-        return params, {"inner": inner, "sum": opt_state.get("sum", 0.0) + grads["0.weight"]}
+    def update_(grads, state, params, step):
+        params, inner, _ = plain.update_(grads, state["inner"], params, step)
+        return params, {"inner": inner, "sum": state.get("sum", 0.0) + grads["0.weight"]}
 
-    optimizer = ll.types.Optimizer(lambda params: {"inner": plain.init(params)}, update_)
+    optimizer = by_hand(lambda params: {"inner": plain.init(params)}, update_)
     model = net()
     step, _ = compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(5), donate)
     assert step.compiler.compilations == 2
@@ -393,12 +398,13 @@ def counting_first():
     """An optimizer that asks for a number of the state after it has moved it."""
     plain = adamw()
 
-    def update_(grads, opt_state, params, step):
-        opt_state["n"] += 1
-        ll.transforms.on_host(int, opt_state["n"])
-        return plain.update_(grads, opt_state, params, step)
+    def update_(grads, state, params, step):
+        state["n"] += 1
+        ll.transforms.on_host(int, state["n"])
+        params, state["inner"], _ = plain.update_(grads, state["inner"], params, step)
+        return params, state
 
-    return ll.types.Optimizer(lambda params: {**plain.init(params), "n": torch.tensor(0)}, update_)
+    return by_hand(lambda params: {"inner": plain.init(params), "n": torch.tensor(0)}, update_)
 
 
 LINE = "cannot be part of a compiled step"
@@ -440,17 +446,17 @@ def test_numbers_that_are_asked_for(donate):
         length, usual = cycle
         return extra["by"] if step % length else usual
 
-    def grad_fn(state, batch, *part):
-        out = inner(state, batch, *part)
+    def grad_fn(state, batch, **request):
+        out = inner(state, batch, **request)
         factor = ll.transforms.on_host(factor_of, state.step, state.extra, (3, 1.0))
         return out._replace(grads={key: grad * factor for key, grad in out.grads.items()})
 
-    def update_(grads, opt_state, params, step):
+    def update_(grads, state, params, step):
         negative = ll.transforms.on_host(lambda step: step >= 4, step)
         grads = {key: -grad for key, grad in grads.items()} if negative else grads
-        return plain.update_(grads, opt_state, params, step)
+        return plain.update_(grads, state, params, step)
 
-    optimizer = ll.types.Optimizer(plain.init, update_)
+    optimizer = by_hand(plain.init, update_)
     state = ll.init_state(model, optimizer, extra={"by": 0.5})
     expected, _ = train(ll.make_train_step(grad_fn, optimizer), ll.copy_state(state), batches(10))
     step = make_train_step(grad_fn, optimizer, donate=donate, compile=QUICK)

@@ -78,7 +78,8 @@ def last(step, start, data, name="loss"):
 
 
 def with_hyperparameters(state, values):
-    return state.replace(opt_state={**state.opt_state, "hyperparameters": [values]})
+    ((name, own),) = state.opt_state.items()
+    return state.replace(opt_state={name: {**own, "hyperparameters": [values]}})
 
 
 def check(function, tree, size=1e-5):
@@ -113,7 +114,7 @@ def test_each_optimizer_against_finite_differences_and_the_plain_step(name):
     close(found.params, expected.params, ROUGH.get(name, 1e-12))
 
 
-@pytest.mark.parametrize("name", ["ema", "accumulate ragged", "clip_by_global_norm", "finite"])
+@pytest.mark.parametrize("name", ["ema", "accumulate ragged", "clip_by_global_norm", "finite", "every"])
 def test_wrappers_against_finite_differences_and_the_plain_step(name):
     grads, updates, _ = WRAPPERS[name]
     model, data = net(), batches(4)
@@ -141,7 +142,8 @@ def test_a_dead_unit_makes_no_nan(name, plain_steps):
 
 def rates(optimizer, decay):
     step, _, start = make(net(), optimizer=optimizer(injected(0.05), weight_decay=injected(decay)))
-    (values,) = start.opt_state["hyperparameters"]
+    (own,) = start.opt_state.values()
+    (values,) = own["hyperparameters"]
     assert sorted(values) == ["lr", "weight_decay"]
     return lambda values: last(step, with_hyperparameters(start, values), batches(4)), values
 

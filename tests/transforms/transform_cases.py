@@ -85,13 +85,18 @@ WRAPPERS = {
     "accumulate": (lambda g: ll.accumulate(g, 2), the_same, 1),
     "accumulate ragged": (lambda g: ll.accumulate(g, 4), the_same, 1),
     "accumulate within": (lambda g: ll.accumulate(ll.accumulate(g, 2), 2), the_same, 1),
-    "clip_by_global_norm": (lambda g: ll.clip_by_global_norm(ll.accumulate(g, 3), 0.3), the_same, 1),
-    "clip_by_value": (lambda g: ll.optim.clip_by_value(g, 0.05), the_same, 1),
+    "clip_by_global_norm": (
+        lambda g: ll.accumulate(g, 3),
+        lambda o: ll.chain(ll.clip_by_global_norm(0.3), o),
+        1,
+    ),
+    "clip_by_value": (the_same, lambda o: ll.chain(ll.optim.clip_by_value(0.05), o), 1),
     "sam": (lambda g: ll.contrib.sam(g, 0.05), the_same, 1),
     "ema": (the_same, lambda o: ll.chain(o, ll.ema(ll.optim.ema_warmup(0.9), buffers=True)), 1),
     "swa": (the_same, lambda o: ll.chain(o, ll.optim.swa(start=2, every=2)), 2),
     "finite": (the_same, lambda o: ll.chain(ll.skip_nonfinite(3), o, ll.ema(0.9)), 1),
-    "loss scale": (ll.grads.scale_loss, lambda o: ll.chain(ll.optim.dynamic_loss_scale(growth_interval=2), o), 1),
+    "every": (the_same, lambda o: ll.optim.own_steps(ll.chain(ll.optim.every(o, 3), ll.ema(0.9))), 2),
+    "loss scale": (the_same, lambda o: ll.chain(ll.optim.dynamic_loss_scale(growth_interval=2), o), 1),
     "partition": (
         the_same,
         lambda o: ll.optim.partition(
