@@ -22,14 +22,14 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.engines import BatchPart, Sync, sync_over_ranks
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
-from looplib._core.loss_watch import LossWatch
 from looplib._core.mappings import pairs, without
+from looplib._core.misuse import LossWatch, left_behind
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
+from looplib._core.reach import Reach
 from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.samples import as_counter, padding_batch
 from looplib._core.tracing import around_loss, differentiated, entered, tracing
-from looplib._core.watches import Reach, left_behind
 from looplib._objective import (
     apart,
     aux_records,

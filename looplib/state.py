@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from looplib._core import lease, watches
+from looplib._core import lease, misuse
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, is_plain
 from looplib._core.lease import named_tensors, overlaps
@@ -196,7 +196,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     if all(held[name] is tensor for name, tensor in targets.items()):
         return state
     _modules.check_materialized(targets)
-    watches.bound(model)
+    misuse.bound(model)
     bound = copy_state(state)
     values = {**bound.params, **bound.buffers}
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.

@@ -22,13 +22,12 @@ from looplib._core.chain import any_of, flags_in_graph, update_where
 from looplib._core.checks import check
 from looplib._core.errors import fold
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
-from looplib._core.loss_watch import LossWatch
+from looplib._core.misuse import LossWatch, Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.samples import as_counter
 from looplib._core.tracing import tracing
-from looplib._core.watches import Watch
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
 from looplib.grads._wrapper import DROPPED, check_together

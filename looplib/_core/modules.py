@@ -27,7 +27,8 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.lease import Unwritten
-from looplib._core.mappings import pairs
+from looplib._core.mappings import mapped, pairs
+from looplib._core.switch import misuse
 from looplib._core.torch_private import own_buffers, own_parameters
 
 R = TypeVar("R")
@@ -286,7 +287,7 @@ class FunctionalModule:
             if buffers:
                 for_good = in_place and self.backward and not swaps
                 of_buffers = _differing(self.slots.buffers, buffers)
-                if of_buffers and for_good:
+                if of_buffers and for_good and misuse.on:
                     self._warn_of_buffers(of_buffers)
                 swaps += of_buffers
             for owner, key, _, _, tensor in swaps:
@@ -294,7 +295,7 @@ class FunctionalModule:
             if modes != [*self.modes.values()]:
                 # After the first call, a module that is in eval mode as a whole was evaluated.
                 began_in_eval = self.made_in_training and self.backward and not self.ran
-                if modes != self.found_modes and (self.model.training or began_in_eval):
+                if misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
                     self.found_modes = modes
                     self._warn_of_layers_in_eval_mode(_LATE_EVAL)
                 _set_modes(self.modes, self.modes.values())
@@ -352,8 +353,8 @@ class FunctionalModule:
 
         By name, and by their place: of two tied ones, a forward pass may replace one.
         """
-        places = {(id(owner), key): owner[key] for owner, key, _ in self.slots.buffers}
-        _left[self.model] = self.buffers(), places
+        places = {(id(owner), key): id(owner[key]) for owner, key, _ in self.slots.buffers}
+        _left[self.model] = mapped(id, self.buffers()), places
 
     def _warn_of_buffers(self, swaps: Sequence[Swap]) -> None:
         """Warn once of buffers of a bound state that were replaced since the last call.
@@ -364,8 +365,8 @@ class FunctionalModule:
         replaced = [
             name
             for owner, key, name, own, tensor in swaps
-            if tensor is by_name.get(name)
-            and own is not places.get((id(owner), key))
+            if id(tensor) == by_name.get(name)
+            and id(own) != places.get((id(owner), key))
             and (id(owner), key) not in self.transient
         ]
         if replaced:
@@ -394,6 +395,8 @@ class FunctionalModule:
 
     def warn_of_flags(self) -> None:
         """Warn of parameters of the module's own whose `requires_grad` has changed since this was made."""
+        if not misuse.on:
+            return
         try:
             flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
         except (KeyError, AttributeError):
@@ -504,8 +507,8 @@ _FILLED = (
 
 
 _is_training = attrgetter("training")
-# The buffers that each module was last left with, by name and by place.
-_left: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Tensor], dict[Any, Tensor]]] = weakref.WeakKeyDictionary()
+# The ids of the buffers that each module was last left with, by name and by place. The state has them, so they live.
+_left: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[Any, int]]] = weakref.WeakKeyDictionary()
 _values = methodcaller("values")
 
 

@@ -71,7 +71,7 @@ class Made(NamedTuple):
         microbatches: the same function for several microbatches at once, which is faster.
         model: the module whose gradients it computes.
         batch_norms: layers that normalize a sample by the others of its batch.
-        reach: what the graph of its loss reaches (`_core.watches.Reach`).
+        reach: what the graph of its loss reaches (`_core.reach.Reach`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         count_samples: counts the samples in a batch of it, if it does not leave that to the function that it wraps.
         call: the call that made it, which is its repr.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check, check_count, check_number
+from looplib._core.misuse import forget_trial
 from looplib._core.random import restored
 from looplib._core.records import check_kind
-from looplib._core.watches import forget_trial
 from looplib.log._plots import smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state

@@ -6,6 +6,7 @@ from looplib._core.hints import in_room as _in_room
 from looplib.debug._differences import Difference, LeafDifference, differences, first_difference
 from looplib.debug._fingerprint import fingerprint, read_fingerprints
 from looplib.debug._keep import keep, nbytes
+from looplib.debug._misuse import warn_of_misuse
 from looplib.debug._replay import Replayed, replay, step_seed
 from looplib.debug._worst_samples import SampleScore, worst_samples
 
@@ -22,6 +23,7 @@ __all__ = [
     "read_fingerprints",
     "replay",
     "step_seed",
+    "warn_of_misuse",
     "worst_samples",
 ]
 

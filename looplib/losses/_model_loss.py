@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from looplib._core.checks import check, warn
 from looplib._core.mappings import without
-from looplib._core.watches import warn_of_packed
+from looplib._core.misuse import warn_of_packed
 from looplib.metrics._mean import Mean
 
 

@@ -27,12 +27,12 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 from looplib._core.checks import check, few, warn
 from looplib._core.lease import give_up, trees_of
+from looplib._core.misuse import Watch, warn_of_reached
 from looplib._core.modules import _generators
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError, tracing
-from looplib._core.watches import Watch, warn_of_reached
 from looplib.gradients import EVALUATED, check_history
 from looplib.steps import Outcome, StepSpec, spec_of, with_spec
 from looplib.transforms._backends import Compiled, backend

@@ -1,152 +1,40 @@
-"""Watches: what a gradient function or a step notices of its calls, and warnings for common mistakes.
+"""Misuse: warnings for mistakes that raise no error.
 
-A backward pass is told which leaves to fill, so the gradients of anything else stay as they are. Two kinds of graphs
-do not show all of their leaves, and take a plain backward pass: those of FSDP2, whose leaves are unsharded
-parameters, and those with a function that runs a backward pass of its own, such as a reentrant checkpoint. There, the
-gradients of the other networks that looplib trains, and of the leaves that are shown, are set aside and put back. If only
-a checkpoint or FSDP2 reaches a network, and no gradient function was made of it, its gradients are filled, as in a raw
-loop.
+- A loop without `state =` trains the initial state forever.
+- The module of a pure run, or of a donated run whose state is not bound to it, keeps its initial weights:
+  `torch.save(model.state_dict())` then saves them, `model(x)` runs them, the loss of another network trains against them, and
+  what you write to them has no effect.
+- Buffers of a bound state that were replaced in the module are not those that steps use.
+- A plain scalar is taken for the mean over the samples of its microbatch or rank. torch's graph tells of its own losses what
+  they are: a sum, a mean over the labels that count, a mean by class weights, or a mean over the samples. Of a loss written
+  by hand, such as a masked sum, it tells nothing.
+- Rows of packed documents go through a model that does not keep them apart.
 
-None of the mistakes raises an error. A loop without `state =` trains the initial state forever. The module of a pure run,
-or of a donated run whose state is not bound to it, keeps its initial weights: `torch.save(model.state_dict())` then saves
-them, `model(x)` runs them, the loss of another network trains against them, and what you write to them has no effect. Each
-gets one warning.
+Each gets one warning. This file does nothing else: steps compute the same with it and without it, and it holds no tensor.
+`ll.debug.warn_of_misuse(False)` switches it off, and then nothing is looked at.
 """
 
 from __future__ import annotations
 
-import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Set
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from looplib._core import interrupts as _interrupts
 from looplib._core import trees
-from looplib._core.checks import warn
+from looplib._core.checks import few, warn
 from looplib._core.checksums import checksums
 from looplib._core.lease import has_values, last_write, versions
-from looplib._core.modules import LATE_CHECKPOINT, members, running, tensors
+from looplib._core.modules import members, running, tensors
+from looplib._core.reach import Reach
 from looplib._core.records import chain
-from looplib._core.torch_private import version
+from looplib._core.switch import misuse
+from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
 from looplib._core.tracing import tracing
-
-_CHECKPOINT = "CheckpointFunction"  # of torch, and of the libraries that copied it
-
-# Functions that only select, arrange or cast elements of one tensor.
-_VIEW = re.compile(
-    "(Alias|AsStrided|Clone|Diagonal|Expand|Index|IndexSelect|Movedim|Permute|ReshapeAlias|Select|Slice|Split|"
-    "SplitWithSizes|Squeeze|T|ToCopy|Transpose|Unbind|Unfold|UnsafeSplit|UnsafeView|Unsqueeze|View)Backward[0-9]+$"
-)
-# Parameters of the modules of all gradient functions, by id. Between its passes, FSDP2 may put others into a module.
-_trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-
-class Reach:
-    """Leaves that the losses of one gradient function reach, learned at its first call.
-
-    Attributes:
-        known: True after the first call.
-        plain: True if backward passes must not be told which leaves to fill.
-        others: leaves in the graph that belong to neither the model nor the batch.
-    """
-
-    def __init__(self, model: nn.Module, plain: bool) -> None:
-        self._model, self.plain = model, plain
-        self.known = False
-        self.others: list[weakref.ref[Tensor]] = []
-        self._unreached: Set[str] = frozenset()
-        _trained.update({id(tensor): tensor for tensor in model.parameters()})
-
-    def learn(self, loss: Tensor, batch: Any, params: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Look through the graph of the first loss."""
-        leaves, functions = _graph(loss)
-        self._unreached = {name for name in names if id(params[name]) not in leaves}
-        known = {*map(id, params.values()), *map(id, self._model.buffers())}
-        for path, leaf in trees.leaves(batch):
-            if isinstance(leaf, Tensor):
-                known.add(id(leaf))
-                source = viewed_leaf(leaf)
-                if source is not None:
-                    known.add(id(source))
-                elif leaf.grad_fn is not None:
-                    raise ValueError(
-                        f"batch{trees.pointer(path)} carries the graph of what computed it ({type(leaf.grad_fn).__name__}), "
-                        "and a step takes gradients of its own loss only: hand on its detach(), or compute it under "
-                        "torch.no_grad() or in the loss function. For derivatives with respect to the batch, give "
-                        "detach().requires_grad_(), or call requires_grad_() in the loss function"
-                    )
-        if not self.plain:  # the leaves of FSDP2 are its own unsharded parameters
-            self.others = [weakref.ref(leaf) for key, leaf in leaves.items() if key not in known]
-            self.plain = any(_CHECKPOINT in name for name in functions) or bool(functions and self._unreached)
-        self.known = True
-
-    def check(self, loss: Tensor, missing: Set[str]) -> None:
-        """Raise if parameters without a gradient are in a reentrant checkpoint that the first call did not have."""
-        if not (self.plain or missing <= self._unreached):
-            self._unreached |= missing
-            if any(_CHECKPOINT in name for name in _graph(loss)[1]):
-                raise RuntimeError(LATE_CHECKPOINT)
-
-    def other_tensors(self) -> list[Tensor]:
-        """The leaves in `others` that are still in use."""
-        return [tensor for other in self.others if (tensor := other()) is not None]
-
-    @contextmanager
-    def others_aside(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Context for a plain backward pass, in which the gradients of all but these leaves are set aside."""
-        own = {*map(id, leaves)}
-        others = [tensor for tensor in {*_trained.values(), *self.other_tensors()} if id(tensor) not in own]
-        grads = [tensor.grad for tensor in others]
-        try:
-            for tensor in others:
-                tensor.grad = None
-            yield
-        finally:
-            _interrupts.waits.depth += 1
-            try:
-                for tensor, grad in zip(others, grads, strict=True):
-                    tensor.grad = grad
-            finally:
-                _interrupts.waits.depth -= 1
-
-
-def viewed_leaf(tensor: Tensor) -> Tensor | None:
-    """The leaf of which a tensor is a view or a cast, such as a column of coordinates; None if it was computed otherwise.
-
-    >>> x = torch.ones(4, 2, requires_grad=True)
-    >>> viewed_leaf(x[:, :1].double()) is x, viewed_leaf(x * 2) is None
-    (True, True)
-    """
-    function: Any = tensor.grad_fn
-    while function is not None and _VIEW.match(function.name()):
-        function = function.next_functions[0][0]
-    leaf: Any = getattr(function, "variable", None)
-    return leaf if leaf is not None and not isinstance(leaf, nn.Parameter) and id(leaf) not in _trained else None
-
-
-def _graph(loss: Tensor) -> tuple[dict[int, Tensor], set[str]]:
-    """Leaves of the graph behind a loss by id, and the names of its functions that are written in Python."""
-    leaves: dict[int, Tensor] = {}
-    functions: set[str] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            functions.add(type(node).__name__)
-        elif node.name() == "torch::autograd::AccumulateGrad":
-            leaves[id(node.variable)] = node.variable
-        waiting += [function for function, _ in node.next_functions]
-    return leaves, functions
-
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
 
@@ -171,6 +59,8 @@ class Watch:
 
     def see(self, state: Any, batch: Any) -> None:
         """Record a call of the step."""
+        if not misuse.on:
+            return
         if self._state is None or self._state() is not state:
             if self._model is not None:
                 left_behind(self._model, state)
@@ -193,14 +83,21 @@ class _Stale:
     """A module as it was before steps on other tensors, and its hooks."""
 
     def __init__(self, module: nn.Module, state: Any) -> None:
-        self.params = {
-            name: tensor for name, tensor in tensors(members(module).params).items() if _is_trained(tensor)
+        self._refs = {
+            name: weakref.ref(tensor)
+            for name, tensor in tensors(members(module).params).items()
+            if _is_trained(tensor)
         }
         self.writes = _writes(module)  # empty once its user has been warned of a use
         self.hooks: list[RemovableHandle] = []
         self.run = state.seed, state.step
         self.marks: tuple[list[int], list[int]] | None = self._marks()  # None if writes are not looked for
         self.sums: list[int] | None = checksums(self.params.values())  # until the second step has compared them
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Those of its parameters that are still in use."""
+        return {name: tensor for name, ref in self._refs.items() if (tensor := ref()) is not None}
 
     def _marks(self) -> tuple[list[int], list[int]]:
         """The memory of each parameter, and torch's counts of the writes to them."""
@@ -249,7 +146,7 @@ class _Hook:
     """Hook of `module.state_dict()` and of `module(...)`: warns once of a module that is used with its first weights."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        stale = _stale.get(module)
+        stale = _stale.get(module) if misuse.on else None
         if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
             return
         # Steps and looplib's exports know whose weights they use.
@@ -292,7 +189,7 @@ def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
 
     A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that.
     """
-    if tracing():
+    if tracing() or not misuse.on:
         return
     if (stale := _stale.get(module)) is not None:
         return stale.look(module, state)
@@ -321,7 +218,7 @@ def forget_trial(grad_fn: Any) -> None:
 
 def warn_of_reached(others: Iterable[Tensor]) -> None:
     """Warn of modules whose parameters a pure step's loss reaches, called or not, if pure steps train them by now."""
-    reached = {*map(id, others)}
+    reached = {*map(id, others)} if misuse.on else set()
     for module in [*_stale]:
         if not reached.isdisjoint(map(id, module.parameters())):
             _warn_if_stale(module)
@@ -360,7 +257,11 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     ignored = "position_ids" not in takes and takes != {"**"}
     masked = isinstance(mask, Tensor) and mask.dim() == 2
-    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)) or tracing():
+    if (
+        not misuse.on
+        or not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked))
+        or tracing()
+    ):
         return
     calls = _looks.get(model, 0)
     if calls < 0:
@@ -386,3 +287,132 @@ _HAS_MASK = "it has an attention_mask (b, length), with which {} does not keep t
 _IGNORES_POSITIONS = (
     "{}.forward takes no position_ids: give rows of one document each, with padding, or a model that takes them"
 )
+
+
+# Losses, and values beside them
+
+_IGNORED = -100  # default `ignore_index` of torch and of transformers' models
+_LABEL_DTYPES = (torch.int16, torch.int32, torch.int64)
+_TERMS = {"Add", "Sub", "Neg"}
+_FACTORS = {"Mul", "Div"}
+_COPIES = {"ToCopy", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Alias"}
+_SELECTED = {"Index", "MaskedSelect"}  # as many as a mask leaves
+
+_LABELS = (
+    "the batch has labels of -100 ({path}) and the loss is a plain scalar, within accumulate or on several ranks. Such "
+    "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
+    "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
+    "weight): the sum of the losses, and the number of labels that are not -100. ll.next_token_loss does so, and "
+    "ll.losses.model_loss for the loss of a transformers model"
+)
+_SUM = (
+    "the loss is a sum over the samples (reduction='sum'), returned as a plain scalar, within accumulate or on several "
+    "ranks. Such a scalar is taken for the mean over the samples of its microbatch or rank, so the gradient is that of the "
+    "sum divided by the number of microbatches and ranks. Return a mean, or ll.Mean(total, number of samples), which has the "
+    "gradient of the mean whatever the split"
+)
+_CLASS_WEIGHTS = (
+    "the loss is a plain scalar of a cross-entropy with class weights, within accumulate or on several ranks. Such a loss is "
+    "a mean by the weights of the labels, but microbatches and ranks are weighted by their samples. So the loss and the "
+    "gradient are not those of the whole batch if the weights of their labels differ. Return ll.Mean(cross_entropy(outputs, "
+    "labels, weight=weight, reduction='sum'), weight[labels].sum())"
+)
+_BESIDE = (
+    "{names} beside the loss: a plain scalar is averaged over the samples of batches, microbatches and ranks, and the loss "
+    "is a Mean(total, weight) with a weight of {weight:g} in a batch of {samples} samples. A mean over what the loss is over "
+    "(tokens) is then averaged to another number: return ll.Mean(total, weight) for it as well. For a mean over the "
+    "samples, return ll.Mean(value, 1, times=number of samples), and for a constant, a float"
+)
+
+
+class LossWatch:
+    """Warn once of each such value.
+
+    Reading labels and weights waits for an accelerator. So it looks at the first microbatch, the second, the fourth, the
+    eighth and so on.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._warned: set[str] = set()
+
+    def _warn(self, message: str, **words: Any) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message.format(**words))
+
+    def _now(self) -> bool:
+        self._calls += misuse.on
+        return misuse.on and not (self._calls & (self._calls - 1) or tracing())
+
+    def look(self, batch: Any, loss: Tensor, samples: int) -> None:
+        """Look at a plain scalar that is weighted by its samples."""
+        if not self._now():
+            return
+        found = kinds_of_mean(loss, samples)
+        if "sum" in found:
+            self._warn(_SUM)
+        if "class weights" in found:
+            self._warn(_CLASS_WEIGHTS)
+        if _LABELS in self._warned or found <= {"sum", "samples"}:
+            return
+        for path, leaf in trees.leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):
+                return self._warn(_LABELS, path=trees.named(path, "batch"))
+
+    def look_beside(self, loss: Any, values: Mapping[str, Any], samples: int) -> None:
+        """Look at the values beside a loss that is a `Mean`."""
+        if _BESIDE in self._warned or not self._now():
+            return
+        plain = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+        }
+        if not plain:
+            return
+        weight = float(loss.weight) * loss.times
+        if weight == samples:
+            return
+        if names := [name for name, value in plain.items() if kinds_of_mean(value, samples) != {"samples"}]:
+            self._warn(_BESIDE, names=few([repr(name) for name in names]), weight=weight, samples=samples)
+
+
+def kinds_of_mean(loss: Tensor, samples: int) -> set[str]:
+    """Kinds of the terms of a scalar: "sum", "class weights", a mean over the "samples", and "unknown"."""
+    kinds: set[str] = set()
+    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    while waiting:
+        node, scaled = waiting.pop()
+        kind = _kind(node)
+        if kind in _TERMS or kind in _FACTORS or kind in _COPIES:
+            below = [(function, scaled or kind in _FACTORS) for function, _ in node.next_functions]
+            waiting += [(function, by) for function, by in below if function is not None]
+        else:
+            kinds.add(_kind_of_term(node, kind, scaled, samples))
+    return kinds
+
+
+def _kind_of_term(node: Any, kind: str, scaled: bool, samples: int) -> str:
+    reduction = reduction_of(node)
+    if reduction == "mean" and class_weights_of(node) is not None:
+        return "class weights"
+    of_each = _below(node) if kind in ("Sum", "Mean") else None
+    if not scaled and (reduction == "sum" or (kind == "Sum" and reduction_of(of_each) == "none")):
+        return "sum"
+    if kind == "Mean" and mean_shape_of(node)[:1] == (samples,) and _kind(of_each) not in _SELECTED:
+        return "samples"
+    return "unknown"
+
+
+def _below(node: Any) -> Any:
+    """The function that computed what a reduction is of, before it was only reshaped or copied."""
+    node = node.next_functions[0][0]
+    while _kind(node) in _COPIES:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _kind(node: Any) -> str:
+    """The name of a function of a graph: "Add" for AddBackward0."""
+    return "" if node is None else node.name().rstrip("0123456789").removesuffix("Backward")

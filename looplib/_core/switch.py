@@ -1,0 +1,8 @@
+"""The switch of warnings for misuse, which `ll.debug.warn_of_misuse` sets for the whole process."""
+
+
+class _Switch:
+    on = True
+
+
+misuse = _Switch()

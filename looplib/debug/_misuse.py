@@ -1,0 +1,32 @@
+"""Switch for warnings of misuse."""
+
+from __future__ import annotations
+
+from looplib._core.checks import check_type
+from looplib._core.switch import misuse
+
+
+def warn_of_misuse(on: bool) -> None:
+    """Switch warnings of misuse on or off, for the whole process. They are on at first.
+
+    >>> import looplib as ll
+    >>> ll.debug.warn_of_misuse(False)  # in a script that has run for a month without one
+    >>> ll.debug.warn_of_misuse(True)
+
+    These warnings look at what raises no error: a loop without `state =`, a module that keeps its first weights, layers that
+    went into eval mode, `requires_grad` that changed after `make_grad_fn`, buffers that were replaced, losses that are averaged
+    over something else than they mean, packed rows. All else stays: steps compute the same bits, and what would be wrong in
+    any case is still refused.
+
+    With them, a small step takes some 2% longer, and labels of -100 and weights of losses are read now and then (at the 1st,
+    2nd, 4th, ... microbatch), which waits for an accelerator. To silence one and keep the others, use Python's own
+    `warnings.filterwarnings("ignore", message=...)`.
+
+    Args:
+        on: False to switch them off.
+
+    Raises:
+        TypeError: `on` is no bool.
+    """
+    check_type("on is", on, bool, "give True or False")
+    misuse.on = on
