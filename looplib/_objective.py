@@ -41,7 +41,7 @@ from looplib.types import Gradients, Metric
 
 
 class Objective(NamedTuple):
-    """What a backward pass differentiates.
+    """Scalar that a backward pass differentiates.
 
     Attributes:
         value: the scalar.

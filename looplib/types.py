@@ -403,7 +403,7 @@ class Update(Protocol):
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
 
 Role = Literal["judge", "gradients", "weights", "after"]
-"""What a part of an update is about, which decides where it may stand in a chain.
+"""Role of a part of an update, which decides where it may stand in a chain.
 
 - `"judge"` looks at the gradients as they entered the chain and decides whether to update. It runs before the others.
 - `"gradients"` changes gradients, or decides by them. It stands before the weights.
@@ -464,6 +464,11 @@ class Optimizer:
     _scaler: tuple[str, Part] | None = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, Mapping):
+            raise TypeError(
+                f"an Optimizer is made of named parts, found {self.parts!r}: write ll.optim.part(name, init=..., update_=..., "
+                "role='weights') for one of your own"
+            )
         firsts = [(name, part) for name, part in self.parts.items() if part.transform is not None]
         firsts.sort(key=lambda named: named[1].role != "judge")
         object.__setattr__(self, "_firsts", firsts)

@@ -129,11 +129,6 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ),
     ("looplib/optim/_traced_update.py", "super().__init__()", "torch's TorchFunctionMode has an empty one"),
     (
-        "looplib/optim/_recipe.py",
-        'cls([{"params": [torch.zeros(2, 2)], **own}], **values)',
-        "the class checks its hyperparameters, on a tensor of any shape",
-    ),
-    (
         "looplib/steps.py",
         "applied: bool | Tensor = True  # True if an update was made",
         "only eval and predict steps leave it out, and nobody reads theirs",
@@ -145,18 +140,8 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ),
     (
         "looplib/steps.py",
-        "samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0",
-        "the number is used for scalars only, and without any it is not read",
-    ),
-    (
-        "looplib/steps.py",
         "return Outcome(state.params, state.opt_state, state.buffers, step(state, batch), 0)",
         "an eval step's samples are not counted anywhere",
-    ),
-    (
-        "looplib/grads/_accumulation.py",
-        "if total.samples is None and type(count) is int:",
-        "the normalizer may be any number, since it cancels: half precision alone depends on its size",
     ),
     (
         "looplib/checkpoint/_capture.py",

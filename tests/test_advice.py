@@ -165,5 +165,8 @@ def test_a_loss_function_in_the_place_of_a_gradient_function_is_refused_when_the
         ):
             make()
     own = ll.make_grad_fn(nn.Linear(2, 1), mean_square)
-    for grad_fn in (lambda state, batch, **request: own(state, batch), lambda *args, **request: own(*args, **request)):
+    for grad_fn in (
+        lambda state, batch, **request: own(state, batch),
+        lambda *args, **request: own(*args, **request),
+    ):
         ll.make_train_step(grad_fn, SGD)

@@ -135,7 +135,7 @@ def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_
 def test_functions_of_ones_own_within_a_step_are_shown_by_their_names():
     inner = ll.make_grad_fn(MODEL, loss_fn)
 
-    def halved(state, batch, **request):  # noqa: B008
+    def halved(state, batch, **request):
         return inner(state, batch, **request)
 
     optimizer = ll.optimizer(SGD, lr=lambda step: 0.1)

@@ -54,9 +54,7 @@ FAMILIES = {
     "adamw": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=3000)),
     "adagrad": lambda: ll.optimizer(torch.optim.Adagrad, lr=0.05),
     "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
-    "skip_nonfinite": lambda: ll.chain(
-        ll.skip_nonfinite(max_consecutive=3), ll.optimizer(torch.optim.Adam, lr=0.01)
-    ),
+    "skip_nonfinite": lambda: ll.chain(ll.skip_nonfinite(max_consecutive=3), ll.optimizer(torch.optim.Adam, lr=0.01)),
     "ema": lambda: ll.chain(
         ll.optimizer(torch.optim.RMSprop, lr=0.01), ll.ema(ll.optim.ema_warmup(0.9), buffers=True)
     ),

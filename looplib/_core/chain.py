@@ -25,7 +25,7 @@ Check = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Transformed(NamedTuple):
-    """What a first half returns.
+    """Result of a first half.
 
     Attributes:
         grads: the gradients, changed or not.
@@ -120,7 +120,7 @@ def _check_flag(name: str, flag: Any) -> None:
 
 
 def named_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What several parts report under one name has theirs as well: `grad_norm/<part>`."""
+    """Reports of several parts together. Those under one name get that of their part: `grad_norm/<part>`."""
     names = [key for report in reports.values() for key in report]
     return {
         key if names.count(key) == 1 else f"{key}/{name}": value
@@ -339,7 +339,7 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
 
 
 def of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
-    """What the chains of a partition have returned, together: a flag and a carried value for each label."""
+    """Results of the chains of a partition together: a flag and a carried value for each label."""
     grads = {name: grad for out in outs.values() for name, grad in out.grads.items()}
     flags = mapped(lambda out: out.apply, outs)
     return Transformed(

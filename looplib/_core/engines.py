@@ -29,7 +29,7 @@ from looplib._core.tracing import UntraceableError, tracing
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """What is known of the whole batch in a call for a part of it, whose gradients the caller adds up.
+    """Facts about the whole batch in a call for a part of it, whose gradients the caller adds up.
 
     Attributes:
         samples: samples in all parts, if known. Scalar losses are divided by this number at once.

@@ -140,7 +140,7 @@ def _beginnings(leaf_path: str) -> Iterator[str]:
 def _ways(
     unnamed: Mapping[str, str], new: Mapping[str, str], gone: Mapping[str, str], optional: Collection[str]
 ) -> str:
-    """What to write if other parts of the update are meant, and what it does."""
+    """The line to write if other parts of the update are meant, and its effect."""
     has_part = {*new.values(), *gone.values()}
     names = [*(name for name in optional if name in has_part), *unnamed]
     listed = ", ".join(map(repr, names)) + "," * (len(names) == 1)

@@ -1,4 +1,4 @@
-"""What wrappers of gradient functions share: checks of what they are given, and what they tell of what they wrap."""
+"""Checks that wrappers of gradient functions share, and the records by which they tell of what they wrap."""
 
 from __future__ import annotations
 

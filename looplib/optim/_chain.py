@@ -90,7 +90,7 @@ def check_order(parts: list[tuple[str, Part]]) -> None:
             follows = writers or after
             check(
                 not follows,
-                f"{name} comes after {', '.join(follows)}, which have used the gradients by then: put it before, "
+                f"{name} comes after {', '.join(follows)} and would get the gradients too late: put it before, "
                 f"ll.chain({name}, {', '.join(follows)})",
             )
         if part.role == "weights":
@@ -333,7 +333,7 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     all steps, and so do schedules; `own_steps` around it counts the same, and within it the updates that are made.
 
     A skipped step does not count and its gradient is not in the mean. Put what judges single gradients (`skip_nonfinite`)
-    into the chain around it: within, it sees the mean, and if it decides against the update, the sum starts anew.
+    into the chain around it: within, it sees the mean, and if it decides against the update, the sum starts again from zero.
 
     Args:
         optimizer: the optimizer, or chain, that makes the updates.

@@ -35,7 +35,9 @@ def test_an_error_of_a_loss_function_says_what_the_batch_was(function, error):
         (note,) = raised.value.__notes__
         assert note.removesuffix(LAYER) in NOTES
         folded = traceback.extract_tb(raised.value.__traceback__)
-        assert not any(frame.filename.endswith("modules.py") for frame in folded)  # which puts the state into the module
+        assert not any(
+            frame.filename.endswith("modules.py") for frame in folded
+        )  # which puts the state into the module
         assert "_call_impl" not in [frame.name for frame in folded]
 
 

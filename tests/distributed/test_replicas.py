@@ -53,16 +53,26 @@ DIFFERENT = [
         ["weight is float32 (2, 8)", "bias"],
     ),
     ({"seed": 0}, {"seed": 1}, ["state.seed is 0"]),
-    ({"optimizer": adamw(0.1)}, {"optimizer": adamw(0.2)}, ["the optimizer's lr is 0.1"]),
+    ({"optimizer": adamw(0.1)}, {"optimizer": adamw(0.2)}, ["the optimizer's AdamW lr is 0.1"]),
     (
         {"optimizer": adamw()},
         {"optimizer": ll.optimizer(torch.optim.RMSprop, lr=0.1)},
-        ["the optimizer's class is torch.optim.adamw.AdamW"],
+        [
+            "the optimizer's AdamW class is torch.optim.adamw.AdamW on rank 0, not given",
+            "the optimizer's AdamW lr is 0.1 on rank 0, not given",
+            "the optimizer's RMSprop class is not given on rank 0, torch.optim.rmsprop.RMSprop",
+            "the optimizer's RMSprop lr is not given on rank 0, 0.1",
+        ],
     ),
     (
         {"optimizer": ll.chain(SGD, ll.ema(0.9))},
         {"optimizer": ll.chain(SGD, ll.ema(0.8))},
         ["the optimizer's ema decay is 0.9"],
+    ),
+    (
+        {"optimizer": ll.chain(ll.clip_by_global_norm(1.0), SGD)},
+        {"optimizer": ll.chain(ll.clip_by_global_norm(2.0), SGD)},
+        ["the optimizer's clip_by_global_norm max_norm is 1.0"],
     ),
     ({"loaders": [loader(0)]}, {"loaders": [loader(1)]}, ["loader 1's seed is 0"]),
     ({"loaders": [loader(5), loader(0)]}, {"loaders": [loader(5), loader(1)]}, ["loader 2's seed is 0"]),

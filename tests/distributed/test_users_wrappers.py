@@ -1,6 +1,6 @@
 """Gradient wrappers of a user's own on several ranks: right, or refused by name."""
 
-from functools import partial, wraps
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ def halved(grad_fn):
 
 
 def halved_in_place(grad_fn):
-    @wraps(grad_fn)
     def halved_grad_fn(state, batch, **request):
         out = grad_fn(state, batch, **request)
         with torch.no_grad():

@@ -451,7 +451,7 @@ def test_a_part_of_a_batch_and_its_gradients_are_records_that_nothing_writes(nes
 
 
 def test_gradients_of_a_part_are_refused_by_an_update_and_add_up_by_hand():
-    """What `accumulate` does, by a user's own loop over parts of different sizes, with their sum of weights."""
+    """The same as `accumulate`, by a user's own loop over parts of different sizes, with their sum of weights."""
     model = mlp()
     grad_fn, state = ll.make_grad_fn(model, token_loss), ll.init_state(model, sgd())
     x, y = torch.randn(6, 4, 5, dtype=torch.double), torch.randint(0, 3, (6, 4))

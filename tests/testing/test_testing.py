@@ -447,9 +447,7 @@ def forgetting(part):
             new = before if part == "weights" else new
         return new, later
 
-    return ll.optim.part(
-        "forgetting", init=inner.init, transform=inner.transform, update_=update_, role="weights"
-    )
+    return ll.optim.part("forgetting", init=inner.init, transform=inner.transform, update_=update_, role="weights")
 
 
 def with_optimizer(optimizer):
@@ -461,7 +459,10 @@ NOT_COMPILED = [
     (lambda d: put_together(mlp(Counting()), donate=d), ["whole", "1.calls"]),
     (with_optimizer(ll.optimizer(torch.optim.SGD, lr=lambda step: step + 1)), ["in step 2: 2 graphs", "schedules"]),
     (with_loss(drawing(random.random)), ["after step 1", "/metrics/loss: "]),
-    (with_optimizer(forgetting("average")), ["not the eager one: after step", "/opt_state/forgetting/ema/average/params"]),
+    (
+        with_optimizer(forgetting("average")),
+        ["not the eager one: after step", "/opt_state/forgetting/ema/average/params"],
+    ),
     (with_optimizer(forgetting("weights")), ["not the eager one: after step", "/params/0.weight"]),
 ]
 
