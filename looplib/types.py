@@ -482,13 +482,17 @@ class Optimizer:
         """First state: a dict with an entry for each part that keeps one."""
         return {name: part.init(params, **extra) for name, part in self.parts.items() if part.init is not None}
 
+    def fits(self, opt_state: Any) -> bool:
+        """True if a state has an entry for each part that keeps one, and no other."""
+        return type(opt_state) is dict and opt_state.keys() == self._keys.keys()
+
     def transform(self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Transformed:
         """The first halves of all parts, in order. Raises ValueError for a state of another optimizer.
 
         `scale=` says that these are gradients of a loss that was multiplied by it (`dynamic_loss_scale`), and `owned=True`
         that they may be written.
         """
-        if type(opt_state) is not dict or opt_state.keys() != self._keys.keys():
+        if not self.fits(opt_state):
             raise chains.wrong_state(opt_state, repr(self), self._keys)
         if "scale" in info or self._scaler is not None:
             grads = chains.unscaled(self._scaler, grads, info)
@@ -515,7 +519,12 @@ class Optimizer:
         return chains.update_by_hand(self, grads, opt_state, params, step, info)
 
     def evaluation(self, params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
-        """Weights and buffers to evaluate with: those of the last part that has its own. See `ll.eval_state`."""
+        """Weights and buffers to evaluate with: those of the last part that has its own. See `ll.eval_state`.
+
+        Raises ValueError for a state of another optimizer, as `hyperparameters` does.
+        """
+        if not self.fits(opt_state):
+            raise chains.wrong_state(opt_state, repr(self), self._keys)
         for name, part in self.parts.items():
             if part.evaluation is not None:
                 params, buffers = part.evaluation(params, buffers, opt_state.get(name))
@@ -523,6 +532,8 @@ class Optimizer:
 
     def hyperparameters(self, opt_state: Any, step: int) -> dict[str, float]:
         """Values for the next update. See `ll.optim.hyperparameters`."""
+        if not self.fits(opt_state):
+            raise chains.wrong_state(opt_state, repr(self), self._keys)
         return chains.named_reports(
             {
                 name: part.hyperparameters(opt_state.get(name), step)

@@ -3,14 +3,14 @@
 The order of an update, and why:
 
 - check: the state is valid; a spent one has no values to update.
-- decide: what the optimizer can refuse or skip is decided here. Nothing but the forward pass of a donated step has written
-  so far. The host reads the flags of all wrappers at once.
+- transform: the first halves of all parts, which may change the gradients, refuse, or decide against the update. Nothing but
+  the forward pass of a donated step has written so far. The host reads the flags of all parts at once.
 - check again: the loss or the decision may have run a step of another run over the same memory. A pure step and a
   skipped one, which give up nothing, need it as well.
 - own: a pure step copies what the update writes. A donated one gives up the state, which may still refuse, and then
   spends it. That comes before the first write, so an update that fails halfway cannot leave a state that looks valid
   (tests/_core/test_lease.py).
-- update: write in place, or return new tensors.
+- update: the second halves write in place, or return new tensors.
 - advance: the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
   a reader is told that there is no state after it.
 

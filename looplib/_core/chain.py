@@ -71,6 +71,7 @@ def transform(
         if part.role != "judge":
             grads = out.grads
         if name in states:
+            check(out.state is not None, f"the transform of {name} returned no state: give Transformed(grads, state)")
             states[name] = out.state
         else:
             check(out.state is None, f"{name} returned a state, and has no init= that makes the first one")
@@ -268,7 +269,7 @@ def taking(who: str, function: Any, positional: Sequence[str], named: Iterable[s
     except (TypeError, ValueError):  # a function in C
         return function
     known = {*named}
-    shown = f"({', '.join(positional)}, **info)"
+    shown = f"({', '.join([*positional, *['**info'] * bool(known)])})"
     places = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     rest = places[len(positional) :] if not any(one.kind is one.VAR_POSITIONAL for one in places) else []
     for one in rest:

@@ -159,7 +159,7 @@ def where(flag: bool | Tensor, new: Any, old: Any) -> Any:
     {'count': tensor(0)}
 
     Use it in your own optimizers if a tensor decides about their state. The flag stays on its device, so nothing
-    waits for it. In an update `old` may already be overwritten, so decide in advance there (see `ll.types.Decide`).
+    waits for it. In an update `old` may already be overwritten, so decide in advance there (see `ll.types.Transform`).
 
     Args:
         flag: a bool, which selects a whole tree, or a 0-dim bool tensor.

@@ -15,7 +15,7 @@ def warn_of_misuse(on: bool) -> None:
 
     These warnings look at what raises no error: a loop without `state =`, a module that keeps its first weights, layers that
     went into eval mode, `requires_grad` that changed after `make_grad_fn`, buffers that were replaced, losses that are averaged
-    over something else than they mean, packed rows. All else stays: steps compute the same bits, and what would be wrong in
+    over something other than they mean, packed rows. All else stays: steps compute the same bits, and what would be wrong in
     any case is still refused.
 
     With them, a small step takes some 2% longer, and labels of -100 and weights of losses are read now and then (at the 1st,

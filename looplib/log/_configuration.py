@@ -45,7 +45,7 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     >>> state = ll.init_state(model, optimizer, epoch_length=len(loader))
     >>> batch = next(iter(loader(state)))
     >>> settings = ll.log.configuration(state, args={"warmup": 100})
-    >>> settings["optimizer"]["lr"], settings["loader"]["batch_size"], settings["model"]
+    >>> settings["optimizer"]["SGD"]["lr"], settings["loader"]["batch_size"], settings["model"]
     (0.1, 4, {'class': 'Linear', 'parameters': 3})
     >>> settings["args"], {"looplib", "python", "torch"} <= settings["versions"].keys()
     ({'warmup': 100}, True)

@@ -234,9 +234,10 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     """
     check_kind(optimizer, "eval_state", "optimizer")
     check_state(state, "ll.eval_state(optimizer, state)")
-    opt_state = state.opt_state
+    if not optimizer.fits(state.opt_state):
+        raise of_another(optimizer, state)
     try:
-        params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)
+        params, buffers = optimizer.evaluation(state.params, state.buffers, state.opt_state)
     except (LookupError, TypeError, AttributeError) as error:
         raise of_another(optimizer, state) from error
     if params is state.params and buffers is state.buffers:

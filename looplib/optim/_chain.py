@@ -128,19 +128,19 @@ def check_writes(optimizer: Optimizer, who: str) -> Optimizer:
 
 
 def _with_weights(optimizer: Optimizer) -> str:
-    after = all(part.role == "after" for part in optimizer.parts.values())
-    parts = [str(optimizer.call or ", ".join(optimizer.parts)), "ll.optimizer(torch.optim.AdamW, lr=1e-3)"]
-    return f"ll.chain({', '.join(reversed(parts) if after else parts)})"
+    before = [name for name, part in optimizer.parts.items() if part.role != "after"]
+    after = [name for name in optimizer.parts if name not in before]
+    return f"ll.chain({', '.join([*before, 'll.optimizer(torch.optim.AdamW, lr=1e-3)', *after])})"
 
 
 def _check_inner(optimizer: Any, who: str) -> None:
     """Raise unless this is an optimizer that can be a part of another."""
-    check_type(f"{who} got", optimizer, Optimizer, "give what ll.optimizer or ll.chain returns")
+    check_writes(optimizer, who)
     scales = [name for name, part in optimizer.parts.items() if part.loss_scale is not None]
     check(
         not scales,
         f"{', '.join(scales)} within {who} would scale the loss of all parameters: put it into the outer chain, "
-        f"ll.chain(ll.optim.{', '.join(scales)}(), ll.optim.{who}(...))",
+        f"ll.chain(ll.optim.dynamic_loss_scale(), ll.optim.{who}(...))",
     )
 
 
@@ -333,7 +333,8 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     all steps, and so do schedules; `own_steps` around it counts the same, and within it the updates that are made.
 
     A skipped step does not count and its gradient is not in the mean. Put what judges single gradients (`skip_nonfinite`)
-    into the chain around it: within, it sees the mean, and if it decides against the update, the sum starts again from zero.
+    into the chain around it alone: within, it sees the mean, and if it decides against the update, the sum starts again from
+    zero. A parameter that has no gradient in the `n`-th step is not updated, and what it had before is dropped.
 
     Args:
         optimizer: the optimizer, or chain, that makes the updates.
@@ -347,12 +348,19 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     check_count("n", n)
     check(gradients in ("mean", "last"), f"gradients is {gradients!r}; give 'mean' or 'last'")
     sums = gradients == "mean"
+    check(
+        not sums or not any(part.evaluates for part in optimizer.parts.values()),
+        f"{', '.join(optimizer.parts)} takes further gradients of the loss itself, which are no means: give gradients='last'",
+    )
+    kept = dict.fromkeys(("inner", "steps", "sum") if sums else ("inner", "steps"))
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         own: dict[str, Any] = {"inner": optimizer.init(params, **extra), "steps": torch.tensor(0, device="cpu")}
         return {**own, "sum": mapped(torch.zeros_like, mapped(Tensor.detach, params))} if sums else own
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        if type(state) is not dict or state.keys() != kept.keys() or not optimizer.fits(state["inner"]):
+            raise wrong_state({"every": state}, repr(made), kept)
         if not on_host(partial(_is_due, n), state["steps"]):
             return Transformed(grads, state)
         used = grads

@@ -53,7 +53,7 @@ def lbfgs_update(
     check(
         evaluate,
         "LBFGS evaluates the loss at other parameters, so its update needs evaluate=: a function from params to (loss, "
-        "grads). A train step gives one; a wrapper hands it on with **extra",
+        "grads). A train step gives one; ll.apply_gradients takes one",
         TypeError,
     )
     states = opt_state["state"]

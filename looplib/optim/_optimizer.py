@@ -174,6 +174,8 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
             f"this is a stack of {len(state.seed)} members, which may differ in their hyperparameters: ask for one "
             "of ll.transforms.unstack_states(stack); what ll.transforms.per_member was given is known without asking"
         )
+    if not optimizer.fits(state.opt_state):
+        raise of_another(optimizer, state)
     try:
         numbers = optimizer.hyperparameters(state.opt_state, state.step)
     except (LookupError, TypeError, AttributeError) as error:

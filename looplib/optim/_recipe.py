@@ -303,7 +303,7 @@ def check_class(cls: Any, *parameters: Any) -> None:
         "params" in taken,
         f"{cls.__name__} takes {', '.join(taken[:1]) or 'nothing'} where optimizers take params. If it wraps another "
         "optimizer, parameters and state are in that one, out of reach of a pure update: give the class that it "
-        "wraps; looplib's own wrappers are in ll.optim and ll.contrib",
+        "wraps; averages and the like are parts of a chain, in ll.optim",
         TypeError,
     )
 

@@ -43,8 +43,7 @@ are about how the parts are put together. A complete `tests/test_your_step.py` n
         run = run_without_dropout
         testing.assert_compiles(run.train_step, run.state, run.batch)
 
-`recipes/testing_your_step` is such a project. If the train step clips or scales gradients, pass the gradient function
-inside these wrappers as `grad_fn`. Sequence models also have `assert_causal`, scripts for several ranks have
+`recipes/testing_your_step` is such a project. Sequence models also have `assert_causal`, scripts for several ranks have
 `assert_ranks_train_alike`, and wrappers of your own `assert_donated_equals_pure`.
 
 Each check finds a bug that is common in practice: a loss averaged wrongly over microbatches, a frozen layer, labels

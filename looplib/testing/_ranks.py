@@ -97,7 +97,7 @@ def assert_ranks_train_alike(
         f"after {steps} steps the ranks' weights differ from those of rank 0",
         differing(dict.fromkeys(trained, together), trained),
         "So each trains a model of its own: usually gradients that nothing reduces (wrap the model in "
-        "DistributedDataParallel or fully_shard, or the grad_fn in ll.grads.reduce_gradients, within what clips), "
+        "DistributedDataParallel or fully_shard, or the grad_fn in ll.grads.reduce_gradients), "
         "weights that are initialized by another seed on each rank and not broadcast, or parameters that each rank "
         "updates by itself.",
     )

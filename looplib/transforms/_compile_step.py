@@ -65,8 +65,9 @@ def compile_step(
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=10, total=100))
-    >>> grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), 1.0)
+    >>> adamw = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=10, total=100))
+    >>> optimizer = ll.chain(ll.clip_by_global_norm(1.0), adamw)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
     >>> train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     >>> compiled_step = ll.compile_step(train_step, backend="eager")  # a graph without machine code
     >>> state, metrics = compiled_step(ll.init_state(model, optimizer), torch.ones(4, 2))

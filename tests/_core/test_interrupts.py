@@ -341,9 +341,7 @@ def test_a_second_ctrl_c_does_not_wait_and_a_second_sigterm_does(name, waits):
         seen.append("waited again")
 
     ACTIONS["update"] = action
-    with pytest.raises(Stop):
-        state, _ = parts.step(parts.state, parts.batches[0])
-        time.sleep(500)
+    state = train(parts.state, parts.step, parts.batches[:1], lambda state: time.sleep(500), Stop)
     assert seen == ["waited", "waited again"][: 1 + waits]
     if waits:
         assert record(state) == trajectory(Parts(cls=Halfway))[1]
