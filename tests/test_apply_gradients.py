@@ -435,7 +435,10 @@ def test_gradients_that_do_not_fit_are_refused(grads, message, donate):
         ({"gradients": torch.ones(1)}, "gradients are a Tensor"),
         ({"gradients": ({"bias": torch.ones(1)}, 0.5)}, "gradients first"),
         ({"gradients": {"bias": 1.0}}, "the gradient of bias is a float"),
-        ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)}, "optimizer is a SGD"),
+        (
+            {"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)},
+            "apply_gradients got, in place of an optimizer, a SGD",
+        ),
         ({"state": None}, "state is None"),
         ({"buffers": [torch.ones(1)]}, "buffers are a list"),
     ],

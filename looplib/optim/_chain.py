@@ -15,7 +15,7 @@ from looplib._core.chain import any_of, contents, of_labels, update_where, withi
 from looplib._core.checks import check, check_count, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import shards
-from looplib._core.records import with_repr
+from looplib._core.records import shown, with_repr
 from looplib._core.tracing import on_host, tracing, where
 from looplib.optim._part import made_of
 from looplib.optim._recipe import check_by_kind
@@ -117,7 +117,7 @@ def check_order(parts: list[tuple[str, Part]]) -> None:
 def check_writes(optimizer: Optimizer, who: str) -> Optimizer:
     """Return an optimizer that changes weights. Raises TypeError for anything else, ValueError for parts that do not."""
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-    check_type("optimizer is", optimizer, Optimizer, advice)
+    check_type(f"{who} got, in place of an optimizer,", optimizer, Optimizer, advice)
     roles = [part.role for part in optimizer.parts.values()]
     check(
         "weights" in roles,
@@ -128,9 +128,14 @@ def check_writes(optimizer: Optimizer, who: str) -> Optimizer:
 
 
 def _with_weights(optimizer: Optimizer) -> str:
-    before = [name for name, part in optimizer.parts.items() if part.role != "after"]
-    after = [name for name in optimizer.parts if name not in before]
-    return f"ll.chain({', '.join([*before, 'll.optimizer(torch.optim.AdamW, lr=1e-3)', *after])})"
+    """The call of a chain with these parts and an optimizer."""
+    call = optimizer.call
+    given = call.args if call is not None and call.factory is chain else (optimizer,)
+    codes: dict[bool, list[str]] = {False: [], True: []}
+    for each in given:
+        parts = (each[1] if isinstance(each, tuple) else each).parts.values()
+        codes[all(part.role == "after" for part in parts)].append(shown(each))
+    return f"ll.chain({', '.join([*codes[False], 'll.optimizer(torch.optim.AdamW, lr=1e-3)', *codes[True]])})"
 
 
 def _check_inner(optimizer: Any, who: str) -> None:

@@ -228,7 +228,7 @@ def _check_grads(recipe: Recipe, grads: Grads, params: Params) -> None:
         if (grad.shape, grad.dtype) != (param.shape, param.dtype):
             raise ValueError(
                 f"the gradient of {name} is {grad.dtype} of shape {tuple(grad.shape)}, the parameter {param.dtype} of shape "
-                f"{tuple(param.shape)}: a gradient function, and a part that changes gradients, change values alone. To compute in half precision, "
+                f"{tuple(param.shape)}: wrappers and parts that change gradients change values alone. To compute in half precision, "
                 "keep the weights in float32, and write ll.autocast(loss_fn, dtype)"
             )
     if unfit := [name for name, grad in grads.items() if not recipe.takes(grad.is_sparse)]:
