@@ -32,7 +32,7 @@ from looplib._core.replicas import checksums_by_name
 from looplib.metrics import Window
 from looplib.types import COUNTS, TREES, TrainState
 
-FORMAT = 8
+FORMAT = 9
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 

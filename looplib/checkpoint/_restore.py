@@ -144,14 +144,14 @@ def _ways(
     has_part = {*new.values(), *gone.values()}
     names = [*(name for name in optional if name in has_part), *unnamed]
     listed = ", ".join(map(repr, names)) + "," * (len(names) == 1)
-    effects = [f"what {part} kept is dropped" for part in unnamed if part in gone.values()]
-    started = [part for part in unnamed if part in new.values()]
-    effects += [f"{part} starts as it is in the state" for part in started]
-    if any(f"/{part}/average/" in leaf_path for leaf_path, part in new.items() if part in unnamed):
-        effects += ["an average from the state's weights, or with start=1 from those after the next update"]
+    started, dropped = ([part for part in unnamed if part in parts.values()] for parts in (new, gone))
+    effects = [f"{few(started)} will start as in the state"] if started else []
+    effects += [f"what {few(dropped)} kept will be dropped"] if dropped else []
+    way = f"If other parts are meant: ckpt.restore(state, optional=({listed})); {', and '.join(effects)}"
+    if any(f"/{part}/average/" in leaf_path for leaf_path, part in new.items() if part in started):
+        way += ". A new average begins with the state's weights, or with start=1, with those after the next update"
     unknown = [name for name in optional if name not in has_part]
-    misspelt = f". Of optional, {few(unknown)} is no part that one of them alone has" if unknown else ""
-    return f"If the update is to have other parts: ckpt.restore(state, optional=({listed})), and {', '.join(effects)}{misspelt}"
+    return f"{way}. Of optional, {few(unknown)} is no part that one of them alone has" if unknown else way
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:

@@ -21,7 +21,10 @@ def kept(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any],
 
 def name_of(function: Any) -> str:
     """Name of the wrapper that created a function: "halved" for "halved.<locals>.halved_grad_fn"."""
-    qualified: str = getattr(function, "__qualname__", type(function).__name__)
+    if (record := made(function)) is not None:
+        return record.name
+    code = getattr(function, "__code__", None)  # which `functools.wraps` leaves as it is
+    qualified: str = getattr(code or function, "co_qualname" if code else "__qualname__", type(function).__name__)
     within = qualified.split(".<locals>.")
     return within[-2].rpartition(".")[2] if len(within) > 1 else qualified
 

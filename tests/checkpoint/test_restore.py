@@ -291,7 +291,8 @@ def test_another_class_starts_anew_where_that_is_meant(tmp_path):
     ckpt.save(saved)
     momentum = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     start = ll.copy_state(ll.init_state(net(3), momentum))
-    both = r"(?s)SGD, a.*here, and none in.*AdamW, a.*in the checkpoint.*optional=\('SGD', 'AdamW'\)\), and what AdamW kept"
+    effect = "SGD will start as in the state, and what AdamW kept will be dropped"
+    both = rf"(?s)SGD, a.*here, and none in.*AdamW, a.*in the checkpoint.*optional=\('SGD', 'AdamW'\)\); {effect}"
     for optional, words in (((), both), (("SGD",), r"optional=\('SGD', 'AdamW'\)")):
         with pytest.raises(ValueError, match=words):
             ckpt.restore(start, optional=optional)
