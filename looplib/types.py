@@ -394,7 +394,8 @@ class Update(Protocol):
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
             `carry`, what this part's `transform` has handed over, `applied`, the flags of the update, and `evaluate`, a
-            function from params to `(loss, grads)` on the same batch. Take `**info`, or exactly those that you use.
+            function from params to `(loss, grads)` on the same batch. Take `**info`, or exactly those that you use. Where one is
+            not known, as `evaluate` in a graph, it is None, or with `**info` missing.
     """
 
     def __call__(self, grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Any: ...

@@ -15,7 +15,6 @@ from shared import assert_each_refused
 from torch import nn
 
 import looplib as ll
-from looplib.data._arguments import Required
 
 pytestmark = pytest.mark.every_case
 ROOMS = (
@@ -157,7 +156,9 @@ def call(function, parameter, given, state=THINGS["state"]):
             args = [given] if name == parameter else []
         elif name == parameter:
             kwargs[name] = given
-        elif one.default in (one.empty, Required.REQUIRED) and one.kind is not one.VAR_KEYWORD:
+        elif (
+            one.default is one.empty or type(one.default).__name__ == "Required"
+        ) and one.kind is not one.VAR_KEYWORD:
             if name not in right:
                 pytest.fail(f"add {name!r}, with a value that {function.__qualname__} takes, to FILLERS in this file")
             kwargs[name] = right[name]

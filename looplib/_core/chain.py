@@ -289,9 +289,11 @@ def taking(who: str, function: Any, positional: Sequence[str], named: Iterable[s
     if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
         return function
     taken = {one.name for one in rest}
+    # By hand and in graphs, some are not known, such as `evaluate`.
+    unknown = dict.fromkeys(one.name for one in rest if one.default is one.empty)
 
     def with_own_arguments(*args: Any, **info: Any) -> Any:
-        return function(*args, **{name: value for name, value in info.items() if name in taken})
+        return function(*args, **{**unknown, **{name: value for name, value in info.items() if name in taken}})
 
     return with_own_arguments
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 def ema(
     decay: float | Callable[[int], float] = 0.999,
-    *old: NoReturn,
+    *,
     start: int = 0,
     every: int = 1,
     buffers: bool = False,
@@ -70,7 +70,7 @@ def ema(
     Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
-    refuse_old(decay, "ema(0.999)", old)
+    refuse_old(decay, "ema(0.999)")
     advice = "give a number from 0 to 1, or a function of the averages so far"
     if not callable(decay):
         check_number("decay", decay, lambda decay: 0 <= decay <= 1, advice)
@@ -176,7 +176,7 @@ def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | N
     return lambda count: min(decay, 1 - (1 + count / gamma) ** -exponent)
 
 
-def swa(*old: NoReturn, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
+def swa(*, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
     """Stochastic weight averaging (SWA): the equal average of the weights at regular intervals.
 
     >>> import looplib as ll, torch
@@ -199,7 +199,6 @@ def swa(*old: NoReturn, start: int, every: int = 1, buffers: bool = False) -> Op
     that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, bit by bit for weights of at most
     float32.
     """
-    refuse_old(None, "optim.swa(start=1500, every=100)", old)
     [part] = ema(_equal, start=start, every=every, buffers=buffers).parts.values()
     return with_repr(Optimizer({"swa": part}), swa, start=start, every=every, buffers=buffers)
 

@@ -393,9 +393,8 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
         params, state["inner"], report = optimizer.update_(
             used, state["inner"], params, step, **{**info, "carry": within_}
         )
-        state["steps"].zero_()
-        for total in state["sum"].values() if sums else ():
-            total.zero_()
+        for each in shards([state["steps"], *(state["sum"].values() if sums else ())]):
+            each.copy_(each.new_zeros(()))  # which torch.func.vmap has a rule for
         return params, state, report
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ metrics and stay on the device.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def _is_an_order(norm_type: float) -> bool:
     return not math.isnan(norm_type)
 
 
-def clip_by_value(max_value: float, *old: NoReturn) -> Optimizer:
+def clip_by_value(max_value: float) -> Optimizer:
     """Gradient clipping by value: clip each element to `[-max_value, max_value]`.
 
     >>> import looplib as ll, torch
@@ -147,7 +147,7 @@ def clip_by_value(max_value: float, *old: NoReturn) -> Optimizer:
         TypeError: `max_value` is not a number; from the step, a gradient is sparse or complex.
         ValueError: `max_value` is not above 0.
     """
-    refuse_old(max_value, "optim.clip_by_value(0.5)", old)
+    refuse_old(max_value, "optim.clip_by_value(0.5)")
     check_number("max_value", max_value, lambda value: value > 0, "give a magnitude above 0")
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:

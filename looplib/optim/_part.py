@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from looplib._core.chain import taking
@@ -97,21 +97,19 @@ def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -
     return Optimizer({name: Part(role=role, description=mapped(described, settings), **fields)})
 
 
-def refuse_old(value: Any, shown: str, more: Sequence[Any] = ()) -> None:
+def refuse_old(value: Any, shown: str) -> None:
     """Raise TypeError for a gradient function or an optimizer, which a part of an update does not wrap.
 
-    An average takes functions of its own. `more` are further arguments without a name, of which there are none.
+    An average takes functions of its own.
     """
     name = shown.partition("(")[0].rpartition(".")[2]
-    for each in (value, *more):
-        own = callable(each) and name != "ema"
-        check(
-            not (isinstance(each, Optimizer) or kind_of(each) == "grad_fn" or own),
-            f"{name} is a part of the update and wraps nothing: write ll.chain({_in_order(shown)}) and give that to "
-            "ll.make_train_step and ll.init_state",
-            TypeError,
-        )
-    check(not more, f"{name} takes no further argument without a name, found {more!r}: write ll.{shown}", TypeError)
+    own = callable(value) and name != "ema"
+    check(
+        not (isinstance(value, Optimizer) or kind_of(value) == "grad_fn" or own),
+        f"{name} is a part of the update and wraps nothing: write ll.chain({_in_order(shown)}) and give that to "
+        "ll.make_train_step and ll.init_state",
+        TypeError,
+    )
 
 
 def _in_order(shown: str) -> str:

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable
 from functools import partial
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
 
 def dynamic_loss_scale(
     init_scale: float = 2.0**16,
-    *old: NoReturn,
+    *,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
@@ -176,7 +176,7 @@ def dynamic_loss_scale(
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
-    refuse_old(init_scale, "optim.dynamic_loss_scale()", old)
+    refuse_old(init_scale, "optim.dynamic_loss_scale()")
     settings = {
         "init_scale": init_scale,
         "growth_factor": growth_factor,

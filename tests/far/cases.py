@@ -554,7 +554,7 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
     debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
-    debug.step_seed evaluation.split_on_oom grads.map_batch optim.global_norm losses.model_inputs
+    debug.step_seed debug.warn_of_misuse evaluation.split_on_oom grads.map_batch optim.global_norm losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.fold_in
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
