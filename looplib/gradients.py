@@ -127,10 +127,10 @@ def make_grad_fn(
         index: int = 0,
         scale: Tensor | None = None,
         donate: bool = False,
-        copied: bool = False,
+        in_step: bool = False,
         part: BatchPart | None = None,
     ) -> Gradients:
-        return run(state, (batch,), index, scale, donate, copied, part)[0][0]
+        return run(state, (batch,), index, scale, donate, in_step, part)[0][0]
 
     def microbatches(
         state: TrainState,
@@ -140,14 +140,14 @@ def make_grad_fn(
         index: int = 0,
         scale: Tensor | None = None,
         donate: bool = False,
-        copied: bool = False,
+        in_step: bool = False,
         part: BatchPart | None = None,
     ) -> list[Gradients]:
         """Results of all microbatches of a batch, whose gradients are in the last: their sum, or their mean if it is whole."""
         known = part or BatchPart()
         if known.samples is None:
             known = replace(known, samples=samples)
-        outs, ranks = run(state, batches, index, scale, donate, copied, known)
+        outs, ranks = run(state, batches, index, scale, donate, in_step, known)
         return _whole(outs, ranks) if part is None else outs
 
     def run(
@@ -156,7 +156,7 @@ def make_grad_fn(
         index: int,
         scale: Tensor | None,
         donate: bool,
-        copied: bool,
+        in_step: bool,
         part: BatchPart | None,
     ) -> tuple[list[Gradients], int]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once; and the ranks."""
@@ -173,7 +173,7 @@ def make_grad_fn(
             # In a trace, the leaves have memory of their own.
             guarded = host.unwritten.begin(call.params) if call.traced else guarded._replace(params=call.params)
         seeds = call.seeds(state, rank, indices(index, len(batches)))
-        copies = with_copies(buffers.values()) if donate and not copied else None
+        copies = with_copies(buffers.values()) if donate and not in_step else None
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(True)
@@ -203,7 +203,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if copied and host.lent:  # in a train step; a call by hand may be of any tensors
+        if in_step and host.lent:  # a call by hand may be of any tensors
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since

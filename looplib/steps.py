@@ -30,7 +30,7 @@ from looplib._core.samples import as_counter
 from looplib._core.tracing import tracing
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
-from looplib.grads._wrapper import DROPPED, check_together
+from looplib.grads._wrapper import DROPPED, check_summed
 from looplib.metrics._mean import Mean
 from looplib.optim._chain import check_writes
 from looplib.types import (
@@ -134,7 +134,8 @@ def make_train_step(
             Afterwards the old state, and every state that shares a tensor with it (trained parameters, all buffers, the
             optimizer's state), raises DonatedStateError. The forward pass may write to parameters then, as in a raw loop,
             such as a momentum encoder's: these writes stay even if the update is skipped or the step fails, and the old
-            state is spent.
+            state is spent. (torch counts no writes through `param.data` and by fused kernels: if such an update is skipped,
+            the old state can still be read, and has the values that were written.)
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first, and ask predicates with the state that it returns.
@@ -157,7 +158,7 @@ def make_train_step(
     leaves it behind likewise. Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
     the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
     """
-    given, grad_fn = grad_fn, check_together(grad_fn, "make_train_step")
+    given, grad_fn = grad_fn, check_summed(grad_fn, "make_train_step")
     check_writes(optimizer, "make_train_step")
     watched = (given, [each for part in optimizer.parts.values() for each in (part.transform, part.update_)])
     parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
@@ -167,7 +168,7 @@ def make_train_step(
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
     """The gradient function, then the update (`looplib.updates`), which consumes one more batch."""
-    request = {"donate": True, "copied": True} if donate else {}
+    request = {"donate": True, "in_step": True} if donate else {}
     watch = Watch(grad_fn)
     grad_fn = without_record(grad_fn)
     count = Count(same_batch=same_batch)
@@ -252,7 +253,7 @@ def _evaluate(
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
     copies = with_copies(buffers.values()) if writes else []
-    out = grad_fn(now, batch, donate=writes, copied=writes)
+    out = grad_fn(now, batch, donate=writes, in_step=writes)
     put_back(copies)
     return loss_over_ranks(out.metrics), out.grads
 

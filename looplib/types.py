@@ -282,8 +282,8 @@ class GradFn(Protocol):
         index: index of the microbatch, which its random numbers depend on.
         scale: factor by which the loss is multiplied before the backward pass; `Gradients.scale` returns it.
         donate: True if the state's buffers may be overwritten, as a model in DDP or FSDP2 needs.
-        copied: True if the caller has copies of the buffers already, as a train step does. Otherwise, a donated call makes
-            them (`Gradients.copies`), and puts them back if it fails.
+        in_step: True within a donated train step, which has copies of the buffers and puts them back if it fails. Otherwise,
+            a donated call makes them (`Gradients.copies`).
         part: what is known of the whole batch, if this is one of several calls whose gradients are added up; else None. A
             gradient function that has no meaning for a part, such as one that adds noise, refuses it.
     """
@@ -296,7 +296,7 @@ class GradFn(Protocol):
         index: int = 0,
         scale: Tensor | None = None,
         donate: bool = False,
-        copied: bool = False,
+        in_step: bool = False,
         part: BatchPart | None = None,
     ) -> Gradients: ...
 
@@ -407,7 +407,8 @@ Role = Literal["judge", "gradients", "weights", "after"]
 """Role of a part of an update, which decides where it may stand in a chain.
 
 - `"judge"` looks at the gradients as they entered the chain and decides whether to update. It runs before the others.
-- `"gradients"` changes gradients, or decides by them. It stands before the weights.
+- `"gradients"` changes gradients, or decides by them as they are there: behind clipping, by the clipped ones. It stands before
+  the weights.
 - `"weights"` writes parameters from gradients. There is one; `ll.optim.partition` has one for each label.
 - `"after"` follows the weights: averages, projections.
 """

@@ -298,8 +298,8 @@ def update(
 ) -> tuple[TrainState, dict[str, Metric]]:
     """The next state and its metrics. The caller undoes a step that fails, and lets signals wait.
 
-    `before` is None for a pure step. If `owned`, the gradients may be written.
-    If `copy_buffers`, a donated one writes new values of buffers into the state's own.
+    `before` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
+    `copy_buffers`, a donated one writes new values of buffers into the state's own, where a forward pass has left them.
     """
     params, buffers, opt_state = trees_of(state)
     metrics, new_buffers, samples = out.metrics, out.buffers, out.samples

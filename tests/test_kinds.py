@@ -300,7 +300,7 @@ def test_plain_functions_of_a_users_own_are_taken_everywhere_and_their_errors_ha
         lambda *call, **request: GRAD_FN(*call, **request),
         ll.accumulate(lambda state, batch, **request: GRAD_FN(state, batch, **request), 2),
         ll.grads.map_batch(lambda *call, **request: GRAD_FN(*call, **request), lambda state, batch: batch),
-        lambda state, batch, index=0, scale=None, donate=False, copied=False, part=None: GRAD_FN(
+        lambda state, batch, index=0, scale=None, donate=False, in_step=False, part=None: GRAD_FN(
             state, batch, scale=scale
         ),
     ):

@@ -54,7 +54,10 @@ def transform(
 
     `info["owned"]` is True if the gradients may be written; otherwise, the first part that changes them gets copies.
     """
-    states, flag = dict(opt_state), True
+    states, flag = (
+        dict(opt_state),
+        True,
+    )  # the dicts and tensors in it are those of the state, which a part leaves alone
     carries: dict[str, Any] = {}
     reports: dict[str, Mapping[str, Any]] = {}
     on_skip: list[Check] = []

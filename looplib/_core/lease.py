@@ -522,7 +522,10 @@ def versions(params: Mapping[str, Tensor]) -> list[int]:
 
 
 def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
-    """Names of the parameters to which torch has counted a write since `versions` gave these counts."""
+    """Names of the parameters to which torch has counted a write since `versions` gave these counts.
+
+    It counts none through `tensor.data` and by fused kernels.
+    """
     if not before:  # no parameters, or some whose writes are not counted
         return []
     now = [*map(torch_private.version, params.values())]

@@ -211,7 +211,7 @@ RECORDS = {"optimizer", "model", "state"}  # no plain function is one of these
 
 # How a plain function of a kind is called: it is judged by nothing else.
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "grad_fn": (("state", "batch"), ("index", "scale", "donate", "copied", "part")),
+    "grad_fn": (("state", "batch"), ("index", "scale", "donate", "in_step", "part")),
     "train_step": (("state", "batch"), ()),
     "eval_step": (("state", "batch"), ()),
     "predict_step": (("state", "batch"), ()),

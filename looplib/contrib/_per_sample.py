@@ -92,7 +92,7 @@ def make_per_sample_grad_fn(
         index: int = 0,
         scale: Tensor | None = None,
         donate: bool = False,
-        copied: bool = False,
+        in_step: bool = False,
         part: BatchPart | None = None,
     ) -> Gradients:
         check_whole_batch(part, "make_per_sample_grad_fn", _SUMMED)

@@ -10,7 +10,7 @@ from torch import Tensor
 from looplib._core.checks import check_number
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
-from looplib.grads._wrapper import check_together, check_whole_batch, kept
+from looplib.grads._wrapper import check_summed, check_whole_batch, kept
 from looplib.optim._norms import global_norm
 from looplib.types import BatchPart, GradFn, Gradients, Grads, Params, TrainState
 
@@ -41,7 +41,7 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     generalization", 2021; Kwon et al., "ASAM", 2021.
     """
     check_number("rho", rho, lambda rho: rho > 0, "give a distance above 0")
-    grad_fn = check_together(grad_fn, "sam")
+    grad_fn = check_summed(grad_fn, "sam")
 
     def sharp(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
         check_whole_batch(part, "sam")
@@ -50,7 +50,7 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         away = _worst_nearby(params, first.grads, rho, adaptive)
         # In a donated step, this pass may write as well: to parameters of its own, and to copies of the buffers.
         buffers = mapped(Tensor.clone, first.buffers) if request.get("donate") else first.buffers
-        again = {**request, "copied": False}
+        again = {**request, "in_step": False}
         second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, **again)
         return first._replace(grads=second.grads)
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_count, check_optional_count, check_type
 from looplib._core.records import check_kind
-from looplib.grads._wrapper import DROPPED, check_together
+from looplib.grads._wrapper import DROPPED, check_summed
 from looplib.types import GradFn, Gradients, Metric, TrainState
 
 
@@ -70,7 +70,7 @@ def backward(
             fit the module's parameters. See also `make_grad_fn`.
         TypeError: an argument is something different, or a wrapper of yours drops what it is given by name and with it the scale.
     """
-    grad_fn = check_together(grad_fn, "backward")
+    grad_fn = check_summed(grad_fn, "backward")
     check_kind(model, "backward", "model")
     check_count("step", step, 0, "give the number of updates that your loop has made, such as step=step")
     check_type("seed is", seed, SupportsIndex, "give an int")

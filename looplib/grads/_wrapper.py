@@ -51,7 +51,7 @@ def check_whole_batch(part: BatchPart | None, name: str, instead: str = "") -> N
     )
 
 
-def check_together(grad_fn: GradFn, who: str) -> GradFn:
+def check_summed(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise for gradients of each sample, which are not those of the parameters."""
     checked = check_grad_fn(grad_fn, who)
     record = made(grad_fn)

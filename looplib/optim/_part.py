@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
+from looplib._core import torch_private
 from looplib._core.chain import taking
 from looplib._core.checks import check
+from looplib._core.copies import leaves_of
 from looplib._core.mappings import mapped
 from looplib._core.records import described, kind_of, with_repr
-from looplib.types import Evaluation, Optimizer, Part, Role, Transformed
+from looplib._core.tracing import tracing
+from looplib.types import Evaluation, Grads, Optimizer, Part, Role, Transformed
 
 _FIRST = ("grads", "state", "params", "step")
 ROLES = ("judge", "gradients", "weights", "after")
@@ -60,6 +65,7 @@ def part(
     Raises:
         TypeError: a function takes an argument that it will not be given, such as a misspelt `metrics`.
         ValueError: the role is unknown, or there is nothing to do.
+        RuntimeError: from an update by hand or a step that is not compiled, `transform` has written to its state.
     """
     check(
         isinstance(name, str) and name,
@@ -81,7 +87,7 @@ def part(
         chosen,
         settings or {},
         init=taking(f"init of {name}", init, ("params",), ("buffers",)),
-        transform=taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned")),
+        transform=_reading(name, taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
         update_=taking(
             f"update_ of {name}", update_, _FIRST, ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
         ),
@@ -90,6 +96,28 @@ def part(
     )
     given = {"init": init, "transform": transform, "update_": update_, "role": role, "settings": settings}
     return with_repr(made, part, name, **{key: value for key, value in given.items() if value is not None})
+
+
+def _reading(name: str, transform: Any) -> Any:
+    """A first half, which raises if it has written its state: a pure step's state would change."""
+    if transform is None:
+        return None
+
+    def checked(grads: Grads, state: Any, *args: Any, **info: Any) -> Any:
+        if tracing():
+            return transform(grads, state, *args, **info)
+        tensors = [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+        before = [*map(torch_private.version, tensors)]
+        out = transform(grads, state, *args, **info)
+        check(
+            before == [*map(torch_private.version, tensors)],
+            f"the transform of {name} has written to its state in place, which other states may share, and which changes even if "
+            "the update is skipped: return a new one, Transformed(grads, {**state, 'count': count + 1}), or write it in update_",
+            RuntimeError,
+        )
+        return out
+
+    return checked
 
 
 def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -> Optimizer:

@@ -133,7 +133,7 @@ def _better_error(error: Exception) -> UntraceableError | None:
         f"{frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}` cannot be part of a compiled step, which is a "
         "graph of tensor operations: it asks for the value of a tensor (by if, .item(), bool(), int(), float(), a "
         "shape that depends on values, or NumPy). Write it with torch.where or masks, take it out of the step, or "
-        f"leave out ll.compile_step. torch says: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        f"leave out ll.compile_step, or ll.vmap_step. torch says: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     )
 
 
