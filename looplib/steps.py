@@ -169,8 +169,8 @@ def make_train_step(
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
     """The gradient function, then the update (`looplib.updates`), which consumes one more batch."""
     request = {"donate": True, "in_step": True} if donate else {}
-    watch = Watch(grad_fn)
-    grad_fn = without_record(grad_fn)
+    watch = Watch(grad_fn)  # which reads the records of the wrappers
+    grad_fn = without_record(grad_fn)  # calls of the plain function are faster
     count = Count(same_batch=same_batch)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:

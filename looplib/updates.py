@@ -14,6 +14,9 @@ The order of an update, and why:
 - advance: the next state. Only now does the lease say at which step the run is: until then, and if the update has failed,
   a reader is told that there is no state after it.
 
+A step that runs as a graph (`transforms/_compile_step.py`) has the same order: its graph makes the update, after the state is
+given up.
+
 The caller lets signals wait from the moment the gradients are there until the next state is returned: none comes between
 giving up the old state and returning the new one.
 """

@@ -199,6 +199,10 @@ def update_(
         params = out[0]
         if name in opt_state:
             opt_state[name] = out[1]
+        else:
+            check(
+                out[1] is None, f"the update_ of {name} returned a state, and has no init= that makes the first one"
+            )
         if len(out) == 3 and out[2]:
             reports[name] = out[2]
     return params, opt_state, named_reports(reports) if reports else {}

@@ -260,6 +260,8 @@ def check_state(value: Any, call: str) -> None:
         return
     if isinstance(value, (tuple, dict)):
         call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
+    if isinstance(value, torch.nn.Module):
+        call += ". In a loop with torch's own optimizer, ll.grads.backward(grad_fn, model, batch, step=step) takes the module"
     raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 

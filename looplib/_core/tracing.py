@@ -182,6 +182,11 @@ def _chosen(flag: Tensor, new: Any, old: Any) -> Any:
                 )
             return new
         return new if flag else old
+    if not isinstance(old, Tensor):
+        raise ValueError(
+            f"where chooses between a tensor of shape {tuple(new.shape)} and {old!r}: an update keeps the structure of what it "
+            "updates, so let the first state hold a tensor there"
+        )
     if (new.shape, new.dtype) != (old.shape, old.dtype):
         raise ValueError(
             f"where chooses between a tensor of {new.dtype} and shape {tuple(new.shape)}, and one of {old.dtype} and "

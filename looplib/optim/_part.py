@@ -11,10 +11,10 @@ from looplib._core import torch_private
 from looplib._core.chain import taking
 from looplib._core.checks import check
 from looplib._core.copies import leaves_of
-from looplib._core.mappings import mapped
+from looplib._core.mappings import mapped, without
 from looplib._core.records import described, kind_of, with_repr
 from looplib._core.tracing import tracing
-from looplib.types import Evaluation, Grads, Optimizer, Part, Role, Transformed
+from looplib.types import Evaluation, Grads, Optimizer, Params, Part, Role, Transformed
 
 _FIRST = ("grads", "state", "params", "step")
 ROLES = ("judge", "gradients", "weights", "after")
@@ -65,7 +65,8 @@ def part(
     Raises:
         TypeError: a function takes an argument that it will not be given, such as a misspelt `metrics`.
         ValueError: the role is unknown, or there is nothing to do.
-        RuntimeError: from an update by hand or a step that is not compiled, `transform` has written to its state.
+        RuntimeError: from an update by hand or a step that is not compiled, `transform` has written to its state, or `update_` to a
+            parameter without a gradient.
     """
     check(
         isinstance(name, str) and name,
@@ -88,8 +89,11 @@ def part(
         settings or {},
         init=taking(f"init of {name}", init, ("params",), ("buffers",)),
         transform=_reading(name, taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
-        update_=taking(
-            f"update_ of {name}", update_, _FIRST, ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
+        update_=_writing(
+            name,
+            taking(
+                f"update_ of {name}", update_, _FIRST, ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
+            ),
         ),
         evaluation=taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
         hyperparameters=taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
@@ -115,6 +119,27 @@ def _reading(name: str, transform: Any) -> Any:
             "the update is skipped: return a new one, Transformed(grads, {**state, 'count': count + 1}), or write it in update_",
             RuntimeError,
         )
+        return out
+
+    return checked
+
+
+def _writing(name: str, update_: Any) -> Any:
+    """A second half, which raises if it has written a parameter without a gradient, of which a pure step makes no copy."""
+    if update_ is None:
+        return None
+
+    def checked(grads: Grads, state: Any, params: Params, *args: Any, **info: Any) -> Any:
+        rest = {} if len(grads) == len(params) or tracing() else without(params, grads)
+        before = [*map(torch_private.version, rest.values())]
+        out = update_(grads, state, params, *args, **info)
+        for (key, tensor), count in zip(rest.items(), before, strict=True):
+            check(
+                torch_private.version(tensor) == count,
+                f"the update_ of {name} has written to {key}, which has no gradient in this step and which other states may share: "
+                "it writes the parameters that grads names, for key in grads: params[key]...",
+                RuntimeError,
+            )
         return out
 
     return checked

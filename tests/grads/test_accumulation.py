@@ -410,7 +410,7 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
     def positional(state, batch, request=None):
         return grad_fn(state, batch)
 
-    with pytest.raises(TypeError, match=r"accumulate got positional\(state, batch, request\).*take \*\*request"):
+    with pytest.raises(TypeError, match=r"accumulate got positional\(state, batch, request\).*takes \*\*request"):
         ll.accumulate(positional, 2)
 
 
