@@ -394,7 +394,7 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
             used, state["inner"], params, step, **{**info, "carry": within_}
         )
         for each in shards([state["steps"], *(state["sum"].values() if sums else ())]):
-            each.copy_(each.new_zeros(()))  # which torch.func.vmap has a rule for
+            each.copy_(torch.zeros_like(each))  # for which torch.func.vmap has a rule, and which keeps the strides
         return params, state, report
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:
