@@ -58,6 +58,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import map_tensors
 from looplib._objective import aux_records
+from looplib.metrics._mean import Mean
 from looplib.optim._chain import check_writes
 from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState
 
@@ -393,7 +394,9 @@ def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: 
     """The metrics of a step, with those that its update reports before anything is written."""
     for name in report:
         check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
-    return {**metrics, **aux_records(report, samples)}
+    # A Mean is taken as it is, without a copy: first halves compute what they report.
+    plain = {name: value for name, value in report.items() if type(value) is not Mean}
+    return {**metrics, **report, **(aux_records(plain, samples) if plain else {})}
 
 
 def with_late_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:

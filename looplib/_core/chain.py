@@ -32,7 +32,8 @@ class Transformed(NamedTuple):
         state: the part's state, kept even if the update is skipped. Changed entries go into a new dict.
         apply: False to decide against the update: a bool, or a 0-dim bool tensor. In a partition, one for each label.
         carry: any value for the part's own second half, such as a norm.
-        metrics: name -> scalar or metric record, reported with the metrics of the step.
+        metrics: name -> scalar or metric record, reported with the metrics of the step. A `Mean` is kept as it is, without a
+            copy of its tensors.
         on_skip: functions with their arguments, called if some flag is not set. They may raise.
     """
 
