@@ -130,34 +130,33 @@ def make_grad_fn(
         in_step: bool = False,
         part: BatchPart | None = None,
     ) -> Gradients:
-        return run(state, (batch,), index, scale, donate, in_step, part)[0][0]
+        outs, _ = run(state, (batch,), index=index, scale=scale, donate=donate, in_step=in_step, part=part)
+        return outs[0]
 
     def microbatches(
         state: TrainState,
         batches: Sequence[Any],
         samples: int | None,
         *,
-        index: int = 0,
-        scale: Tensor | None = None,
-        donate: bool = False,
-        in_step: bool = False,
         part: BatchPart | None = None,
+        **request: Any,
     ) -> list[Gradients]:
         """Results of all microbatches of a batch, whose gradients are in the last: their sum, or their mean if it is whole."""
         known = part or BatchPart()
         if known.samples is None:
             known = replace(known, samples=samples)
-        outs, ranks = run(state, batches, index, scale, donate, in_step, known)
+        outs, ranks = run(state, batches, part=known, **request)
         return _whole(outs, ranks) if part is None else outs
 
     def run(
         state: TrainState,
         batches: Sequence[Any],
-        index: int,
-        scale: Tensor | None,
-        donate: bool,
-        in_step: bool,
+        *,
         part: BatchPart | None,
+        index: int = 0,
+        scale: Tensor | None = None,
+        donate: bool = False,
+        in_step: bool = False,
     ) -> tuple[list[Gradients], int]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once; and the ranks."""
         params, buffers, _ = trees_of(state)

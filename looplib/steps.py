@@ -209,11 +209,18 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
     def core(state: TrainState, batch: Any) -> Outcome:
         params, _, opt_state = trees_of(state)
         out = _gradients(grad_fn, state, batch, optimizer, opt_state, {})
-        info = {"metrics": out.metrics, "seed": state.seed, "owned": True}
-        scale = {} if out.scale is None else {"scale": out.scale}
-        first = optimizer.transform(out.grads, opt_state, params, state.step, **info, **scale)
+        first = optimizer.transform(
+            out.grads,
+            opt_state,
+            params,
+            state.step,
+            scale=out.scale,
+            metrics=out.metrics,
+            seed=state.seed,
+            owned=True,
+        )
         flags = flags_in_graph(first)
-        info |= {"buffers": out.buffers, "carry": first.carry}
+        info = {"metrics": out.metrics, "seed": state.seed, "buffers": out.buffers, "carry": first.carry}
         new_params, opt_state, report = update_where(
             flags, optimizer, first.grads, first.state, params, state.step, info
         )

@@ -382,14 +382,14 @@ class Update(Protocol):
     It owns what it is given: it may write over the tensors of `params` and `state`, or return new ones, because
     the caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are
     not written. If it returns new parameters in a donated step, the step copies them into the old ones. To put new
-    tensors into `state`, return a new dict, `{**state, "count": count}`. A third value, if it returns one, is a dict of
-    scalars and metrics to report with those of the step, as `<name>/update` where the step has one of that name.
-
-    A skipped update reports nothing, and `ll.Window` averages over
-    those that were made. (A compiled step reports the values that it has computed for the skipped one.)
+    tensors into `state`, return a new dict, `{**state, "count": count}`.
 
     `grads` names the parameters to change; the others are returned unchanged. Parts write in the order of the chain, and
     each sees what the ones before it wrote.
+
+    A third value, if it returns one, is a dict of scalars and metrics to report with those of the step. One whose name the step
+    has already is reported as `<name>/update`. A skipped update reports nothing, and `ll.Window` averages over those that were
+    made. (A compiled step reports the values that it has computed for the skipped one.)
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
@@ -450,8 +450,9 @@ class Part:
 class Optimizer:
     """Update: named parts, whose first halves read and whose second halves write. `ll.chain` puts several together.
 
-    What `ll.optimizer`, `ll.ema` and `ll.clip_by_global_norm` return has one part. Users of a chain need not know which it has:
-    `init`, `transform`, `update_`, `evaluation` and `hyperparameters` are those of all parts together.
+    `ll.optimizer`, `ll.ema` and `ll.clip_by_global_norm` return one with a single part. The methods `init`, `transform`,
+    `update_`, `evaluation` and `hyperparameters` are those of all parts together, with the arguments of a part's own, so that
+    a part may contain an optimizer without knowing its parts.
 
     Attributes:
         parts: name -> part, in order.
@@ -496,8 +497,10 @@ class Optimizer:
         """
         if not self.fits(opt_state):
             raise chains.wrong_state(opt_state, repr(self), self._keys)
-        if "scale" in info or self._scaler is not None:
-            grads = chains.unscaled(self._scaler, grads, info)
+        scale = info.pop("scale", None)  # which no part is given
+        if scale is not None or self._scaler is not None:
+            grads = chains.unscaled(self._scaler, scale, grads, info.get("owned", False))
+            info["owned"] = True
         return chains.transform(self._firsts, grads, opt_state, params, step, info)
 
     def update_(
@@ -507,7 +510,7 @@ class Optimizer:
         return chains.update_(self._seconds, grads, opt_state, params, step, info)
 
     def update(
-        self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
+        self, grads: Grads, opt_state: Any, params: Params, step: int, *, scale: Any = None, **info: Any
     ) -> tuple[Params, Any, bool | Tensor]:
         """A pure update, for use by hand: `(params, opt_state, applied)`. It decides, copies, and updates the copies.
 
@@ -518,7 +521,7 @@ class Optimizer:
 
         `applied` is False if the optimizer has decided to skip the update. While a graph is traced it is a tensor.
         """
-        return chains.update_by_hand(self, grads, opt_state, params, step, info)
+        return chains.update_by_hand(self, grads, opt_state, params, step, scale, info)
 
     def evaluation(self, params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
         """Weights and buffers to evaluate with: those of the last part that has its own. See `ll.eval_state`.

@@ -311,10 +311,9 @@ def update(
     try:
         torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
         written = () if before is None else written_since(params, before.writes)  # names of parameters
-        info: dict[str, Any] = {"metrics": metrics, "seed": state.seed, "owned": owned}
-        if out.scale is not None:
-            info["scale"] = out.scale
-        first = optimizer.transform(out.grads, opt_state, params, state.step, **info)
+        first = optimizer.transform(
+            out.grads, opt_state, params, state.step, scale=out.scale, metrics=metrics, seed=state.seed, owned=owned
+        )
         grads, next_opt_state = first.grads, first.state
         if first.metrics:  # which may be refused
             metrics = with_report(metrics, first.metrics, samples)

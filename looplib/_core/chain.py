@@ -55,10 +55,8 @@ def transform(
 
     `info["owned"]` is True if the gradients may be written; otherwise, the first part that changes them gets copies.
     """
-    states, flag = (
-        dict(opt_state),
-        True,
-    )  # the dicts and tensors in it are those of the state, which a part leaves alone
+    states = dict(opt_state)  # whose dicts and tensors are those of the state, which a part leaves alone
+    flag: Any = True
     carries: dict[str, Any] = {}
     reports: dict[str, Mapping[str, Any]] = {}
     on_skip: list[Check] = []
@@ -91,16 +89,13 @@ def transform(
     return Transformed(grads, states, flag, carries or None, named_reports(reports) if reports else {}, on_skip)
 
 
-def unscaled(scaler: tuple[str, Any] | None, grads: Any, info: dict[str, Any]) -> Any:
-    """Gradients divided by the scale of their loss, which is taken out of `info`."""
-    scale = info.pop("scale", None)
+def unscaled(scaler: tuple[str, Any] | None, scale: Any, grads: Any, owned: bool) -> Any:
+    """Gradients divided by the scale of their loss; copies of them, unless they may be written."""
     if scaler is None:
-        check(
-            scale is None,
+        raise ValueError(
             "these are gradients of a scaled loss, and no part of the update divides them by the scale: put "
-            "ll.optim.dynamic_loss_scale() into its chain",
+            "ll.optim.dynamic_loss_scale() into its chain"
         )
-        return grads
     name, part = scaler
     check(
         scale is not None,
@@ -108,8 +103,8 @@ def unscaled(scaler: tuple[str, Any] | None, grads: Any, info: dict[str, Any]) -
         "function of your own hand on what it is given by name, or give ll.apply_gradients(..., "
         "scale=optimizer.loss_scale(state.opt_state)), or scale=1.0 for a loss that was not scaled",
     )
-    if not info.get("owned"):
-        grads, info["owned"] = copy_tree(grads), True
+    if not owned:
+        grads = copy_tree(grads)
     if not isinstance(scale, Tensor):
         scale = torch.tensor(float(scale), device=next(iter(grads.values())).device)
     part.unscale(grads, scale)
@@ -253,10 +248,10 @@ def update_where(
 
 
 def update_by_hand(
-    optimizer: Any, grads: Any, opt_state: Any, params: Any, step: Any, info: Mapping[str, Any]
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, step: Any, scale: Any, info: Mapping[str, Any]
 ) -> tuple[Any, Any, bool | Tensor]:
     """A pure update: transform, copy, update."""
-    out = optimizer.transform(grads, opt_state, params, step, **info)
+    out = optimizer.transform(grads, opt_state, params, step, scale=scale, **info)
     flags = flags_in_graph(out) if tracing() else read(out)
     new, opt_state, _ = update_where(
         flags, optimizer, out.grads, out.state, params, step, {**info, "carry": out.carry}

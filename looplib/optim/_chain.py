@@ -42,7 +42,8 @@ def chain(*parts: Optimizer | tuple[str, Optimizer]) -> Optimizer:
     against the update. Then the weights and all else are written, part by part. If it is skipped, nothing is written.
 
     The state is a dict with an entry for each part that keeps one: `state.opt_state["AdamW"]`. A part is named by its kind;
-    name two of one kind, `("slow", ll.ema(0.9999))`. What two parts report under one name gets theirs: `grad_norm/inner`.
+    if there are two of one kind, name them, `("slow", ll.ema(0.9999))`. Where two parts report under one name, that of the part
+    is added: `grad_norm/slow`.
 
     Order: what decides or changes gradients comes before the weights, averages after them. `skip_nonfinite` and
     `dynamic_loss_scale` judge the gradients as they entered the chain, wherever they stand before the weights.
@@ -233,7 +234,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             for name, value in member.hyperparameters(state[key], step).items()
         }
 
-    part = Part(
+    own = Part(
         role="weights",
         init=init,
         transform=transform,
@@ -243,7 +244,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         description=mapped(operator.attrgetter("description"), optimizers),
         evaluates=any(each.evaluates for member in optimizers.values() for each in member.parts.values()),
     )
-    made = with_repr(Optimizer({"partition": part}), partition, optimizers, label)
+    made = with_repr(Optimizer({"partition": own}), partition, optimizers, label)
     return made
 
 
@@ -335,7 +336,7 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
 
     With `gradients="mean"`, the update uses the mean of the gradients of the `n` steps; their sum takes one more copy of the
     parameters. With `gradients="last"`, it uses that of the `n`-th step alone, and the others are dropped. `state.step` counts
-    all steps, and so do schedules; `own_steps` around it counts the same, and within it the updates that are made.
+    all steps, and so do schedules. For schedules that count the updates, write `every(own_steps(optimizer), n)`.
 
     A skipped step does not count and its gradient is not in the mean. Put what judges single gradients (`skip_nonfinite`)
     into the chain around it alone: within, it sees the mean, and if it decides against the update, the sum starts again from
@@ -389,9 +390,9 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
                 total = pick(state["sum"], grads)
                 torch_private.foreach_add_(shards(total.values()), shards(grads.values()))
             return params, state, {}
-        used, within_ = carry
+        used, inner_carry = carry
         params, state["inner"], report = optimizer.update_(
-            used, state["inner"], params, step, **{**info, "carry": within_}
+            used, state["inner"], params, step, carry=inner_carry, **info
         )
         for each in shards([state["steps"], *(state["sum"].values() if sums else ())]):
             each.copy_(torch.zeros_like(each))  # for which torch.func.vmap has a rule, and which keeps the strides

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from looplib._core.tracing import tracing
 from looplib.types import Evaluation, Grads, Optimizer, Params, Part, Role, Transformed
 
 _FIRST = ("grads", "state", "params", "step")
-ROLES = ("judge", "gradients", "weights", "after")
+ROLES = get_args(Role)
 
 
 def part(
@@ -31,7 +31,7 @@ def part(
     hyperparameters: Callable[[Any, int], dict[str, float]] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """A part of an update of your own, for `ll.chain`: what it is about, and nothing else.
+    """Make a part of an update of your own, for `ll.chain`.
 
     >>> import looplib as ll, torch
     >>> def centralize():
@@ -47,9 +47,9 @@ def part(
     {'w': tensor([[ 1., -1.]])}
 
     An update has two halves. `transform` reads: it may change the gradients, report, refuse, or decide against the update.
-    Then the host reads what all parts have decided, and only then `update_` writes. What is counted for each batch (skips)
-    moves in `transform`; what is counted for each update that is made (averages) moves in `update_`, so that nothing of a
-    skipped batch gets in. What you leave out, the chain takes from its other parts.
+    Then the host reads what all parts have decided, and only then `update_` writes. Counts of batches, such as skips, move in
+    `transform`. Counts of updates and averages move in `update_`, so that nothing of a skipped batch gets in. All arguments but
+    one of the two halves may be left out.
 
     Args:
         name: of the part: key of its state in `state.opt_state`, and its name in messages.
@@ -98,7 +98,15 @@ def part(
         evaluation=taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
         hyperparameters=taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
     )
-    given = {"init": init, "transform": transform, "update_": update_, "role": role, "settings": settings}
+    given = {
+        "init": init,
+        "transform": transform,
+        "update_": update_,
+        "role": role,
+        "evaluation": evaluation,
+        "hyperparameters": hyperparameters,
+        "settings": settings,
+    }
     return with_repr(made, part, name, **{key: value for key, value in given.items() if value is not None})
 
 
