@@ -45,7 +45,7 @@ class Objective(NamedTuple):
 
     Attributes:
         value: the scalar.
-        factor: of its gradient.
+        factor: by which its gradient is multiplied.
         weight, normalizer: see `Gradients`.
     """
 
@@ -77,7 +77,7 @@ def objective_of(loss: Any, samples: int, part: BatchPart | None, sync: Sync | N
     if part is None:
         return Objective(value, 1.0 if normalizer is None else samples / normalizer)
     if normalizer is None:  # the samples of the step are known in advance, so no division is left for the end
-        normalizer = max(samples if part.samples is None else part.samples, 1)
+        normalizer = part.normalizer_for(samples)
     return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
 
 

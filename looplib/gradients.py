@@ -2,8 +2,8 @@
 
 `make_grad_fn` runs your loss function on your module with the state's tensors in it, and takes the gradient inside
 that call, so hooks, buffers and activation checkpointing behave as in a raw loop. Everything between the loss and the
-update is either a wrapper, which decides how the gradient is computed (accumulation, ranks), or a part of the update, which
-acts on a gradient that is there (clipping, skipping, averages).
+update is either of two: a wrapper or a part of the update. A wrapper decides how the gradient is computed (accumulation,
+ranks). A part acts on a gradient that is there (clipping, skipping, averages).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from looplib._core.tracing import around_loss, differentiated, entered, tracing
 from looplib._objective import (
     apart,
     aux_records,
-    mean_of_sums,
     objective_of,
     record,
     split_loss,
@@ -133,21 +132,6 @@ def make_grad_fn(
         outs, _ = run(state, (batch,), index=index, scale=scale, donate=donate, in_step=in_step, part=part)
         return outs[0]
 
-    def microbatches(
-        state: TrainState,
-        batches: Sequence[Any],
-        samples: int | None,
-        *,
-        part: BatchPart | None = None,
-        **request: Any,
-    ) -> list[Gradients]:
-        """Results of all microbatches of a batch, whose gradients are in the last: their sum, or their mean if it is whole."""
-        known = part or BatchPart()
-        if known.samples is None:
-            known = replace(known, samples=samples)
-        outs, ranks = run(state, batches, part=known, **request)
-        return _whole(outs, ranks) if part is None else outs
-
     def run(
         state: TrainState,
         batches: Sequence[Any],
@@ -158,7 +142,10 @@ def make_grad_fn(
         donate: bool = False,
         in_step: bool = False,
     ) -> tuple[list[Gradients], int]:
-        """Gradients of several microbatches in order, with the state's tensors placed in the module once; and the ranks."""
+        """Run microbatches in order, with the state's tensors placed in the module once.
+
+        Returns their results, of which the last has the sum of gradients, and over how many ranks that is averaged.
+        """
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         rank, ranks = rank_and_size()
@@ -210,13 +197,13 @@ def make_grad_fn(
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
         _check_reached(grads, needed, copies)
-        outs = [*call.outs[:-1], call.outs[-1]._replace(grads=grads, buffers=after, copies=copies)]
-        return outs, 1 if sync is None else sync.ranks
+        call.outs[-1] = call.outs[-1]._replace(grads=grads, buffers=after, copies=copies)
+        return call.outs, 1 if sync is None else sync.ranks
 
     facts = Made(
         "grad_fn",
         "make_grad_fn",
-        microbatches=microbatches,
+        microbatches=run,
         model=model,
         batch_norms=host.batch_norms(),
         reach=reach,
@@ -229,13 +216,6 @@ def make_grad_fn(
         "count_samples": count_samples,
     }
     return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
-
-
-def _whole(outs: Sequence[Gradients], ranks: int) -> list[Gradients]:
-    """Results of all parts of a batch, of which the last has the gradients, as those of the mean loss."""
-    weights = [out.weight for out in outs if out.weight is not None]
-    last = outs[-1]._replace(weight=sum(weights) if weights else None)
-    return [*(out._replace(weight=None) for out in outs[:-1]), mean_of_sums(last, ranks)]
 
 
 def _passes_of(

@@ -21,7 +21,7 @@ from looplib._core import torch_private
 from looplib._core.chain import any_of, flags_in_graph, update_where
 from looplib._core.checks import check
 from looplib._core.errors import fold
-from looplib._core.lease import overwritten, put_back, trees_of, with_copies
+from looplib._core.lease import overwritten, put_back, trees_of
 from looplib._core.misuse import LossWatch, Watch
 from looplib._core.random import mix
 from looplib._core.ranks import rank
@@ -259,9 +259,8 @@ def _evaluate(
     """
     # The state itself may be spent: its tensors belong to the update that asks.
     now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
-    copies = with_copies(buffers.values()) if writes else []
-    out = grad_fn(now, batch, donate=writes, in_step=writes)
-    put_back(copies)
+    out = grad_fn(now, batch, donate=writes)
+    put_back(out.copies or ())
     return loss_over_ranks(out.metrics), out.grads
 
 

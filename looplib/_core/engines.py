@@ -29,7 +29,7 @@ from looplib._core.tracing import UntraceableError, tracing
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Facts about the whole batch in a call for a part of it, whose gradients the caller adds up.
+    """Facts of a whole batch, as a call for one part of it is told. The caller adds up the gradients of all parts.
 
     Attributes:
         samples: samples in all parts, if known. Scalar losses are divided by this number at once.
@@ -44,6 +44,12 @@ class BatchPart:
     normalizer: Tensor | float | None = None
     local: bool = False
     wrapper: str = ""
+
+    def normalizer_for(self, samples: int) -> Tensor | float:
+        """Its normalizer, or the one that a first part of so many samples chooses."""
+        if self.normalizer is not None:
+            return self.normalizer
+        return max(samples if self.samples is None else self.samples, 1)
 
 
 class Sync:
@@ -132,18 +138,11 @@ def sync_over_ranks(
             f"reduce_gradients around a model in {engine.name}, which reduces its gradients itself: leave one of "
             "them out"
         )
-    if part is not None and part.wrapper == "dtype":
-        raise RuntimeError(
-            f"accumulate(dtype=...) adds up the gradients of microbatches itself, and {engine.name} does so in one call, in the "
-            "dtype of the parameters: leave dtype= out and keep the weights in float32, or leave the model unwrapped and use "
-            "ll.grads.reduce_gradients(accumulate(...))"
-        )
     if part is not None and part.wrapper:
         raise RuntimeError(
             f"accumulate calls {part.wrapper} for each microbatch, and {engine.name} adds up the gradients of all of them in "
-            "one call: put accumulate directly around make_grad_fn, and wrappers around it, "
-            f"{part.wrapper}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
-            "ll.grads.reduce_gradients(accumulate(...))"
+            "one call: put accumulate directly around make_grad_fn and without dtype=, and wrappers around it, or leave the "
+            "model unwrapped and use ll.grads.reduce_gradients(accumulate(...))"
         )
     if not engine.compared:
         compare(state)

@@ -37,7 +37,7 @@ _HELD = tuple(
 
 
 class _Waits(threading.local):
-    """Number of blocks that signals wait for. Handlers run in the main thread, so those of other threads hold none up."""
+    """Number of blocks of this thread that signals wait for. That of the main thread counts, where handlers run."""
 
     depth = 0
 
@@ -64,12 +64,13 @@ class Guard:
         if any(taken):
             return
         again, self.sent_again = self.sent_again, False
-        if waits.depth and (again or not self.waiting):
-            self.waiting = True
-            self._send_later(signum)
-            return
-        if waits.depth and signum != signal.SIGINT:  # one of the same waits already
-            return
+        if waits.depth:
+            if again or not self.waiting:
+                self.waiting = True
+                self._send_later(signum)
+                return
+            if signum != signal.SIGINT:  # one of the same waits already
+                return
         self.waiting = False
         if callable(self.previous):
             self.previous(signum, frame)

@@ -4,7 +4,8 @@
 - The module of a pure run, or of a donated run whose state is not bound to it, keeps its initial weights:
   `torch.save(model.state_dict())` then saves them, `model(x)` runs them, the loss of another network trains against them, and
   what you write to them has no effect.
-- Buffers of a bound state that were replaced in the module are not those that steps use.
+- Buffers, modes and `requires_grad` of a module may change while its steps use what they were. `_core.modules`, which knows
+  that, warns of these.
 - A plain scalar is taken for the mean over the samples of its microbatch or rank. torch's graph tells of its own losses what
   they are: a sum, a mean over the labels that count, a mean by class weights, or a mean over the samples. Of a loss written
   by hand, such as a masked sum, it tells nothing.
@@ -32,7 +33,7 @@ from looplib._core.lease import has_values, last_write, versions
 from looplib._core.modules import members, running, tensors
 from looplib._core.reach import Reach
 from looplib._core.records import chain
-from looplib._core.switch import misuse
+from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
 from looplib._core.tracing import tracing
 
@@ -59,7 +60,7 @@ class Watch:
 
     def see(self, state: Any, batch: Any) -> None:
         """Record a call of the step."""
-        if not misuse.on:
+        if not warnings_of_misuse.on:
             return
         if self._state is None or self._state() is not state:
             if self._model is not None:
@@ -146,7 +147,7 @@ class _Hook:
     """Hook of `module.state_dict()` and of `module(...)`: warns once of a module that is used with its first weights."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        stale = _stale.get(module) if misuse.on else None
+        stale = _stale.get(module) if warnings_of_misuse.on else None
         if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
             return
         # Steps and looplib's exports know whose weights they use.
@@ -189,7 +190,7 @@ def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
 
     A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that.
     """
-    if tracing() or not misuse.on:
+    if tracing() or not warnings_of_misuse.on:
         return
     if (stale := _stale.get(module)) is not None:
         return stale.look(module, state)
@@ -218,7 +219,7 @@ def forget_trial(grad_fn: Any) -> None:
 
 def warn_of_reached(others: Iterable[Tensor]) -> None:
     """Warn of modules whose parameters a pure step's loss reaches, called or not, if pure steps train them by now."""
-    reached = {*map(id, others)} if misuse.on else set()
+    reached = {*map(id, others)} if warnings_of_misuse.on else set()
     for module in [*_stale]:
         if not reached.isdisjoint(map(id, module.parameters())):
             _warn_if_stale(module)
@@ -248,6 +249,11 @@ def _counted(tensor: Tensor) -> int:
 _looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
+def _looks_at(call: int) -> bool:
+    """True for the 1st, 2nd, 4th, 8th, ... call."""
+    return call & (call - 1) == 0
+
+
 def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) -> None:
     """Warn once of a model that does not keep the documents of packed rows apart, whose `forward` has these arguments.
 
@@ -258,7 +264,7 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     ignored = "position_ids" not in takes and takes != {"**"}
     masked = isinstance(mask, Tensor) and mask.dim() == 2
     if (
-        not misuse.on
+        not warnings_of_misuse.on
         or not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked))
         or tracing()
     ):
@@ -267,7 +273,7 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     if calls < 0:
         return
     _looks[model] = calls = calls + 1
-    if calls & (calls - 1):
+    if not _looks_at(calls):
         return
     restarts = positions[:, 1:] <= positions[:, :-1]
     if isinstance(mask, Tensor) and masked and mask.shape[1] == positions.shape[1]:
@@ -342,8 +348,10 @@ class LossWatch:
             warn(message.format(**words))
 
     def _now(self) -> bool:
-        self._calls += misuse.on
-        return misuse.on and not (self._calls & (self._calls - 1) or tracing())
+        if not warnings_of_misuse.on:
+            return False
+        self._calls += 1
+        return _looks_at(self._calls) and not tracing()
 
     def look(self, batch: Any, loss: Tensor, samples: int) -> None:
         """Look at a plain scalar that is weighted by its samples."""

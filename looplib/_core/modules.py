@@ -28,7 +28,7 @@ from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.lease import Unwritten
 from looplib._core.mappings import mapped, pairs
-from looplib._core.switch import misuse
+from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import own_buffers, own_parameters
 
 R = TypeVar("R")
@@ -244,7 +244,7 @@ class FunctionalModule:
         The buffers are copied, unless in place. To train in place, a module that holds the parameters is given them for
         good.
         """
-        _interrupts.install()  # before anything that holds signals back
+        _interrupts.install()  # before anything that signals wait for
         with draws.turn:
             devices = {tensor.device for tensor in params.values()}
             if devices != self.devices:
@@ -287,7 +287,7 @@ class FunctionalModule:
             if buffers:
                 for_good = in_place and self.backward and not swaps
                 of_buffers = _differing(self.slots.buffers, buffers)
-                if of_buffers and for_good and misuse.on:
+                if of_buffers and for_good and warnings_of_misuse.on:
                     self._warn_of_buffers(of_buffers)
                 swaps += of_buffers
             for owner, key, _, _, tensor in swaps:
@@ -295,7 +295,7 @@ class FunctionalModule:
             if modes != [*self.modes.values()]:
                 # After the first call, a module that is in eval mode as a whole was evaluated.
                 began_in_eval = self.made_in_training and self.backward and not self.ran
-                if misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
+                if warnings_of_misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
                     self.found_modes = modes
                     self._warn_of_layers_in_eval_mode(_LATE_EVAL)
                 _set_modes(self.modes, self.modes.values())
@@ -353,6 +353,9 @@ class FunctionalModule:
 
         By name, and by their place: of two tied ones, a forward pass may replace one.
         """
+        if not warnings_of_misuse.on:
+            _left.pop(self.model, None)
+            return
         places = {(id(owner), key): id(owner[key]) for owner, key, _ in self.slots.buffers}
         _left[self.model] = mapped(id, self.buffers()), places
 
@@ -361,6 +364,8 @@ class FunctionalModule:
 
         Those that are not persistent, such as caches, may be replaced by any forward pass.
         """
+        if self.model not in _left:  # left while the warnings were switched off
+            return
         by_name, places = _left[self.model]
         replaced = [
             name
@@ -395,13 +400,11 @@ class FunctionalModule:
 
     def warn_of_flags(self) -> None:
         """Warn of parameters of the module's own whose `requires_grad` has changed since this was made."""
-        if not misuse.on:
-            return
         try:
             flags = [owner[key].requires_grad for owner, key, _ in self.slots.params]
         except (KeyError, AttributeError):
             raise ValueError(_CHANGED) from None
-        if flags != self.flags:
+        if flags != self.flags and warnings_of_misuse.on:
             slots = zip(self.slots.params, flags, self.flags, strict=True)
             warn(_TOGGLED.format(names=few([slot.name for slot, one, other in slots if one is not other])))
             self.flags = flags  # so that it is told once
@@ -507,7 +510,8 @@ _FILLED = (
 
 
 _is_training = attrgetter("training")
-# The ids of the buffers that each module was last left with, by name and by place. The state has them, so they live.
+# The ids of the buffers that each module was last left with, by name and by place. Ids are enough: the state of a donated
+# run keeps its buffers alive.
 _left: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[Any, int]]] = weakref.WeakKeyDictionary()
 _values = methodcaller("values")
 

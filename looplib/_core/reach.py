@@ -8,8 +8,8 @@ a checkpoint or FSDP2 reaches a network, and no gradient function was made of it
 loop.
 
 Which form it takes is learned from the first loss and kept, since walking through a graph takes longer than a small step. A
-checkpoint that comes later is refused when a parameter in it has got no gradient. Refusing all reentrant checkpoints would need
-nothing of this, but they are what the Trainer of transformers turns on (`gradient_checkpointing=True`).
+checkpoint that comes later is refused when a parameter in it has got no gradient. All this could go if reentrant checkpoints
+were refused, but the Trainer of transformers turns them on (`gradient_checkpointing=True`).
 """
 
 from __future__ import annotations

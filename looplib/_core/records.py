@@ -63,12 +63,13 @@ class Made(NamedTuple):
     """Facts about a function made by looplib.
 
     Attributes:
-        kind: one of `KINDS`, or None if it is not certain.
+        kind: one of `KINDS`, or None.
         name: name of the function that made it, such as "accumulate".
         inner: the function that it wraps.
         per_sample: True if its gradients are those of each sample.
         max_norm: bound on the norm of each sample's gradient before they were added up.
-        microbatches: the same function for several microbatches at once, which is faster.
+        microbatches: the same for several microbatches at once, which is faster: their results, and over how many ranks an
+            engine averages.
         model: the module whose gradients it computes.
         batch_norms: layers that normalize a sample by the others of its batch.
         reach: what the graph of its loss reaches (`_core.reach.Reach`).
@@ -198,7 +199,7 @@ KINDS = {
     "eval_step": 'an eval step(state, batch) -> {"loss": ll.Mean(total, weight)}, as ll.make_eval_step(model, metric_fn) '
     "returns",
     "predict_step": "a predict step, as ll.make_predict_step(model, predict_fn) returns",
-    "optimizer": "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    "optimizer": "what ll.optimizer or ll.chain returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
     "model": "a torch.nn.Module",
     "loss_fn": "a function (model, batch)",
     "predicate": "a predicate, such as ll.every_n_steps(100)",
@@ -209,7 +210,7 @@ KINDS = {
 }
 RECORDS = {"optimizer", "model", "state"}  # no plain function is one of these
 
-# How a plain function of a kind is called: it is judged by nothing else.
+# How a plain function of each kind is called, by position and by name. Nothing else of it is judged.
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "grad_fn": (("state", "batch"), ("index", "scale", "donate", "in_step", "part")),
     "train_step": (("state", "batch"), ()),
@@ -227,7 +228,7 @@ kinds_of_classes: dict[type, str] = {nn.Module: "model"}
 
 
 def kind_of(value: Any) -> str | None:
-    """One of `KINDS`, or None if it is not certain."""
+    """One of `KINDS`, or None for a plain function and other values."""
     for cls in type(value).__mro__:
         if cls in kinds_of_classes:
             return kinds_of_classes[cls]

@@ -5,4 +5,4 @@ class _Switch:
     on = True
 
 
-misuse = _Switch()
+warnings_of_misuse = _Switch()

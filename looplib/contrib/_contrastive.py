@@ -109,17 +109,19 @@ def make_contrastive_grad_fn(
     if host.engine is None:
         pulls = reduce_gradients(pulls)
 
-    def contrastive(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+    def contrastive(
+        state: TrainState, batch: Any, *, index: int = 0, part: BatchPart | None = None, **request: Any
+    ) -> Gradients:
         _check_whole(part)
         count = counter(batch)
         check(count, "the batch has no samples, so its loss has no value: leave it out")
         sizes = even(count, microbatches)
         batches = split(batch, count, sizes, counter)
-        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, request.get("index", 0)), sizes)]
+        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, index), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
-        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], **request)
+        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], index=index, **request)
         return out._replace(metrics={"loss": record("loss", loss, count), **aux_records(aux, count)})
 
     name = "make_contrastive_grad_fn"
@@ -160,7 +162,7 @@ def _check_whole(part: BatchPart | None) -> None:
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
             "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
         )
-    instead = "it compares samples with each other, so leave accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
+    instead = "leave accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
     check_whole_batch(part, "make_contrastive_grad_fn", instead)
 
 

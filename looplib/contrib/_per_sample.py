@@ -213,7 +213,7 @@ def _check_model(host: _modules.FunctionalModule) -> None:
 
 
 _SUMMED = (
-    "gradients of each sample do not add up, so bring them together inside, "
+    "bring the gradients of the samples together inside, "
     "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
 )
 _NOT_BY_FUNC = (
@@ -265,8 +265,6 @@ def _together(out: Gradients, grads: Grads, part: BatchPart | None, metrics: dic
     if part is None:
         multiply(grads, 1 / max(samples, 1))
         return Gradients(grads, metrics, out.buffers, samples)
-    normalizer = part.normalizer
-    if normalizer is None:
-        normalizer = max(samples if part.samples is None else part.samples, 1)
+    normalizer = part.normalizer_for(samples)
     multiply(grads, 1 / normalizer)
     return Gradients(grads, metrics, out.buffers, samples, samples, normalizer)

@@ -55,7 +55,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
     grad_fn = check_grad_fn(grad_fn, "clip_per_sample")
 
-    def clipped(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+    def clipped(state: TrainState, batch: Any, *, part: BatchPart | None = None, **request: Any) -> Gradients:
         out = _examples("clip_per_sample", grad_fn, state, batch, request)
         norms = _norms(out.grads)
         factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
@@ -117,7 +117,8 @@ def add_noise(
     Raises:
         TypeError: an argument is not a number.
         ValueError: an argument is out of range, `clip_per_sample` is missing or has a different norm, a batch is
-            empty and `expected_batch_size` is not given, or the wrapper is used inside `accumulate`.
+            empty and `expected_batch_size` is not given, or it is used inside `accumulate` or
+            `reduce_gradients`.
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016.
     """
@@ -130,14 +131,14 @@ def add_noise(
     grad_fn = check_grad_fn(grad_fn, "add_noise")
     _check_norm(grad_fn, max_norm)
 
-    def noisy(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+    def noisy(state: TrainState, batch: Any, *, part: BatchPart | None = None, **request: Any) -> Gradients:
         check_whole_batch(part, "add_noise")
         out = grad_fn(state, batch, part=BatchPart(), **request)
         size = expected_batch_size or out.samples
         check(size, "the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, (out.normalizer or 1) / size)
         _add_normal(out.grads.values(), noise_multiplier * max_norm / size, state)
-        return Gradients(out.grads, out.metrics, out.buffers, out.samples)
+        return out._replace(weight=None, normalizer=None)
 
     return with_repr(
         kept(noisy, "add_noise", grad_fn),

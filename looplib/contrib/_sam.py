@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check_number
+from looplib._core.lease import put_back
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib.grads._wrapper import check_summed, check_whole_batch, kept
@@ -24,8 +25,8 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     >>> gradients = grad_fn(ll.init_state(model), torch.ones(4, 2))
 
     It makes two passes over the batch: one for the gradient at the weights, one at `weights + rho * gradient / norm`.
-    Both draw the same random numbers. Metrics and buffers are those of the first pass. Put `accumulate`
-    inside; clipping is a part of the update (`ll.chain`).
+    Both draw the same random numbers. Metrics and buffers are those of the first pass. Put `accumulate` inside.
+    Clipping is a part of the update (`ll.chain`).
 
     Args:
         grad_fn: gradient function.
@@ -34,7 +35,7 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
 
     Raises:
         TypeError: `rho` is not a number.
-        ValueError: `rho` is not above 0, or the wrapper is used inside `accumulate`.
+        ValueError: `rho` is not above 0, or it is used inside `accumulate`, or on several ranks inside `reduce_gradients`.
         RuntimeError: the module is wrapped in DDP or FSDP2, which run only on their own parameters.
 
     Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-aware minimization for efficiently improving
@@ -43,15 +44,15 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     check_number("rho", rho, lambda rho: rho > 0, "give a distance above 0")
     grad_fn = check_summed(grad_fn, "sam")
 
-    def sharp(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+    def sharp(state: TrainState, batch: Any, *, part: BatchPart | None = None, **request: Any) -> Gradients:
         check_whole_batch(part, "sam")
         first = grad_fn(state, batch, **request)
         params = mapped(Tensor.detach, pick(state.params, first.grads))
         away = _worst_nearby(params, first.grads, rho, adaptive)
-        # In a donated step, this pass may write as well: to parameters of its own, and to copies of the buffers.
-        buffers = mapped(Tensor.clone, first.buffers) if request.get("donate") else first.buffers
-        again = {**request, "in_step": False}
-        second = grad_fn(state.replace(params={**state.params, **away}, buffers=buffers), batch, **again)
+        # A donated pass writes as well: to parameters of its own, and to the buffers, which then get their values back.
+        nearby = state.replace(params={**state.params, **away}, buffers=first.buffers)
+        second = grad_fn(nearby, batch, **{**request, "in_step": False})
+        put_back(second.copies or ())
         return first._replace(grads=second.grads)
 
     return with_repr(kept(sharp, "sam", grad_fn), sam, grad_fn, rho, adaptive=adaptive)

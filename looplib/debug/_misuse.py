@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from looplib._core.checks import check_type
-from looplib._core.switch import misuse
+from looplib._core.switch import warnings_of_misuse
 
 
 def warn_of_misuse(on: bool) -> None:
@@ -29,4 +29,4 @@ def warn_of_misuse(on: bool) -> None:
         TypeError: `on` is no bool.
     """
     check_type("on is", on, bool, "give True or False")
-    misuse.on = on
+    warnings_of_misuse.on = on

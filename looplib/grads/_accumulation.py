@@ -16,7 +16,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check, check_optional_count
-from looplib._core.mappings import in_dtypes_of, mapped, pick, subset, without
+from looplib._core.mappings import in_dtypes_of, pick, subset, without
 from looplib._core.records import made, with_repr
 from looplib._core.samples import counter_of, split
 from looplib._objective import mean_of_sums
@@ -97,7 +97,7 @@ def accumulate(
         TypeError,
     )
     grad_fn = check_grad_fn(grad_fn, "accumulate")
-    record = made(grad_fn)
+    record, name = made(grad_fn), name_of(grad_fn)
     all_at_once = None if record is None or dtype is not None else record.microbatches
     check(
         record is None or record.microbatches is None or count_samples is None,
@@ -108,7 +108,9 @@ def accumulate(
     def counter_of_pieces(batch: Any) -> int:
         return sum(map(counter, _given(batch)))
 
-    def accumulated(state: TrainState, batch: Any, **request: Any) -> Gradients:
+    def accumulated(
+        state: TrainState, batch: Any, *, index: int = 0, part: BatchPart | None = None, **request: Any
+    ) -> Gradients:
         if microbatches is None and size is None:
             pieces = _given(batch)
             count = sum(map(counter, pieces))
@@ -116,20 +118,22 @@ def accumulate(
             count = counter(batch)
             sizes = size if size is not None else even(count, microbatches or 1)
             pieces = split(batch, count, sizes, counter)
-        samples = count if type(count) is int else None
+        known = part or BatchPart()
+        if known.samples is None and type(count) is int:
+            known = dataclasses.replace(known, samples=count)
         if all_at_once is not None:
-            return _joined(all_at_once(state, pieces, samples, **request))
-        whole = request.get("part")
-        known = BatchPart() if whole is None else whole
-        if known.samples is None:
-            known = dataclasses.replace(known, samples=samples)
-        out = _one_by_one(grad_fn, state, pieces, known, dtype, request)
-        if out.samples != count:
-            raise ValueError(
-                f"accumulate counts {count} samples in a batch, and the grad_fn that it is put around {out.samples}: give "
-                "both the same count_samples="
-            )
-        out = out if whole is not None else mean_of_sums(out)
+            outs, ranks = all_at_once(state, pieces, index=index, part=known, **request)
+            out = _joined(outs)
+        else:
+            indexes, ranks = indices(index, len(pieces)), 1
+            out = _joined(_one_by_one(grad_fn, state, pieces, indexes, known, name, dtype, request))
+            if out.samples != count:
+                raise ValueError(
+                    f"accumulate counts {count} samples in a batch, and the grad_fn that it is put around {out.samples}: "
+                    "give both the same count_samples="
+                )
+        if part is None:
+            out = mean_of_sums(out, ranks)
         return out if dtype is None else out._replace(grads=in_dtypes_of(out.grads, state.params))
 
     by_pieces = microbatches is None and size is None
@@ -153,29 +157,27 @@ def _one_by_one(
     grad_fn: GradFn,
     state: TrainState,
     pieces: Sequence[Any],
+    indexes: Sequence[int],
     part: BatchPart,
+    name: str,
     dtype: torch.dtype | None,
     request: Mapping[str, Any],
-) -> Gradients:
-    """Call a gradient function once per microbatch, and add up what it returns."""
+) -> list[Gradients]:
+    """Call a gradient function of this name once per microbatch, and add up what it returns."""
     outs: list[Gradients] = []
     grads: dict[str, Tensor] = {}
-    part = dataclasses.replace(part, wrapper="dtype" if dtype is not None else name_of(grad_fn))
-    for index, piece in zip(indices(request.get("index", 0), len(pieces)), pieces, strict=True):
-        out = grad_fn(state, piece, **{**request, "index": index, "part": part})
+    part = dataclasses.replace(part, wrapper=name)
+    for index, piece in zip(indexes, pieces, strict=True):
+        out = grad_fn(state, piece, index=index, part=part, **request)
         if out.weight is None:
-            who = f"accumulate around {getattr(grad_fn, '__name__', grad_fn)}"
-            raise TypeError(DROPPED.format(who=who, what="gradients without the weight of a part of a batch"))
-        _add(
-            grads,
-            out.grads
-            if dtype is None
-            else mapped(lambda grad: grad.to(dtype.to_complex() if grad.is_complex() else dtype), out.grads),
-        )
+            what = "gradients without the weight of a part of a batch"
+            shown = getattr(grad_fn, "__name__", name)
+            raise TypeError(DROPPED.format(who=f"accumulate around {shown}", what=what))
+        _add(grads, out.grads, dtype)
         outs.append(out._replace(grads=grads))
         part = dataclasses.replace(part, normalizer=out.normalizer)
         state = state.replace(buffers=out.buffers)
-    return _joined(outs)
+    return outs
 
 
 def _given(batch: Any) -> Sequence[Any]:
@@ -195,7 +197,9 @@ def even(count: int, pieces: int) -> list[int]:
     return [count // pieces + (index < count % pieces) for index in range(pieces)]
 
 
-def _add(total: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+def _add(total: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Add gradients to their sum, which is in this dtype, or in their own."""
     if old := subset(total, grads):
         torch_private.foreach_add_([*old.values()], [*pick(grads, old).values()])
-    total |= without(grads, total)
+    for name, grad in without(grads, total).items():
+        total[name] = grad if dtype is None else grad.to(dtype.to_complex() if grad.is_complex() else dtype)

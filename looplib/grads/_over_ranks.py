@@ -46,17 +46,16 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     grad_fn, compared = check_grad_fn(grad_fn, "reduce_gradients"), False
     counter = counter_of(grad_fn)
 
-    def reduced(state: TrainState, batch: Any, part: BatchPart | None = None, **request: Any) -> Gradients:
+    def reduced(state: TrainState, batch: Any, *, part: BatchPart | None = None, **request: Any) -> Gradients:
         nonlocal compared
         if not _ranks.is_distributed():
-            return grad_fn(state, batch, **request) if part is None else grad_fn(state, batch, part=part, **request)
+            return grad_fn(state, batch, part=part, **request)
         check_whole_batch(part, "reduce_gradients")
         if not compared:
             engines.compare(state)
             compared = True
-        request["part"] = BatchPart(local=True)
         of_rank = partial(_of_no_samples, grad_fn) if _is_empty(batch, counter) else grad_fn
-        out = of_rank(state, batch, **request)
+        out = of_rank(state, batch, part=BatchPart(local=True), **request)
         if out.weight is None:
             what = "gradients without the weight of this rank's part"
             raise TypeError(DROPPED.format(who="reduce_gradients", what=what))

@@ -1,4 +1,4 @@
-"""Checks that wrappers of gradient functions share, and the records by which they tell of what they wrap."""
+"""Checks that wrappers of gradient functions share, and their records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from looplib.types import BatchPart, GradFn, Metric
 
 
 def kept(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any], int] | None = None) -> GradFn:
-    """Mark a wrapper that leaves the gradients as they are, but for their sum. `count_samples` counts those of its batches."""
+    """Mark a wrapper, with what is known of the function in it. `count_samples` counts the samples of its batches."""
     known = made(inner) or Made("grad_fn", name)
     record = Made(
         "grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm, count_samples=count_samples
@@ -23,8 +23,11 @@ def name_of(function: Any) -> str:
     """Name of the wrapper that created a function: "halved" for "halved.<locals>.halved_grad_fn"."""
     if (record := made(function)) is not None:
         return record.name
-    code = getattr(function, "__code__", None)  # which `functools.wraps` leaves as it is
-    qualified: str = getattr(code or function, "co_qualname" if code else "__qualname__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        qualified: str = code.co_qualname  # functools.wraps changes __qualname__, and not this
+    else:
+        qualified = getattr(function, "__qualname__", type(function).__name__)
     within = qualified.split(".<locals>.")
     return within[-2].rpartition(".")[2] if len(within) > 1 else qualified
 
@@ -36,18 +39,20 @@ def seen(grad_fn: GradFn) -> list[str]:
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
     """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
-    inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
-    steps = ("train_step", "eval_step", "predict_step")
-    own = ". A gradient function of your own takes **request and hands it on" if kind_of(grad_fn) is None else ""
-    return check_kind(grad_fn, who, "grad_fn", advice=inside if kind_of(grad_fn) in steps else own)
+    kind, advice = kind_of(grad_fn), ""
+    if kind is None:
+        advice = ". A gradient function of your own takes **request and hands it on"
+    elif kind in ("train_step", "eval_step", "predict_step"):
+        advice = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
+    return check_kind(grad_fn, who, "grad_fn", advice=advice)
 
 
 def check_whole_batch(part: BatchPart | None, name: str, instead: str = "") -> None:
-    """Raise if a part of a batch is asked for, by a gradient function that has a meaning for the whole batch alone."""
+    """Raise if a gradient function is called for a part of a batch, where it has no meaning."""
+    advice = instead or f"put it around, {name}(accumulate(grad_fn, ...), ...)"
     check(
         part is None,
-        f"{name} within accumulate or reduce_gradients would act on each part of a batch alone: "
-        f"{instead or f'put it around, {name}(accumulate(grad_fn, ...), ...)'}",
+        f"{name} within accumulate or reduce_gradients would act on each part of a batch alone: {advice}",
     )
 
 

@@ -107,7 +107,7 @@ class step_timer:
 
     def _data(self, batches: Iterable[T]) -> Iterator[T]:
         iterator = iter(batches)
-        while (batch := self._time("data", next, iterator, _END)) is not _END:
+        while (batch := self._time("data", True, next, iterator, _END)) is not _END:
             yield batch
 
     def grad_fn(self, grad_fn: GradFn) -> GradFn:
@@ -120,7 +120,7 @@ class step_timer:
 
         @functools.wraps(grad_fn)
         def metered(state: TrainState, batch: Any, *part: Any, **named: Any) -> Any:
-            out = self._time("gradients", grad_fn, state, batch, *part, **named)
+            out = self._time("gradients", True, grad_fn, state, batch, *part, **named)
             self._samples += out.samples
             if self._count_tokens is not None:
                 self._tokens = self._tokens + self._count_tokens(batch)
@@ -146,7 +146,7 @@ class step_timer:
 
         @functools.wraps(loss_fn)
         def metered(model: Any, batch: Any) -> Any:
-            return self._time("forward", loss_fn, model, batch)
+            return self._time("forward", True, loss_fn, model, batch)
 
         return metered
 
@@ -163,7 +163,7 @@ class step_timer:
         """A part whose halves are timed. The writing of weights counts the updates."""
 
         def timed(half: Callable[..., Any] | None, counts: bool) -> Callable[..., Any] | None:
-            return half and functools.partial(self._time, "update", half, _counts=counts)
+            return half and functools.partial(self._time, "update", counts, half)
 
         transform = timed(part.transform, False)
         return replace(part, transform=transform, update_=timed(part.update_, part.role == "weights"))
@@ -210,15 +210,14 @@ class step_timer:
         self._clear()
         return costs
 
-    def _time(
-        self, part: str, function: Callable[..., Any], /, *args: Any, _counts: bool = True, **named: Any
-    ) -> Any:
+    def _time(self, part: str, counts: bool, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """Call a function and add its time to that of a part, whose calls are counted if `counts`."""
         if self._began is None:
             self._began = time.perf_counter()
         start = self._mark()
         try:
             out = function(*args, **named)
-            self._calls[part] += _counts and out is not _END
+            self._calls[part] += counts and out is not _END
             return out
         finally:
             end = self._mark()
