@@ -235,7 +235,10 @@ REFUSED = [
     (lambda: ll.accumulate(loss_fn, 2), r"accumulate.*loss_fn\(model, batch\)"),
     # No plain function is a module or an optimizer.
     (lambda: ll.make_grad_fn(lambda x: x, loss_fn), r"make_grad_fn got <lambda>\(x\); give a torch.nn.Module"),
-    (lambda: ll.init_state(MODEL, lambda x: x), r"init_state got <lambda>\(x\); give what ll.optimizer or ll.chain returns"),
+    (
+        lambda: ll.init_state(MODEL, lambda x: x),
+        r"init_state got <lambda>\(x\); give what ll.optimizer or ll.chain returns",
+    ),
     # Wrappers of any step are of the step's kind, and name the function that the user gave.
     (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict got the eval_step of split_on_oom"),
     # A wrapper that does not hand on what it is given by name would lose the loss scale.

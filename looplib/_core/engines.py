@@ -46,7 +46,7 @@ class BatchPart:
     wrapper: str = ""
 
     def normalizer_for(self, samples: int) -> Tensor | float:
-        """Its normalizer, or the one that a first part of so many samples chooses."""
+        """Its normalizer, or the one that a first part with this number of samples chooses."""
         if self.normalizer is not None:
             return self.normalizer
         return max(samples if self.samples is None else self.samples, 1)

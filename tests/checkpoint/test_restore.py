@@ -285,7 +285,7 @@ def test_a_new_average_starts_as_in_the_state_or_behind_the_next_update(tmp_path
         torch.testing.assert_close(averaged, average, rtol=0, atol=0)
 
 
-def test_another_class_starts_anew_where_that_is_meant(tmp_path):
+def test_another_class_starts_from_nothing_where_that_is_meant(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
     saved = steps(net(), adamw, ll.init_state(net(), adamw), 0, 2)
     ckpt.save(saved)

@@ -708,7 +708,7 @@ def test_an_update_by_every_second_step_stands_beside_one_by_each(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_chain_within_every_judges_and_clips_the_mean_and_a_skip_starts_the_sum_anew(way):
+def test_a_chain_within_every_judges_and_clips_the_mean_and_a_skip_empties_the_sum(way):
     inner = ll.chain(ll.skip_nonfinite(), ll.clip_by_global_norm(0.3), adam(), ll.ema(0.8))
     model, raw, data, bad = net(), net(), batches(12), (2, 7)
     optimizer = ll.optim.every(inner, 2)
