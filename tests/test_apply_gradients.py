@@ -188,7 +188,7 @@ def test_lbfgs_is_given_evaluate():
 
 
 def reporting(optimizer, values):
-    """The optimizer, whose updates report these plain values in turn."""
+    """The optimizer, with updates that report these plain values, one after another."""
 
     def update_(grads, opt_state, params, step):
         return params, opt_state, {"share": torch.tensor(next(values))}

@@ -278,7 +278,7 @@ def looked_ahead(names):
 
 
 def without_spikes(names):
-    """True if a raw loop that leaves out spikes and NaN has the same weights and window, and there were some of each."""
+    """True if a raw loop that skips spikes and NaN ends with the same weights and window, and both did occur."""
     start = at_the_start(SPIKES, "def skip_spikes")
     model, x, state = start["model"], start["x"], ll.init_state(start["model"], epoch_length=8)
     x[17], x[33] = 1000.0, float("nan")
@@ -306,7 +306,7 @@ def without_spikes(names):
 
 
 def logged_in_front_of_clipping():
-    """True if the histogram of a raw loop's gradients, before they are clipped, is that of the board."""
+    """True if the logged histogram is that of a raw loop's gradients before clipping."""
     start = at_the_start(HISTOGRAMS, "def logged")
     model, state = start["model"], ll.init_state(start["model"], epoch_length=8)
     raw = raw_adamw(model)

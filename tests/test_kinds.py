@@ -241,7 +241,7 @@ REFUSED = [
     ),
     # Wrappers of any step are of the step's kind, and name the function that the user gave.
     (lambda: list(ll.predict(SPLIT, THINGS["state"], [])), "predict got the eval_step of split_on_oom"),
-    # A wrapper that does not hand on what it is given by name would lose the loss scale.
+    # A wrapper that does not pass its keywords on would lose the loss scale.
     (
         lambda: ll.make_train_step(lambda state, batch, **request: GRAD_FN(state, batch), SCALED)(
             ll.init_state(MODEL, SCALED), BATCH
@@ -252,7 +252,7 @@ REFUSED = [
         lambda: ll.make_train_step(lambda state, batch, request: GRAD_FN(state, batch), SGD),
         r"<lambda>\(state, batch, request\), which cannot be called as grad_fn\(state, batch, \*\*request\)",
     ),
-    # What was a wrapper, and is a part of the update.
+    # Parts of the update that were wrappers in the past.
     *(
         (lambda part=part, shown=shown, given=given: part(given), rf"wraps nothing: write ll\.chain\(.*{shown}")
         for part, shown in (

@@ -141,7 +141,7 @@ def test_functions_of_ones_own_within_a_step_are_shown_by_their_names():
     optimizer = ll.optimizer(SGD, lr=lambda step: 0.1)
     step = ll.make_train_step(halved, optimizer)
     assert repr(step) == "ll.make_train_step(halved, ll.optimizer(SGD, lr=lambda step: ...))"
-    # It is called as any function.
+    # A step is an ordinary function.
     assert type(step).__name__ == "function"  # in error messages
     assert list(inspect.signature(step).parameters) == ["state", "batch"]
     state, metrics = step(ll.init_state(MODEL, optimizer), batch=torch.ones(4, 2))

@@ -161,8 +161,8 @@ def ctrl_c():
     assert not ACTIONS
 
 
-# Every moment in turn: where the interpreter looks for signals, at a function's start and after a C function, the profiler
-# looks in too. It does so at each function's return as well, where the interpreter does not look.
+# Every moment in turn: the interpreter looks for signals at a function's start and after a C function, and a profiler is
+# called there too. A profiler is also called at each function's return, where the interpreter does not look.
 
 
 def at_moment(moment, action, while_=lambda: True):
@@ -328,7 +328,7 @@ def test_gradients_are_freed_while_signals_wait():
 
 @pytest.mark.parametrize(("name", "waits"), [("SIGINT", False), ("SIGTERM", True)])
 def test_a_second_ctrl_c_does_not_wait_and_a_second_sigterm_does(name, waits):
-    """As for an update that takes long: the first one is sent again meanwhile, which is not a second one."""
+    """During a long update, looplib sends the first signal again, which does not count as a second one."""
     parts, seen = Parts(cls=Halfway), []
     number = getattr(signal, name)
     signal.signal(number, stop)

@@ -230,7 +230,7 @@ def fails():
 
 
 def failing_behind_a_kernel():
-    """torch counts no writes of a fused kernel, so that only the order of the update spends the state."""
+    """torch does not count the writes of a fused kernel, so only the order of the update spends the state."""
 
     def update_(grads, state, params, step):
         if Failing.fails:

@@ -1,4 +1,4 @@
-"""The switch of warnings for misuse: nothing is looked at, and every bit is the same."""
+"""The switch of warnings for misuse: when off, steps look at nothing and return the same bits."""
 
 import gc
 import sys
@@ -68,7 +68,7 @@ def test_without_warnings_every_bit_is_the_same(donate):
 @pytest.mark.usefixtures("off")
 @pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 def test_off_it_costs_nothing(donate):
-    """Of the file, a step calls at most the question whether it is on."""
+    """The only function of the file that a step calls is the one that asks whether it is on."""
     model, sgd = net(), ll.optimizer(torch.optim.SGD, lr=0.01)
     step = ll.make_train_step(ll.make_grad_fn(model, summed), sgd, donate=donate)
     batch = torch.randn(8, 4), torch.randint(0, 3, (8,))

@@ -99,7 +99,7 @@ def test_a_run_leaves_for_a_raw_loop_and_comes_back_with_the_same_bits(kind, ste
 
 
 def map_tensors_of(part, function, opt_state):
-    """The state of an update with other tensors of one part, which may be in another."""
+    """The state of an update with the tensors of one part changed, also if that part is within another."""
     return {
         name: torch.utils._pytree.tree_map_only(torch.Tensor, function, own)
         if name == part

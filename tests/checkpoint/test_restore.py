@@ -264,7 +264,7 @@ def test_a_part_that_is_new_or_gone_is_refused_by_name_and_passed_over_where_tha
     assert equal({**state.params, **state.buffers}, {**unbroken.params, **unbroken.buffers})
     adams = [within(each.opt_state, outer)["AdamW"] for each in (state, unbroken)]
     assert bits(adams[0]) == bits(adams[1])
-    # As soon as it has been saved so, the line may stay, and the part is restored.
+    # Once a checkpoint has the part, the same line restores it.
     ckpt.save(state)
     assert same(ckpt.restore(ll.init_state(net(4), after), optional=(name,), quiet=True), state)
 
@@ -302,7 +302,7 @@ def test_another_class_starts_from_nothing_where_that_is_meant(tmp_path):
 
 
 def test_what_differs_within_a_part_is_no_part(tmp_path):
-    """It is told by its path, and `optional` does not pass over it."""
+    """The error names its path, and `optional` does not permit it."""
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(ll.init_state(net(), ll.chain(adamw, ll.ema(0.9))))
     for optimizer, words in (

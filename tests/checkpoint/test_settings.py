@@ -86,7 +86,7 @@ def sign():
             lambda: ll.chain(ll.clip_by_global_norm(2.0), adamw()),
             ["clip_by_global_norm max_norm was 1.0, is 2.0"],
         ),
-        (  # what keeps no state, and makes the update, is not told by the restore itself
+        (  # neither optimizer keeps a state, so the restore itself cannot tell them apart
             lambda: ll.optimizer(torch.optim.SGD, lr=0.1),
             sign,
             ["SGD class was torch.optim.sgd.SGD, is not given", "SGD lr was 0.1, is not given"],
@@ -101,7 +101,7 @@ def test_a_changed_hyperparameter_is_named_though_nobody_described_it(tmp_path, 
 
 
 def test_clipping_comes_and_goes_without_a_word(tmp_path):
-    """Within another part as well. It keeps nothing, so there is nothing to restore."""
+    """Also within another part: clipping keeps nothing, so there is nothing to restore."""
     clipped = ll.chain(ll.clip_by_global_norm(1.0), adamw())
     both = [{"a": adamw(), "b": inner} for inner in (adamw(), clipped)]
     networks = [ll.optim.partition(each, lambda name, tensor: "ab"[tensor.ndim == 1]) for each in both]

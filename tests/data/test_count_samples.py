@@ -159,7 +159,7 @@ def test_a_function_that_counts_is_checked():
         grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean(), count_samples=lambda batch, n=wrong: n)
         with pytest.raises(ValueError, match=r"count_samples returned .*; return an int"):
             grad_fn(ll.init_state(model), batch)
-    answers = iter([-1, 5])  # a function that is asked twice would be quoted with another answer
+    answers = iter([-1, 5])  # if the function were called twice, the message would quote the second answer
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean(), count_samples=lambda batch: next(answers))
     with pytest.raises(ValueError, match="count_samples returned -1"):
         grad_fn(ll.init_state(model), batch)

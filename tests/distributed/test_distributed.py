@@ -78,7 +78,7 @@ def same_bits_whatever_ran_before():
     request = {"donate": True, "scale": torch.tensor(3.0)}
     used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
     batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
-    used(state, batch, **request)  # after which DDP builds its buckets again, and so adds in another order
+    used(state, batch, **request)  # after this, DDP rebuilds its buckets and adds in a different order
     for _ in range(10):
         found, expected = [f(state, batch, **request).grads for f in (used, ll.make_grad_fn(model, token_loss))]
         assert all(torch.equal(found[name], expected[name]) for name in expected)

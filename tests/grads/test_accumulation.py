@@ -281,7 +281,7 @@ def test_a_dtype_goes_with_a_loss_over_tokens_with_unreached_parameters_and_in_a
         loss_fn(model, (x[low:high], y[low:high])).total.backward()
         for name, param in model.named_parameters():
             total[name] += 0 if param.grad is None else param.grad.float() / (y != -100).sum()
-    for name, grad in found.items():  # rounded by each pass, here before the division and there after it
+    for name, grad in found.items():  # each pass rounds: here before the division, in the raw loop after it
         torch.testing.assert_close(grad.float(), total[name], rtol=2**-6, atol=2**-9)
     step = ll.make_train_step(grad_fn, optimizer)
     expected, _ = step(state, (x, y))
@@ -440,7 +440,7 @@ def test_a_part_of_a_batch_and_its_gradients_are_records_that_nothing_writes(nes
         assert each.metrics == metrics
         assert each.weight == (y[number] != -100).sum()
         assert each.samples == 1
-        # The first one chooses the divisor of all, and says so in what it returns.
+        # The first part chooses the divisor for all of them, and returns it.
         assert part.normalizer is None if number == 0 else part.normalizer == seen[0][2].normalizer
         assert each.normalizer == seen[0][2].normalizer
         for name in ("samples", "normalizer", "local", "wrapper"):
@@ -451,7 +451,7 @@ def test_a_part_of_a_batch_and_its_gradients_are_records_that_nothing_writes(nes
 
 
 def test_gradients_of_a_part_are_refused_by_an_update_and_add_up_by_hand():
-    """The same as `accumulate`, by a user's own loop over parts of different sizes, with their sum of weights."""
+    """The same as `accumulate`: a user's own loop over parts of different sizes, divided by the sum of their weights."""
     model = mlp()
     grad_fn, state = ll.make_grad_fn(model, token_loss), ll.init_state(model, sgd())
     x, y = torch.randn(6, 4, 5, dtype=torch.double), torch.randint(0, 3, (6, 4))

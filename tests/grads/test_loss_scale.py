@@ -49,7 +49,7 @@ def test_all_gradients_are_nan_after_an_overflow():
 
 
 def deaf(grad_fn):
-    """Takes what it is given by name, and hands nothing of it on."""
+    """A wrapper that accepts keywords and does not pass them on."""
 
     @functools.wraps(grad_fn)
     def deaf_grad_fn(state, batch, **request):

@@ -1,4 +1,4 @@
-"""Facts about a gradient function survive wrapping, and what has a meaning for whole batches alone refuses parts."""
+"""Facts about a gradient function survive wrapping, and functions that need whole batches refuse parts of them."""
 
 import functools
 
@@ -93,7 +93,7 @@ def sharp(model):
 
 
 def signs(grad_fn):
-    """A user's own that has a meaning for whole batches alone."""
+    """A wrapper of a user's own that needs whole batches."""
 
     def sign_grad_fn(state, batch, **request):
         if request.get("part") is not None:
@@ -122,7 +122,7 @@ HIDDEN = {
     "map_batch": lambda g: ll.grads.map_batch(g, lambda state, batch: batch),
     "step_timer": lambda g: ll.log.step_timer().grad_fn(g),
     "accumulate": lambda g: ll.accumulate(g, 2),
-    "reduce_gradients": ll.grads.reduce_gradients,  # in one process, which hands on what it is given
+    "reduce_gradients": ll.grads.reduce_gradients,  # in one process, where it returns the gradients as they are
 }
 
 

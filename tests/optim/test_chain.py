@@ -21,7 +21,7 @@ def net(seed=0, dtype=torch.float64):
 
 
 def batches(count, dtype=torch.float64, seed=1):
-    """Some are three times as large as the others."""
+    """Every third batch is three times as large as the others."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(8, 6, generator=generator, dtype=torch.float64).to(dtype) * (3.0 if at % 3 == 1 else 1.0)
@@ -51,7 +51,7 @@ def run(optimizer, data, way="pure"):
 
 
 def assert_as_raw(params, raw, way):
-    """The bits of a raw loop, or in a graph, which rounds otherwise, its numbers."""
+    """The bits of a raw loop; in a graph, which rounds differently, its numbers within a tolerance."""
     if "compiled" in way:
         torch.testing.assert_close(dict(params), dict(raw.named_parameters()), rtol=1e-10, atol=1e-12)
     else:
@@ -175,7 +175,7 @@ def test_a_part_that_is_given_what_it_used_to_wrap_says_which_line_to_write(name
         TypeError, match=re.escape(f"{name} is a part of the update and wraps nothing: write {written}")
     ):
         call()
-    optimizer = eval(written, {"ll": ll, "torch": torch})  # and that line is one that works
+    optimizer = eval(written, {"ll": ll, "torch": torch})  # the line that the message gives works
     state, _ = made_step(model := net(), optimizer)(ll.init_state(model, optimizer), batches(1)[0])
     assert state.step == 1
 
@@ -385,7 +385,7 @@ def test_a_label_that_skips_leaves_its_own_parts_alone_and_the_others_move(donat
     assert [kept[key]["skip_nonfinite"]["total_notfinite"].item() for key in ("first", "last")] == [2, 0]
 
 
-# A part of a user's, whose first half hands a value to its second
+# A user's own part, whose first half passes a value to its second
 
 
 def guard(factor):
@@ -629,14 +629,14 @@ def test_a_loss_scale_of_some_parameters_alone_is_refused(who, call):
         call(ll.chain(SCALE, sgd()))
     around, inside = ll.chain(SCALE, call(sgd())), call(sgd())
     one, other = run(around, batches(3)), run(inside, batches(3))
-    assert equal(one.params, other.params)  # a scale around it is one of all, and a power of 2 rounds nothing
+    assert equal(one.params, other.params)  # the outer scale is one for all, and a power of 2 rounds nothing
 
 
 # every
 
 
 def raw_every(data, n, gradients="mean", bad=()):
-    """Adam at every n-th step that is not left out, and the number of steps."""
+    """A raw loop with Adam in every n-th step, not counting bad ones, and the number of steps that count."""
     model, made = net(), 0
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02, fused=True)
     for at, x in enumerate(data):
@@ -810,7 +810,7 @@ def test_bfloat16_and_float32_parameters_are_summed_as_they_are(donate):
 
 @both_steps
 def test_a_first_half_that_writes_its_state_is_refused(donate):
-    """A pure step's state would change, and a skipped batch would be counted."""
+    """The old state of a pure step would change, and a skipped batch would be counted."""
 
     def transform(grads, state, params, step):
         state["batches"] += 1
@@ -827,7 +827,7 @@ def test_a_first_half_that_writes_its_state_is_refused(donate):
 
 @both_steps
 def test_a_second_half_that_writes_a_parameter_without_a_gradient_is_refused(donate):
-    """A pure step makes no copy of it, so the old state would change."""
+    """A pure step does not copy such a parameter, so the old state would change."""
 
     def update_(grads, state, params, step):
         for param in params.values():

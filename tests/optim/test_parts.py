@@ -140,7 +140,7 @@ def test_a_part_of_a_users_own_is_an_if_in_a_raw_loop(parts, way, bound):
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_a_partition_has_one_flag_for_each_label(way):
-    """Of two chains within a partition within a chain, each skips by its own gradients, or all do."""
+    """A chain within a partition skips by its own gradients; the chain around the partition skips for all labels."""
 
     def split(inner, outer):
         chains = {"in": ll.chain(skip_large(inner), count(), adamw()), "out": ll.chain(count(), adamw())}
@@ -249,7 +249,7 @@ def test_a_state_in_any_container_of_torchs_pytrees_stays_as_it_was(kind):
     assert type(one.opt_state["mine"]) is type(state.opt_state["mine"]) is type(make({}))
 
 
-ONE, FOUR = object(), object()  # values, where there are parameters and a state
+ONE, FOUR = object(), object()  # stand for values that need parameters and a state
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -308,7 +308,7 @@ def test_an_update_adds_metrics_to_those_of_the_step(optimizer, name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_first_half_may_not_report_under_a_name_that_is_taken_and_a_second_half_gets_one_of_its_own(way):
-    """The first is refused while nothing has been written. After that nothing can be refused."""
+    """The first half can be refused, since nothing has been written yet. The second cannot."""
 
     def transform(grads, state, params, step):
         return ll.types.Transformed(grads, metrics={"loss": 1.0})
@@ -370,7 +370,7 @@ def test_a_decision_that_donates_the_state_to_another_step_is_refused(kind):
 @pytest.mark.parametrize("way", ["donated", "compiled, donated"])
 @pytest.mark.parametrize("parts", [1, 2])  # of the model, with an optimizer each
 def test_an_optimizer_that_gives_up_says_what_is_left(way, parts):
-    """An eager step changes nothing then. A compiled one may have updated another label, which spends the state."""
+    """An eager step leaves the state unchanged. A compiled one may have updated another label, which spends the state."""
     model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
     strict = ll.chain(ll.skip_nonfinite(max_consecutive=0), SGD)
     optimizer = ll.optim.partition({"a": strict, "b": strict if parts == 1 else SGD}, lambda name, p: name[0])
@@ -443,7 +443,7 @@ AROUND = {
 @both_steps
 @pytest.mark.parametrize("name", [*AROUND, ""])
 def test_the_state_of_another_optimizer_is_refused(name, donate):
-    """By chains and alone, before anything is known of these parameters and after."""
+    """By chains and by optimizers alone, at the first call for these parameters and at later ones."""
     around = {**AROUND, "": lambda inner: inner}
     momentum = sgd()
     own, who, options = around[name](adamw()), f"{name} AdamW", {"donate": donate}
@@ -517,7 +517,7 @@ def test_where_takes_trees_of_one_kind(flag):
 
 
 def halved():
-    """Half of each update, from the weights at its decision, which `transform` puts into the state as they are."""
+    """Halve each update, from the weights before it, which `transform` puts into the state without a copy."""
 
     def init(params):
         return {key: p.detach().clone() for key, p in params.items()}

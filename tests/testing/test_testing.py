@@ -627,7 +627,7 @@ def test_a_wrapper_that_keeps_parameters_or_buffers_is_found_by_its_donated_step
 
     last = []
 
-    def pulled(state, batch, **request):  # towards the weights of the step before, which a donated step has moved
+    def pulled(state, batch, **request):  # towards the last step's weights, which a donated step overwrites
         out = grad_fn(state, batch, **request)
         if state.step == 0:
             last.clear()

@@ -179,7 +179,7 @@ def test_what_is_closed_over_is_watched_and_tensors_are_read(monkeypatch):
 
 
 class WithoutLength(torch.nn.Linear):
-    """A layer that Python takes for false, as it does an empty container."""
+    """A layer that is false in Python, like an empty container."""
 
     def __len__(self):
         return 0
