@@ -200,7 +200,8 @@ def record(name: str, value: Any, samples: int) -> Metric:
         check_real(repr(name), value.total, value.weight)
         return Mean(_detached(value.total), _detached(value.weight), value.times)
     if isinstance(value, Tensor) and value.numel() == 1:
-        check_real(repr(name), value)
+        if value.is_complex():
+            check_real(repr(name), value)  # raises
         value = value if type(value) is Tensor else _gathered(value)
         return as_record(Mean, (value.detach(), 1, samples))
     if isinstance(value, (int, float)):

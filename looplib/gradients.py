@@ -197,7 +197,8 @@ def make_grad_fn(
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
         _check_reached(grads, needed, copies)
-        call.outs[-1] = call.outs[-1]._replace(grads=grads, buffers=after, copies=copies)
+        _, metrics, _, samples, weight, normalizer, scaled, _ = call.outs[-1]
+        call.outs[-1] = Gradients(grads, metrics, after, samples, weight, normalizer, scaled, copies)
         return call.outs, 1 if sync is None else sync.ranks
 
     facts = Made(

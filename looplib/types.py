@@ -126,6 +126,17 @@ class TrainState(lease.Leased):
         lease.follows(new, self, self._lease if same else None)
         return new
 
+    def _advanced(self, lease_: lease.Lease | None, **changes: Any) -> TrainState:
+        """The next state of this run, under this lease. Trees are given by the names of their attributes (`_params`).
+
+        It costs less than a call of the class, of which a step of a small model would notice 1%.
+        """
+        new = object.__new__(TrainState)
+        vars(new).update(vars(self), **changes)
+        lease.Leased.__post_init__(new)
+        lease.follows(new, self, lease_)
+        return new
+
     def __repr__(self) -> str:
         """Position and size, in one line."""
         position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
@@ -495,7 +506,7 @@ class Optimizer:
         `scale=` says that these are gradients of a loss that was multiplied by it (`dynamic_loss_scale`), and `owned=True`
         that they may be written.
         """
-        if not self.fits(opt_state):
+        if type(opt_state) is not dict or opt_state.keys() != self._keys.keys():  # not `fits`, whose call costs as much
             raise chains.wrong_state(opt_state, repr(self), self._keys)
         scale = info.pop("scale", None)  # which no part is given
         if scale is not None or self._scaler is not None:

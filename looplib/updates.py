@@ -425,9 +425,7 @@ def advanced(
         batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)
         if batch == state.epoch_length:
             epoch, batch = epoch + 1, 0
-    new = TrainState(
-        step, epoch, batch, state.epoch_length, consumed, batch_samples, batch_steps, no_batch, params, buffers, opt_state,
-        state.seed, extra_of(state),
+    return state._advanced(
+        lease, step=step, epoch=epoch, batch=batch, samples=consumed, batch_samples=batch_samples, batch_steps=batch_steps,
+        no_batch=no_batch, _params=params, _buffers=buffers, _opt_state=opt_state,
     )  # fmt: skip
-    follows(new, state, lease)
-    return new

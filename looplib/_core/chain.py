@@ -18,7 +18,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.copies import copy_tree, leaves_of, own_copies
-from looplib._core.mappings import mapped, stacked
+from looplib._core.mappings import as_record, mapped, stacked
 from looplib._core.tracing import afterwards, tracing, where
 
 Check = tuple[Callable[..., None], tuple[Any, ...]]
@@ -55,38 +55,39 @@ def transform(
 
     `info["owned"]` is True if the gradients may be written; otherwise, the first part that changes them gets copies.
     """
-    states = dict(opt_state)  # whose dicts and tensors are those of the state, which a part leaves alone
+    states = opt_state  # whose dicts and tensors are those of the state, which a part leaves alone
     flag: Any = True
-    carries: dict[str, Any] = {}
-    reports: dict[str, Mapping[str, Any]] = {}
-    on_skip: list[Check] = []
-    owned = info.get("owned", False)
+    carries: dict[str, Any] | None = None
+    reports: dict[str, Mapping[str, Any]] | None = None
+    on_skip: Sequence[Check] = ()
     for name, part in firsts:
-        if part.role == "gradients" and not owned:
-            grads, owned = copy_tree(grads), True
-            info = {**info, "owned": True}
+        if part.role == "gradients" and not info.get("owned", False):
+            grads, info = copy_tree(grads), {**info, "owned": True}
         out = part.transform(grads, states.get(name), params, step, **info)
         if type(out) is not Transformed:
             raise TypeError(
                 f"the transform of {name} returned {kind(out)}; it returns ll.types.Transformed(grads, state, ...)"
             )
+        changed, state, apply, carry, metrics, checks = out
         if part.role != "judge":
-            grads = out.grads
-        if name in states:
-            check(out.state is not None, f"the transform of {name} returned no state: give Transformed(grads, state)")
-            states[name] = out.state
-        else:
-            check(out.state is None, f"{name} returned a state, and has no init= that makes the first one")
-        if out.apply is not True:
-            for one in leaves_of(out.apply):
+            grads = changed
+        if state is not states.get(name):
+            if name not in states:
+                raise ValueError(f"{name} returned a state, and has no init= that makes the first one")
+            if state is None:
+                raise ValueError(f"the transform of {name} returned no state: give Transformed(grads, state)")
+            states = {**states, name: state}
+        if apply is not True:
+            for one in leaves_of(apply):
                 _check_flag(name, one)
-            flag = _both(flag, out.apply)
-        if out.carry is not None:
-            carries[name] = out.carry
-        if out.metrics:
-            reports[name] = out.metrics
-        on_skip += out.on_skip
-    return Transformed(grads, states, flag, carries or None, named_reports(reports) if reports else {}, on_skip)
+            flag = _both(flag, apply)
+        if carry is not None:
+            carries = {**(carries or {}), name: carry}
+        if metrics:
+            reports = {**(reports or {}), name: metrics}
+        if checks:
+            on_skip = [*on_skip, *checks]
+    return as_record(Transformed, (grads, states, flag, carries, named_reports(reports) if reports else {}, on_skip))
 
 
 def unscaled(scaler: tuple[str, Any] | None, scale: Any, grads: Any, owned: bool) -> Any:
@@ -178,35 +179,33 @@ def flags_in_graph(out: Transformed) -> Any:
 
 
 def update_(
-    seconds: Sequence[tuple[str, Any]], grads: Any, opt_state: Any, params: Any, step: Any, info: Mapping[str, Any]
+    seconds: Sequence[tuple[str, Any]], grads: Any, opt_state: Any, params: Any, step: Any, info: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The second halves of these parts, in order: parameters, state, and reports.
-
-    The dict of the state is written, which the first halves have made.
-    """
+    """The second halves of these parts, in order: parameters, state, and reports."""
     carries = info.get("carry") or {}
-    reports: dict[str, Mapping[str, Any]] = {}
+    reports: dict[str, Mapping[str, Any]] | None = None
     for name, part in seconds:
-        out = part.update_(grads, opt_state.get(name), params, step, **{**info, "carry": carries.get(name)})
+        info["carry"] = carries.get(name)
+        out = part.update_(grads, opt_state.get(name), params, step, **info)
         if type(out) is not tuple or len(out) not in (2, 3):
             raise TypeError(
                 f"the update_ of {name} returned {kind(out)}; it returns (params, state), or (params, state, metrics)"
             )
         params = out[0]
-        if name in opt_state:
-            opt_state[name] = out[1]
-        else:
-            check(
-                out[1] is None, f"the update_ of {name} returned a state, and has no init= that makes the first one"
-            )
+        if out[1] is not opt_state.get(name):
+            if name not in opt_state:
+                raise ValueError(
+                    f"the update_ of {name} returned a state, and has no init= that makes the first one"
+                )
+            opt_state = {**opt_state, name: out[1]}
         if len(out) == 3 and out[2]:
-            reports[name] = out[2]
+            reports = {**(reports or {}), name: out[2]}
     return params, opt_state, named_reports(reports) if reports else {}
 
 
 def new_tensors(new: Any, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that an update has returned in place of its parameters. Raises if they do not fit these."""
-    if not isinstance(new, Mapping):
+    if type(new) is not dict and not isinstance(new, Mapping):
         raise TypeError(f"an optimizer's update_ returned {kind(new)} as its parameters; it returns name -> tensor")
     replaced = {name: tensor for name, tensor in new.items() if tensor is not params.get(name)}
     for name, tensor in replaced.items():

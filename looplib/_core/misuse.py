@@ -102,7 +102,8 @@ class _Stale:
 
     def _marks(self) -> tuple[list[int], list[int]]:
         """The memory of each parameter, and torch's counts of the writes to them."""
-        return [tensor.data_ptr() for tensor in self.params.values()], versions(self.params)
+        params = self.params
+        return [tensor.data_ptr() for tensor in params.values()], versions(params)
 
     def used(self, module: nn.Module) -> None:
         """Its user has called or saved it: if it was written before, that was meant."""
