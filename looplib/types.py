@@ -126,17 +126,6 @@ class TrainState(lease.Leased):
         lease.follows(new, self, self._lease if same else None)
         return new
 
-    def _advanced(self, lease_: lease.Lease | None, **changes: Any) -> TrainState:
-        """The next state of this run, under this lease. Trees are given by the names of their attributes (`_params`).
-
-        It costs less than a call of the class, of which a step of a small model would notice 1%.
-        """
-        new = object.__new__(TrainState)
-        vars(new).update(vars(self), **changes)
-        lease.Leased.__post_init__(new)
-        lease.follows(new, self, lease_)
-        return new
-
     def __repr__(self) -> str:
         """Position and size, in one line."""
         position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
@@ -167,6 +156,19 @@ class TrainState(lease.Leased):
 
 # `dataclass` makes one that says less, and takes none from the class.
 TrainState.__setattr__ = errors.no_assignment("a TrainState", "write state = state.replace({name}=...)")  # type: ignore[method-assign]
+
+
+def next_state(state: TrainState, under: lease.Lease | None, **changes: Any) -> TrainState:
+    """The next state of a run, under this lease. Trees are given by the names of their attributes (`_params`).
+
+    A call of the class takes longer, which a step of a small model would notice (1%).
+    """
+    new = object.__new__(TrainState)
+    vars(new).update(vars(state), **changes)
+    lease.Leased.__post_init__(new)
+    lease.follows(new, state, under)
+    return new
+
 
 # What users of torch and of Trainers write -> what to write instead.
 _NOT_OF_A_STATE = {
@@ -506,7 +508,9 @@ class Optimizer:
         `scale=` says that these are gradients of a loss that was multiplied by it (`dynamic_loss_scale`), and `owned=True`
         that they may be written.
         """
-        if type(opt_state) is not dict or opt_state.keys() != self._keys.keys():  # not `fits`, whose call costs as much
+        if (
+            type(opt_state) is not dict or opt_state.keys() != self._keys.keys()
+        ):  # not `fits`, whose call costs as much
             raise chains.wrong_state(opt_state, repr(self), self._keys)
         scale = info.pop("scale", None)  # which no part is given
         if scale is not None or self._scaler is not None:
@@ -592,11 +596,11 @@ _NOT_OF_AN_OPTIMIZER = {
     "load_state_dict": "its state is state.opt_state, which ckpt.restore(state) loads; for one of torch's, "
     "ll.checkpoint.load_optimizer_state_dict(...)",
     "param_groups": "the learning rate is a function of the step; to read it, ll.optim.hyperparameters(optimizer, "
-    "state), and to change it in a loop, lr=ll.optim.injected(...)",
+    "state), and to change it in a loop, lr=ll.optim.inject(...)",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
 }
 Optimizer.__setattr__ = errors.no_assignment(  # type: ignore[method-assign]
-    "what ll.optimizer returns", "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)"
+    "what ll.optimizer returns", "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.inject(...)"
 )
 kinds_of_classes[Optimizer] = "optimizer"
 

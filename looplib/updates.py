@@ -38,8 +38,6 @@ from looplib._core.copies import clones, own_copies
 from looplib._core.errors import fold
 from looplib._core.lease import (
     Lease,
-    extra_of,
-    follows,
     give_up,
     lease_of,
     lease_over,
@@ -60,7 +58,7 @@ from looplib._core.trees import map_tensors
 from looplib._objective import aux_records
 from looplib.metrics._mean import Mean
 from looplib.optim._chain import check_writes
-from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState
+from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState, next_state
 
 __all__ = ["apply_gradients"]
 
@@ -425,7 +423,7 @@ def advanced(
         batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)
         if batch == state.epoch_length:
             epoch, batch = epoch + 1, 0
-    return state._advanced(
-        lease, step=step, epoch=epoch, batch=batch, samples=consumed, batch_samples=batch_samples, batch_steps=batch_steps,
+    return next_state(
+        state, lease, step=step, epoch=epoch, batch=batch, samples=consumed, batch_samples=batch_samples, batch_steps=batch_steps,
         no_batch=no_batch, _params=params, _buffers=buffers, _opt_state=opt_state,
     )  # fmt: skip

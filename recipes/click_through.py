@@ -71,7 +71,7 @@ def main(
 
     folder = Path(directory)
     to_file = ll.jsonl(folder / "log.jsonl")
-    log = ll.tee(to_file, ll.log.only(ll.console(), ["eval/all/auc", "eval/all/user_auc", "eval/all/loss"]))
+    log = ll.tee(to_file, ll.log.select(ll.console(), ["eval/all/auc", "eval/all/user_auc", "eval/all/loss"]))
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/all/user_auc")
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if done(state):

@@ -55,7 +55,7 @@ def main(
     torch.manual_seed(seed)
     model = ActorCritic(width)
     # Schedules are functions of the number of updates. This rate falls with the iterations, which differ in updates.
-    adam = ll.optimizer(torch.optim.Adam, lr=ll.optim.injected(lr), eps=1e-5)
+    adam = ll.optimizer(torch.optim.Adam, lr=ll.optim.inject(lr), eps=1e-5)
     optimizer = ll.chain(ll.clip_by_global_norm(max_norm), adam)
     loss_fn = partial(ppo_loss, clip=clip, value_weight=value_weight, entropy_weight=entropy_weight)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)

@@ -67,7 +67,7 @@ def main(
         )
 
     def evaluated(stack: ll.TrainState) -> list[dict[str, float]]:
-        return ll.transforms.compute_members(ll.evaluation.measure(eval_step, stack, test_batches))
+        return ll.transforms.compute_members(ll.evaluation.evaluate_records(eval_step, stack, test_batches))
 
     lrs = [lowest * (highest / lowest) ** (member / max(1, members - 1)) for member in range(members)]
     began = time.perf_counter()

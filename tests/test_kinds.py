@@ -313,7 +313,7 @@ def test_plain_functions_of_a_users_own_are_taken_everywhere_and_their_errors_ha
     assert evaluate(lambda state, batch: {"n": ll.Mean(len(batch))}, [BATCH]) == {"n": 4.0}
     assert list(ll.predict(lambda s, b: b, state, [BATCH])) == [BATCH]
     ll.tee(lambda state, values: None, print)(state, {"a": 1.0})
-    ll.log.only(lambda *args: None, {"a"})(state, {"a": 1.0})
+    ll.log.select(lambda *args: None, {"a"})(state, {"a": 1.0})
     ll.autocast(lambda m, b: m(b))(nn.Linear(3, 2), BATCH)
     with pytest.raises(AttributeError, match="nonsense"):
         evaluate(lambda state, batch: {"n": ll.Mean(batch.nonsense)}, [BATCH])

@@ -194,9 +194,7 @@ def update_(
         params = out[0]
         if out[1] is not opt_state.get(name):
             if name not in opt_state:
-                raise ValueError(
-                    f"the update_ of {name} returned a state, and has no init= that makes the first one"
-                )
+                raise ValueError(f"the update_ of {name} returned a state, and has no init= that makes the first one")
             opt_state = {**opt_state, name: out[1]}
         if len(out) == 3 and out[2]:
             reports = {**(reports or {}), name: out[2]}

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from looplib._core.hints import in_room as _in_room
 from looplib.debug._differences import Difference, LeafDifference, differences, first_difference
 from looplib.debug._fingerprint import fingerprint, read_fingerprints
-from looplib.debug._keep import keep, nbytes
 from looplib.debug._misuse import warn_of_misuse
+from looplib.debug._record_steps import nbytes, record_steps
 from looplib.debug._replay import Replayed, replay, step_seed
 from looplib.debug._worst_samples import SampleScore, worst_samples
 
@@ -18,9 +18,9 @@ __all__ = [
     "differences",
     "fingerprint",
     "first_difference",
-    "keep",
     "nbytes",
     "read_fingerprints",
+    "record_steps",
     "replay",
     "step_seed",
     "warn_of_misuse",

@@ -158,7 +158,7 @@ def first_difference(
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> def run(step_fn, state, kept):
     ...     for x in torch.ones(10, 4, 1):
-    ...         kept = ll.debug.keep(kept, state)
+    ...         kept = ll.debug.record_steps(kept, state)
     ...         state, metrics = step_fn(state, x)
     ...     return kept
     >>> def other_step(state, batch):

@@ -51,7 +51,7 @@ def evaluate(
 
     Metrics that average over samples do not depend on the batch size, because totals and weights are added up and
     divided once at the end. On several ranks, all ranks call this, each sample counts once, and all get the same
-    values. To get the records themselves, such as a confusion matrix to draw, use `measure`.
+    values. To get the records themselves, such as a confusion matrix to draw, use `evaluate_records`.
 
     Args:
         eval_step: from `make_eval_step`, or a dict of them, one for each of several sets by name. A function
@@ -83,7 +83,7 @@ def evaluate(
 
     A model sharded by FSDP2 needs all ranks in each pass, so all of them must make this call; the result is still
     this rank's own. If each rank has batches of its own, merge their records:
-    `ll.compute(ll.distributed.reduce(ll.evaluation.measure(eval_step, state, batches, divide=False)))`.
+    `ll.compute(ll.distributed.reduce(ll.evaluation.evaluate_records(eval_step, state, batches, divide=False)))`.
 
     **Memory and draws.** Memory is that of one batch and a few records per metric. torch's random streams are
     restored afterwards, whatever the iterable draws.
@@ -117,7 +117,7 @@ def evaluate(
     began = time.perf_counter()
     with restored(torch.default_generator):
         reading = Reading(batches, max_batches, title, divide)
-        records = _measured("evaluate", eval_step, state, reading, count if rates else None)
+        records = _records("evaluate", eval_step, state, reading, count if rates else None)
         _warn_of_tensors(records)
         metrics = compute(records, prefix)  # waits for the device
     return metrics | _rates(counts, time.perf_counter() - began, prefix, divide) if rates else metrics
@@ -127,7 +127,7 @@ def _warn_of_tensors(records: Metrics) -> None:
     if left_out := [repr(name) for name, record in records.items() if isinstance(record, Cat)]:
         warn(
             f"evaluate returns numbers and leaves out {few(left_out)}, a Cat, whose tensors of all batches it has kept: "
-            "ll.evaluation.measure(eval_step, state, batches) returns the records with it; if you need the numbers alone, "
+            "ll.evaluation.evaluate_records(eval_step, state, batches) returns the records with it; if you need the numbers alone, "
             "leave it out of what the metric function returns"
         )
 
@@ -141,7 +141,7 @@ def _rates(counts: dict[str, int], seconds: float, prefix: str, divide: bool) ->
     return values | {f"{prefix}seconds": longest}
 
 
-def measure(
+def evaluate_records(
     eval_step: EvalFn,
     state: TrainState,
     batches: Any,
@@ -158,7 +158,7 @@ def measure(
     ...     x, y = batch
     ...     return {"confusion": ll.metrics.ConfusionMatrix.of(x > 0, y, classes=2)}
     >>> batches = [(torch.tensor([-1.0, 2.0]), torch.tensor([0, 1])), (torch.tensor([3.0]), torch.tensor([0]))]
-    >>> records = ll.evaluation.measure(ll.make_eval_step(model, metric_fn), ll.init_state(model), batches)
+    >>> records = ll.evaluation.evaluate_records(ll.make_eval_step(model, metric_fn), ll.init_state(model), batches)
     >>> records["confusion"].matrix
     tensor([[1, 1],
             [0, 1]])
@@ -173,16 +173,18 @@ def measure(
 
     It behaves like `evaluate` on several ranks, and raises the same errors.
     """
-    check_order("measure", eval_step, state)
+    check_order("evaluate_records", eval_step, state)
     if isinstance(batches, Mapping):
         _check_sets(batches)
-        raise ValueError(f"measure takes one set, and batches has {', '.join(batches)}: call it for each of them")
+        raise ValueError(
+            f"evaluate_records takes one set, and batches has {', '.join(batches)}: call it for each of them"
+        )
     with restored(torch.default_generator):
         title = "evaluation" if progress else None
-        return _measured("measure", eval_step, state, Reading(batches, max_batches, title, divide))
+        return _records("evaluate_records", eval_step, state, Reading(batches, max_batches, title, divide))
 
 
-def _measured(
+def _records(
     function: str,
     eval_step: EvalFn,
     state: TrainState,

@@ -10,7 +10,7 @@ from looplib.log._plots import live_plot, plot
 from looplib.log._progress import progress
 from looplib.log._step_timer import memory, slowest_rank, step_timer
 from looplib.log._trackers import Tracker, tracker
-from looplib.log._wrappers import every_rank, in_background, only, rename, safely, windowed
+from looplib.log._wrappers import every_rank, in_background, rename, safely, select, windowed
 
 __all__ = [
     "Tracker",
@@ -22,7 +22,6 @@ __all__ = [
     "jsonl",
     "live_plot",
     "memory",
-    "only",
     "plot",
     "progress",
     "read_columns",
@@ -30,6 +29,7 @@ __all__ = [
     "record",
     "rename",
     "safely",
+    "select",
     "slowest_rank",
     "step_timer",
     "tee",

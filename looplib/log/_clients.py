@@ -202,7 +202,7 @@ class MLflow:
                     metrics.append(entities.Metric(name, float(value), now, step))
                 case _ if value.ndim == 1:
                     raise TypeError(
-                        f"mlflow takes no histograms, and {name!r} is one; leave it out, by ll.log.only(logger, names), or "
+                        f"mlflow takes no histograms, and {name!r} is one; leave it out, by ll.log.select(logger, names), or "
                         "log numbers of it, such as its mean"
                     )
                 case _:

@@ -58,15 +58,15 @@ def rename(logger: Logger, names: Mapping[str, str] | Callable[[str], str]) -> L
     return CodedLogger(write, f"rename({logger!r}, {names!r})")
 
 
-def only(logger: Logger, names: Collection[str] | Callable[[str], bool]) -> Logger:
+def select(logger: Logger, names: Collection[str] | Callable[[str], bool]) -> Logger:
     """Filter values on their way to a logger, which is not called if none are left.
 
     >>> import looplib as ll
-    >>> log = ll.log.only(ll.console(), lambda name: name.startswith("eval/"))
+    >>> log = ll.log.select(ll.console(), lambda name: name.startswith("eval/"))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
     >>> log(ll.TrainState(step=9), {"train/loss": 0.5, "eval/auc": 0.75})
     step      9  epoch      0  eval/auc 0.75
-    >>> log = ll.log.only(ll.console(), ["train/loss", "eval/auc"])
+    >>> log = ll.log.select(ll.console(), ["train/loss", "eval/auc"])
 
     Args:
         logger: the logger to call.
@@ -75,8 +75,8 @@ def only(logger: Logger, names: Collection[str] | Callable[[str], bool]) -> Logg
     Raises:
         TypeError: `names` is a single string.
     """
-    check_kind(logger, "only", "logger")
-    several = f"only takes several names, or a predicate, and found the str {names!r}; write [{names!r}]"
+    check_kind(logger, "select", "logger")
+    several = f"select takes several names, or a predicate, and found the str {names!r}; write [{names!r}]"
     check(not isinstance(names, str), several, TypeError)
     passes: Callable[[str], bool] = names if callable(names) else names.__contains__
 
@@ -84,7 +84,7 @@ def only(logger: Logger, names: Collection[str] | Callable[[str], bool]) -> Logg
         if passed := {name: value for name, value in values.items() if passes(name)}:
             logger(state, passed)
 
-    return CodedLogger(write, f"only({logger!r}, {names!r})")
+    return CodedLogger(write, f"select({logger!r}, {names!r})")
 
 
 def windowed(logger: Logger, when: Predicate, prefix: str = "") -> Logger:

@@ -27,7 +27,7 @@ class Cat(NamedTuple):
 
     The step detaches it. The microbatches of `accumulate` and the batches of an evaluation follow each other along `dim`.
     It is no number, so `ll.compute`, and therefore what you log, leaves it out; `ll.evaluate` warns that it does, and
-    `ll.evaluation.measure` returns it. A `Window` keeps the tensors of all its
+    `ll.evaluation.evaluate_records` returns it. A `Window` keeps the tensors of all its
     steps: take those that you do not log out of the metrics before you add them.
 
     Attributes:

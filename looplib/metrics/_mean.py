@@ -216,7 +216,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
             raise ValueError(
                 f"{name!r} has the shape {tuple(tensor.shape)}, and not one value: of the step of a stack "
                 "(ll.vmap_step) ll.transforms.compute_members(metrics) gives the values of each member, also of the metrics that "
-                "ll.evaluation.measure(eval_step, stack, batches) returns; for a Mean, give a total and a weight of one element "
+                "ll.evaluation.evaluate_records(eval_step, stack, batches) returns; for a Mean, give a total and a weight of one element "
                 "each; of another record, read one "
                 "number by ll.metrics.Reading(record, lambda record: record.value()[0])"
             )

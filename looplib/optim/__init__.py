@@ -10,7 +10,7 @@ from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_v
 from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._part import part
-from looplib.optim._recipe import injected
+from looplib.optim._recipe import inject
 from looplib.optim._skipping import NonFiniteGradientsError, dynamic_loss_scale, skip_nonfinite
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "every",
     "global_norm",
     "hyperparameters",
-    "injected",
+    "inject",
     "optimizer",
     "own_steps",
     "part",

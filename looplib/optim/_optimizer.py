@@ -19,7 +19,7 @@ from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._chain import of_another
 from looplib.optim._kernels import kernel_name
-from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, injected
+from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, inject
 from looplib.optim._third_party import check_against_raw_loop
 from looplib.optim._update import Plan, evaluated, first_state, plan_for, transform, update_
 from looplib.types import Optimizer, Params, Part, TrainState, check_state
@@ -140,7 +140,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     >>> model = torch.nn.Linear(2, 1)
     >>> groups = [(lambda name, tensor: tensor.ndim < 2, {"lr": 0.5})]
     >>> lr = ll.schedules.warmup_linear(0.1, warmup=10, total=100)
-    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.optim.injected(0.01), groups=groups)
+    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.optim.inject(0.01), groups=groups)
     >>> state = ll.init_state(model, optimizer).replace(step=5)
     >>> ll.optim.hyperparameters(optimizer, state)
     {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
@@ -192,7 +192,7 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):
             value, moving = values[number][key], recipe.moving[number].get(key)
-            if key not in given and not isinstance(moving, injected):
+            if key not in given and not isinstance(moving, inject):
                 continue
             for name, member in _members(key, value, moving):
                 if isinstance(member, (Real, Tensor)):
@@ -216,7 +216,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1))
     >>> state = ll.init_state(model, optimizer)
     >>> state = ll.optim.set_hyperparameters(state, lr=0.02)
     >>> state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)
@@ -227,7 +227,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     their ratios. The given state is unchanged, and the two states share all other tensors.
 
     Args:
-        state: a state with `ll.optim.injected` hyperparameters, in any part of a chain, or a stack of
+        state: a state with `ll.optim.inject` hyperparameters, in any part of a chain, or a stack of
             such states.
         values: name -> a number, a tensor, or a function from the current value (a tensor) to the new one. In a
             stack, a number applies to all members and a tensor of shape (members,) gives each its own. Values are
@@ -257,7 +257,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     if unknown:
         names = ", ".join(sorted(unknown))
         raise ValueError(
-            f"this state has no injected {names}: make it with an optimizer that has {min(unknown)}=ll.optim.injected(...)"
+            f"this state has no injected {names}: make it with an optimizer that has {min(unknown)}=ll.optim.inject(...)"
         )
     return state.replace(opt_state=opt_state)
 

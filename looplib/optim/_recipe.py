@@ -25,12 +25,12 @@ Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 
 
-class injected:
+class inject:
     """Injected hyperparameter: stored in the state as `opt_state["hyperparameters"]`, where training can change it.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1))
     >>> state = ll.init_state(model, optimizer)
     >>> state.opt_state["SGD"]["hyperparameters"]
     [{'lr': tensor(0.1000, dtype=torch.float64)}]
@@ -52,11 +52,11 @@ class injected:
 
     def __init__(self, value: float) -> None:
         real = isinstance(value, Real) and not isinstance(value, bool)
-        check(real, f"injected got a {type(value).__name__}; give a number", TypeError)
+        check(real, f"inject got a {type(value).__name__}; give a number", TypeError)
         self.value = float(value)
 
     def __repr__(self) -> str:
-        return f"injected({self.value})"
+        return f"inject({self.value})"
 
     def __call__(self, step: int) -> float:
         return self.value
@@ -202,9 +202,9 @@ class Recipe:
         for moving in self.moving if self.has_eval else ():
             for key, value in moving.items():
                 check(
-                    key in ("lr", "weight_decay") or isinstance(value, injected),
+                    key in ("lr", "weight_decay") or isinstance(value, inject),
                     f"{key} is a schedule. {self.cls.__name__} computes the weights to evaluate with in its eval(), which "
-                    f"may read {key} and knows no step: give a number, or ll.optim.injected(...), which the state keeps",
+                    f"may read {key} and knows no step: give a number, or ll.optim.inject(...), which the state keeps",
                 )
 
 

@@ -29,7 +29,7 @@ from looplib._core.torch_private import pytree
 from looplib._core.tracing import entered, tracing
 from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
-from looplib.optim._recipe import Recipe, check_by_kind, injected, restored_grads
+from looplib.optim._recipe import Recipe, check_by_kind, inject, restored_grads
 from looplib.optim._third_party import STREAM, KeepsMoreError, Probe, check_sparse, packed, probe, streams_at
 from looplib.types import Grads, Metrics, Params, Transformed
 
@@ -124,7 +124,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
         {
             key: torch.tensor(value.value, dtype=torch.float64, device="cpu")
             for key, value in moving.items()
-            if isinstance(value, injected)
+            if isinstance(value, inject)
         }
         for moving in recipe.moving
     ]

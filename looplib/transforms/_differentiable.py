@@ -78,7 +78,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
 
     The gradient is that of the full update, including momenta, bias corrections, clipping, accumulation and averages.
     It reaches the state's tensors before the step (an initialization), the batch (weights of its samples, parameters
-    of a loss), and hyperparameters: in the state (`ll.optim.injected`), or the tensors that a schedule computes. A schedule
+    of a loss), and hyperparameters: in the state (`ll.optim.inject`), or the tensors that a schedule computes. A schedule
     is called at each step, so it may close over the tensor that is learned. The other functions are traced once.
 
     Args:
@@ -274,5 +274,5 @@ def _refuse_strangers(args: Any, kwargs: Any) -> None:
             raise UntraceableError(
                 "the step reads a tensor that torch.func transforms from elsewhere than its state and batch (a "
                 "function closes over it), so no gradient would reach it: give it in the batch, or as a "
-                "hyperparameter in the state (ll.optim.injected)"
+                "hyperparameter in the state (ll.optim.inject)"
             )

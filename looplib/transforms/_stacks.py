@@ -181,7 +181,7 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
     [{'loss': 1.0}, {'loss': 3.0}]
 
     Args:
-        metrics: from a `vmap_step` step, from a `Window` of these, or from `ll.evaluation.measure` with such a step.
+        metrics: from a `vmap_step` step, from a `Window` of these, or from `ll.evaluation.evaluate_records` with such a step.
         prefix: string put before each name, as for `ll.compute`.
 
     Raises:

@@ -113,7 +113,7 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     stack is overwritten in place. A small stack of large models gains nothing, and attention is computed with matrix
     products, since fused kernels do not support members.
 
-    **Evaluation.** Use `compute_members(measure(vmap_step(eval_step), stack, batches))`. Outputs of
+    **Evaluation.** Use `compute_members(evaluate_records(vmap_step(eval_step), stack, batches))`. Outputs of
     `vmap_step(predict_step)` have members in the first dimension. For `ll.predict`, which expects samples there, take
     the mean over members, `lambda stack, batch: predict_step(stack, batch).mean(0)`, or transpose.
 

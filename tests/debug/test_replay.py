@@ -21,9 +21,9 @@ from looplib.debug import (
     differences,
     fingerprint,
     first_difference,
-    keep,
     nbytes,
     read_fingerprints,
+    record_steps,
     replay,
     worst_samples,
 )
@@ -161,8 +161,8 @@ def test_what_cannot_be_is_refused():
         (lambda: replay(c.step, c.state, c.loader, True), TypeError, "True"),
         (lambda: replay(c.step, [c.state], c.loader, 5), TypeError, "list"),
         (lambda: replay(c.step, c.state, lambda state: [], 5), ValueError, r"TrainState\(step=0"),
-        (lambda: keep(keep({}, later), c.state), ValueError, "step 0.* step 6"),
-        (lambda: keep({}, c.state, at_most=1), ValueError, "at_most"),
+        (lambda: record_steps(record_steps({}, later), c.state), ValueError, "step 0.* step 6"),
+        (lambda: record_steps({}, c.state, at_most=1), ValueError, "at_most"),
         (lambda: fingerprint({"batch": [object()]}), TypeError, "/batch/0"),
         (lambda: first_difference({0: c.state}, {3: c.state, 5: c.state}), ValueError, "0 to 0.* 3 to 5"),
         (lambda: first_difference({0: c.state}, {}), ValueError, "none"),
@@ -177,7 +177,7 @@ def test_kept_states_are_those_of_the_run_and_share_what_stays(donate, bound):
     state, kept, seen = case.state, {}, {}
     for batch in case.loader(state):
         was = dict(kept)
-        more = keep(kept, state)
+        more = record_steps(kept, state)
         assert kept == was  # the same records: what was given is left as it is
         kept, seen[state.step] = more, fingerprint(state)
         state, _ = case.step(state, batch)
@@ -212,7 +212,9 @@ def test_equal_numbers_of_other_bits_or_strides_are_not_shared():
         *((one, x, False) for x in others[1:]),
         (one, one + 0, True),
     ]:
-        kept = keep(keep({}, ll.TrainState(params={"w": first})), ll.TrainState(step=1, params={"w": second}))
+        kept = record_steps(
+            record_steps({}, ll.TrainState(params={"w": first})), ll.TrainState(step=1, params={"w": second})
+        )
         found = kept[1].params["w"]
         assert (found is kept[0].params["w"]) == shared
         assert (found.stride(), found.dtype, found.requires_grad) == (
@@ -225,7 +227,7 @@ def test_equal_numbers_of_other_bits_or_strides_are_not_shared():
 def test_a_tensor_that_stands_twice_is_kept_once_and_one_that_may_be_spent_not_at_all():
     model = nn.Module()
     model.one = model.other = nn.Parameter(torch.ones(5))
-    kept = keep({}, ll.init_state(model, extra={"again": model.one}))
+    kept = record_steps({}, ll.init_state(model, extra={"again": model.one}))
     assert kept[0].params["one"] is kept[0].extra["again"] is not model.one
     assert nbytes(kept[0]) == 20
     assert nbytes(model.state_dict()) == 20
@@ -233,12 +235,14 @@ def test_a_tensor_that_stands_twice_is_kept_once_and_one_that_may_be_spent_not_a
         with pytest.raises(TypeError, match=r"give (module|sgd).state_dict\(\)"):
             nbytes(tree)
     case = Case(donate=True)
-    kept = keep({0: case.state}, case.state.replace(step=1))  # the first as it is, so that the run may spend it
+    kept = record_steps(
+        {0: case.state}, case.state.replace(step=1)
+    )  # the first as it is, so that the run may spend it
     was = fingerprint(kept[1])
     _ = case.step(case.state, next(iter(case.loader(case.state))))
     assert fingerprint(kept[1]) == was
     with pytest.raises(ll.DonatedStateError):
-        keep({}, case.state)
+        record_steps({}, case.state)
 
 
 @pytest.mark.parametrize("at_most", [16, 2])
@@ -246,7 +250,7 @@ def test_a_tensor_that_stands_twice_is_kept_once_and_one_that_may_be_spent_not_a
 def test_the_first_and_the_last_stay_and_gaps_grow_with_their_age(at_most):
     kept, last = {}, 500
     for step in range(last + 1):
-        kept = keep(kept, ll.TrainState(step=step), at_most=at_most)
+        kept = record_steps(kept, ll.TrainState(step=step), at_most=at_most)
         assert [state.step for state in kept.values()] == list(kept) == sorted(kept)
         assert (min(kept), max(kept), len(kept)) == (0, step, min(step + 1, at_most))
     # From the nearest state before a step, a replay never takes much longer than the step is old.
@@ -366,7 +370,8 @@ def test_one_number_that_moves_is_found_at_its_step(at, name, every, donate):
     other.step, histories = changed_at(other.step, at, name), ({}, {})
     for run, kept in zip((case, other), histories, strict=True):
         run.train(
-            13, lambda state, *_, kept=kept: kept.update(keep(kept, state)) if state.step % every == 0 else None
+            13,
+            lambda state, *_, kept=kept: kept.update(record_steps(kept, state)) if state.step % every == 0 else None,
         )
     found = first_difference(*histories)
     assert (found.equal, found.different) == (at - at % every, at - at % every + every)
@@ -393,7 +398,7 @@ def test_two_logs_and_a_log_against_states_tell_the_step(tmp_path):
         case.step = case.step if path.name == "a" else changed_at(case.step, 6, "0.weight")
         log = ll.jsonl(path)
         case.train(10, lambda state, *_, log=log: log(state, fingerprint(state)))
-    Case().train(10, lambda state, *_: kept.update(keep(kept, state)))
+    Case().train(10, lambda state, *_: kept.update(record_steps(kept, state)))
     first, second = map(read_fingerprints, paths)
     for found in (first_difference(first, second), first_difference(kept, second), first_difference(second, kept)):
         assert (found.equal, found.different) == (6, 7)

@@ -188,7 +188,7 @@ def first_rank_alone(folder):
             state, _ = step(state, data[rank::2])
         assert ll.evaluate(eval_step, state, loader).keys() == expected.keys()
         mean = ll.compute(
-            ll.distributed.reduce(ll.evaluation.measure(eval_step, state, [data[rank::2]], divide=False))
+            ll.distributed.reduce(ll.evaluation.evaluate_records(eval_step, state, [data[rank::2]], divide=False))
         )
         assert mean.keys() == expected.keys()
 

@@ -215,7 +215,7 @@ with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
         outputs = list(ll.predict(predict_step, state, batches))
         found[f"{name}/batches"] = len(outputs)
         found[f"{name}/outputs"] = {key: torch.cat([output[key] for output in outputs]) for key in ("score", "user")}
-    records = ll.evaluation.measure(eval_step, state, own, divide=False)  # of this rank alone
+    records = ll.evaluation.evaluate_records(eval_step, state, own, divide=False)  # of this rank alone
     found |= ll.compute(ll.distributed.reduce(records), prefix="own/")
     found |= ll.evaluate(eval_step, state, sets["loader"], prefix="limited/", max_batches=3)
     ll.predict_to(f"{folder}/predictions", predict_step, state, sets["loader"])

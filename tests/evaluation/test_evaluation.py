@@ -9,7 +9,7 @@ from shared import both_steps, mean_square
 from torch import nn
 
 import looplib as ll
-from looplib.evaluation import measure
+from looplib.evaluation import evaluate_records
 
 
 def parts():
@@ -88,7 +88,7 @@ def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with
 def test_measure_gives_the_records_that_evaluate_computes():
     model, _, state = parts()
     eval_step, batches = ll.make_eval_step(model, metric_fn), torch.randn(20, 3).split(3)
-    found = measure(eval_step, state, batches, max_batches=4)
+    found = evaluate_records(eval_step, state, batches, max_batches=4)
     assert found["mean"].weight == 24
     assert ll.compute(found) == ll.evaluate(eval_step, state, batches, max_batches=4)
 
@@ -99,8 +99,8 @@ REFUSED = [
     (lambda step, state: ll.evaluate(step, state, ROWS, max_batches=0), ValueError, "max_batches is 0"),
     (lambda step, state: ll.evaluate({"a": step}, state, {"a": ROWS, "b": ROWS}), ValueError, "sets b"),
     (lambda step, state: ll.evaluate({"a": step}, state, ROWS), ValueError, "eval_step has a"),
-    (lambda step, state: measure(step, state, {"a": ROWS, "b": ROWS}), ValueError, "a, b"),
-    (lambda step, state: measure(step, state, []), ValueError, "no batches"),
+    (lambda step, state: evaluate_records(step, state, {"a": ROWS, "b": ROWS}), ValueError, "a, b"),
+    (lambda step, state: evaluate_records(step, state, []), ValueError, "no batches"),
 ]
 
 
@@ -144,7 +144,7 @@ def test_a_stream_without_a_length_is_evaluated_and_predicted_as_a_list_is(capfd
 
 def test_a_state_before_its_step_is_refused_by_the_order_to_write(tmp_path):
     model, _, state = parts()
-    steps = {ll.evaluate: ll.make_eval_step(model, metric_fn), measure: ll.make_eval_step(model, metric_fn)}
+    steps = {ll.evaluate: ll.make_eval_step(model, metric_fn), evaluate_records: ll.make_eval_step(model, metric_fn)}
     steps |= dict.fromkeys((ll.predict, ll.predict_to), ll.make_predict_step(model, lambda model, x: model(x)))
     for function, step in steps.items():
         before = [tmp_path / "out"] if function is ll.predict_to else []

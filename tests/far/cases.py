@@ -317,9 +317,9 @@ def _(device):
     return [(ll.eval_state(optimizer, state), state, metrics) for optimizer, (state, metrics) in runs]
 
 
-@case("optim.injected", "optim.hyperparameters", "optim.set_hyperparameters")
+@case("optim.inject", "optim.hyperparameters", "optim.set_hyperparameters")
 def _(device):
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(0.01), weight_decay=ll.optim.injected(0.1))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.optim.inject(0.01), weight_decay=ll.optim.inject(0.1))
     state, metrics = train(device, optimizer=optimizer)
     state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)
     return state, metrics, ll.optim.hyperparameters(optimizer, state)
@@ -393,17 +393,17 @@ def _(device):
 def _(device):
     model, state = started(device)[:2]
     step = ll.make_eval_step(model, lambda model, batch: {"outputs": ll.metrics.Cat(model(batch[0]))})
-    return ll.evaluation.measure(step, state, batches(device, 2))["outputs"].compute()
+    return ll.evaluation.evaluate_records(step, state, batches(device, 2))["outputs"].compute()
 
 
 # Evaluation and prediction.
 
 
-@case("evaluation.evaluate", "evaluation.measure", "steps.make_eval_step")
+@case("evaluation.evaluate", "evaluation.evaluate_records", "steps.make_eval_step")
 def _(device):
     model, state = started(device)
     step = ll.make_eval_step(model, metric_fn)
-    return ll.evaluate(step, state, batches(device)), ll.evaluation.measure(step, state, batches(device))
+    return ll.evaluate(step, state, batches(device)), ll.evaluation.evaluate_records(step, state, batches(device))
 
 
 def predict_fn(model, batch):
@@ -511,7 +511,7 @@ def _(device):
       "transforms.compute_members", "transforms.per_member")  # fmt: skip
 def _(device):
     rates = ll.transforms.per_member([0.01, 0.1, 0.2])
-    changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
+    changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.inject(0.1))
     optimizer = ll.chain(ll.skip_nonfinite(3), ll.clip_by_global_norm(1.0), changing, ll.ema())
     model = dropping(device)
     step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer))
@@ -552,7 +552,7 @@ _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devic
 
 # Names that make no tensors of their own.
 COMPOSED = """
-    checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.keep
+    checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.record_steps
     debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
     debug.step_seed debug.warn_of_misuse evaluation.split_on_oom grads.map_batch optim.global_norm losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.fold_in
@@ -585,6 +585,6 @@ ON_THE_HOST = {
     "optim.ema": _COUNTS,
     "optim.own_steps": _COUNTS,
     "optim.every": _COUNTS,
-    "optim.injected": "numbers that the host reads at each step",
+    "optim.inject": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }

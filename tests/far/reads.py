@@ -89,7 +89,7 @@ TABLES = {
         of_class("ASGD", 6, "torch's own: one for each of the 6 parameters."),
         of_class("Adafactor", 12, "torch's own: two for each of the 6 parameters."),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=100, total=2000))", 0),
-        Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
+        Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.inject(1e-3))", 0),
         Row("ll.chain(ll.clip_by_global_norm(1.0), optimizer)", 0),
         Row("ll.chain(ll.optim.clip_by_norm(0.1), optimizer)", 0),
         Row("ll.chain(ll.optim.clip_by_value(0.1), optimizer)", 0),

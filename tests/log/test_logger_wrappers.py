@@ -17,11 +17,11 @@ from looplib.log import (
     every_rank,
     in_background,
     jsonl,
-    only,
     read_jsonl,
     record,
     rename,
     safely,
+    select,
     tee,
     tracker,
     windowed,
@@ -36,9 +36,9 @@ def test_rename_and_only_hand_on_what_they_say():
     for wrap, passed in (
         (lambda logger: rename(logger, {"eval/auc": "eval_auc"}), [{"train/loss": 1.0, "eval_auc": 2.0}]),
         (lambda logger: rename(logger, lambda name: name[-3:]), [{"oss": 1.0, "auc": 2.0}]),
-        (lambda logger: only(logger, ["eval/auc"]), [{"eval/auc": 2.0}]),
-        (lambda logger: only(logger, lambda name: name.startswith("train/")), [{"train/loss": 1.0}]),
-        (lambda logger: only(logger, {"other"}), []),
+        (lambda logger: select(logger, ["eval/auc"]), [{"eval/auc": 2.0}]),
+        (lambda logger: select(logger, lambda name: name.startswith("train/")), [{"train/loss": 1.0}]),
+        (lambda logger: select(logger, {"other"}), []),
     ):
         calls = []
         wrap(lambda *call, calls=calls: calls.append(call))(STATE, values)

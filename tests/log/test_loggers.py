@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared import COUNTS, STATE, assert_each_refused, at
 
 import looplib as ll
-from looplib.log import console, every_rank, jsonl, only, read_columns, read_jsonl, record, rename, tee
+from looplib.log import console, every_rank, jsonl, read_columns, read_jsonl, record, rename, select, tee
 from looplib.metrics import Mean
 
 
@@ -226,7 +226,7 @@ def test_other_mistakes_are_named(tmp_path):
         (lambda: read_jsonl(path), FileNotFoundError, "log.jsonl"),
         (lambda: read_columns(path), FileNotFoundError, "log.jsonl"),
         (lambda: tee(console(), [console()]), TypeError, r"tee got a list.*ll.tee\(\*loggers\)"),
-        (lambda: only(console(), "loss"), TypeError, r"'loss'.*\['loss'\]"),
+        (lambda: select(console(), "loss"), TypeError, r"'loss'.*\['loss'\]"),
         (lambda: every_rank(tee(console())), TypeError, r"tee\(.*\) writes in each process"),
         (lambda: rename(console(), lambda name: name[-1])(STATE, {"a/x": 1, "b/x": 2}), ValueError, "a/x.*b/x.*'x'"),
     )
@@ -234,7 +234,7 @@ def test_other_mistakes_are_named(tmp_path):
 
 def test_reprs_read_as_the_code_that_made_them(tmp_path):
     inner = f"every_rank(jsonl({str(tmp_path / 'log.jsonl')!r}))"
-    wrapped = f"in_background(safely(only(rename({inner}, {{'a': 'b'}}), ['b'])), max_pending=5)"
+    wrapped = f"in_background(safely(select(rename({inner}, {{'a': 'b'}}), ['b'])), max_pending=5)"
     windowed = "windowed(console(), every_n_steps(5), prefix='train/')"
     code = f"tee({inner}, {wrapped}, {windowed})"
     assert repr(eval(code, vars(ll.log) | {"every_n_steps": ll.every_n_steps})) == code

@@ -116,5 +116,5 @@ def test_evaluate_warns_of_a_tensor_that_it_leaves_out_and_measure_returns_it():
     assert [one.filename for one in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        records = ll.evaluation.measure(step, state, x.split(4))
+        records = ll.evaluation.evaluate_records(step, state, x.split(4))
     torch.testing.assert_close(records["outputs"].compute(), model(x).detach())

@@ -97,7 +97,7 @@ def test_a_class_reads_keys_of_its_own_from_a_group_and_keeps_objects(donate, tm
 
 
 def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
-    values = 0.5, lambda step: 0.5, ll.optim.injected(0.5), lambda step: 0.5 * (step + 1)
+    values = 0.5, lambda step: 0.5, ll.optim.inject(0.5), lambda step: 0.5 * (step + 1)
     number, schedule, injected, growing = (
         run(smooth(), low_rank(scale=value), batches(5)).params for value in values
     )
@@ -307,7 +307,7 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
 # torchao's classes, whose moments are tensor subclasses of few bits
 
 
-LRS = {"number": 1e-2, "schedule": lambda step: 1e-2 / (1 + step), "injected": ll.optim.injected(1e-2)}
+LRS = {"number": 1e-2, "schedule": lambda step: 1e-2 / (1 + step), "injected": ll.optim.inject(1e-2)}
 
 
 @pytest.mark.parametrize("lr", LRS)

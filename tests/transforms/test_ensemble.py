@@ -273,7 +273,7 @@ def test_a_stack_is_evaluated_and_predicts_member_by_member():
     eval_step = ll.make_eval_step(model, scores)
     predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]).softmax(1))
     data = [*batches(5), *batches(1, size=3)]
-    found = compute_members(ll.evaluation.measure(ll.vmap_step(eval_step), stack, data), prefix="eval/")
+    found = compute_members(ll.evaluation.evaluate_records(ll.vmap_step(eval_step), stack, data), prefix="eval/")
     for one, state in zip(found, unstack_states(stack), strict=True):
         assert one == pytest.approx(ll.evaluate(eval_step, state, data, prefix="eval/"), rel=1e-12)
     for batch in data:
@@ -469,7 +469,7 @@ REFUSED = {  # name -> (call, type, what the message names)
     "metrics of members": (
         evaluated,
         ValueError,
-        ["'loss'", "(3,)", "compute_members(metrics)", "ll.evaluation.measure"],
+        ["'loss'", "(3,)", "compute_members(metrics)", "ll.evaluation.evaluate_records"],
     ),
     "a plain step": (plain_step_of_a_stack, TypeError, ["stack", "ll.vmap_step(step)", "unstack_states(stack)[0]"]),
     "a compiled plain step": (

@@ -18,7 +18,7 @@ from transform_cases import classify as loss_fn
 
 import looplib as ll
 
-injected = ll.optim.injected
+injected = ll.optim.inject
 UNTRACEABLE = ll.transforms.UntraceableError
 
 

@@ -88,7 +88,7 @@ OPTIMIZERS = {
     "SGD": lambda: ll.optimizer(optim.SGD, lr=schedule, momentum=0.9, nesterov=True, weight_decay=schedule),
     "SGD without state": lambda: SGD,
     "Adagrad": lambda: ll.optimizer(optim.Adagrad, lr=0.1, lr_decay=0.1),
-    "injected": lambda: ll.optimizer(optim.AdamW, lr=ll.optim.injected(0.1)),
+    "injected": lambda: ll.optimizer(optim.AdamW, lr=ll.optim.inject(0.1)),
     "groups": lambda: ll.optimizer(optim.AdamW, lr=schedule, groups=GROUPS),
 }
 GROUPS = [  # the last of nothing

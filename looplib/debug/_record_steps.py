@@ -20,7 +20,9 @@ from looplib.state import copy_state
 from looplib.types import TrainState, check_state
 
 
-def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None) -> dict[int, TrainState]:
+def record_steps(
+    kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None
+) -> dict[int, TrainState]:
     """Keep a history of states in memory: return the states kept so far and one more, sharing unchanged tensors.
 
     >>> import looplib as ll, torch
@@ -30,7 +32,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
     >>> state, kept = ll.init_state(model, optimizer), {}
     >>> for _ in range(10):
-    ...     kept = keep(kept, state)
+    ...     kept = record_steps(kept, state)
     ...     state, metrics = step(state, torch.ones(2, 100))
     >>> len(kept), nbytes(kept[0].params), nbytes([state.params for state in kept.values()])
     (10, 404, 440)

@@ -35,7 +35,7 @@ OPTIONS = [{}, {"donate": True}, {"compile": QUICK}]
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
 @pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
 def test_an_injected_number_is_the_number(cls, options):
-    injected = ll.optimizer(cls, lr=ll.optim.injected(0.03), weight_decay=ll.optim.injected(0.1))
+    injected = ll.optimizer(cls, lr=ll.optim.inject(0.03), weight_decay=ll.optim.inject(0.1))
     found, expected = (train(one, **options) for one in (injected, ll.optimizer(cls, lr=0.03, weight_decay=0.1)))
     if "compile" in options:  # a tensor, of which formulas are multiplied in another order
         assert all(torch.allclose(found.params[name], expected.params[name], rtol=1e-12) for name in found.params)
@@ -49,7 +49,7 @@ def test_an_injected_number_is_the_number(cls, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
 def test_values_that_are_set_are_those_that_a_schedule_gives(options):
-    optimizer = ll.chain(ll.skip_nonfinite(0), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0), momentum=0.9))
+    optimizer = ll.chain(ll.skip_nonfinite(0), ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(9.0), momentum=0.9))
     step = make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
     state = ll.copy_state(ll.init_state(net, optimizer))
     for x in batches(4):
@@ -67,11 +67,11 @@ def stood(opt_state):
 def test_a_name_sets_all_groups_and_parts():
     groups = [
         (is_vector, {"weight_decay": 0.0}),
-        (lambda name, tensor: name == "2.weight", {"lr": ll.optim.injected(0.2)}),
+        (lambda name, tensor: name == "2.weight", {"lr": ll.optim.inject(0.2)}),
     ]
 
     def options(number):
-        return {"lr": ll.optim.injected(0.1 * number), "weight_decay": ll.optim.injected(0.3)}
+        return {"lr": ll.optim.inject(0.1 * number), "weight_decay": ll.optim.inject(0.3)}
 
     optimizer = ll.optimizer(torch.optim.SGD, groups=groups, **options(1))
     before = ll.init_state(model(), optimizer)
@@ -97,7 +97,7 @@ def test_a_name_sets_all_groups_and_parts():
 
 def test_members_of_a_stack_have_one_value_each():
     optimizer = ll.chain(
-        ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1), momentum=ll.optim.injected(0.5)), ll.ema()
+        ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1), momentum=ll.optim.inject(0.5)), ll.ema()
     )
     step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer)
     rates = [0.01, 0.1, 0.3]
@@ -116,7 +116,7 @@ def test_members_of_a_stack_have_one_value_each():
     "value", [2, 2.0, torch.tensor(2), torch.tensor(2.0).bfloat16(), lambda old: old.float() * 20]
 )
 def test_dtype_and_place_stay_and_nothing_is_shared(value):
-    state = ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1)))
+    state = ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1)))
     ((old,), (new,)) = (
         one.opt_state["SGD"]["hyperparameters"][0].values()
         for one in (state, ll.optim.set_hyperparameters(state, lr=value))
@@ -134,30 +134,30 @@ def test_dtype_and_place_stay_and_nothing_is_shared(value):
 def test_a_parameter_may_have_the_name_of_the_entry():
     net = nn.Module()
     net.hyperparameters = nn.Parameter(torch.ones(2))
-    state = ll.init_state(net, ll.chain(sgd(ll.optim.injected(0.1)), ll.ema()))
+    state = ll.init_state(net, ll.chain(sgd(ll.optim.inject(0.1)), ll.ema()))
     moved = ll.optim.set_hyperparameters(state, lr=0.2)
     assert stood(moved.opt_state) == [{"lr": 0.2}]
     assert moved.opt_state["SGD"]["state"] == state.opt_state["SGD"]["state"]
 
 
 def prepared(**values):
-    options = {"eps": ll.optim.injected(1e-8), "weight_decay": ll.optim.injected(0.1)}
+    options = {"eps": ll.optim.inject(1e-8), "weight_decay": ll.optim.inject(0.1)}
     optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.1, **options), ll.ema())
     return ll.optim.set_hyperparameters(ll.init_state(model(), optimizer), **values)
 
 
 def stacked():
-    return ll.transforms.stack_states([ll.init_state(model(), sgd(ll.optim.injected(0.1)), seed=s) for s in range(3)])
+    return ll.transforms.stack_states([ll.init_state(model(), sgd(ll.optim.inject(0.1)), seed=s) for s in range(3)])
 
 
 REFUSED = [
     *(
-        (TypeError, type(value).__name__, lambda value=value: ll.optim.injected(value))
+        (TypeError, type(value).__name__, lambda value=value: ll.optim.inject(value))
         for value in ("0.1", True, None, torch.tensor(0.1))
     ),
-    (ValueError, "lr lr=ll.optim.injected", lambda: prepared(lr=0.2, eps=1e-6)),
-    (ValueError, "lr ll.optim.injected", lambda: ll.optim.set_hyperparameters(ll.init_state(model(), sgd()), lr=0.2)),
-    (ValueError, "lr ll.optim.injected", lambda: ll.optim.set_hyperparameters(ll.init_state(model()), lr=0.2)),
+    (ValueError, "lr lr=ll.optim.inject", lambda: prepared(lr=0.2, eps=1e-6)),
+    (ValueError, "lr ll.optim.inject", lambda: ll.optim.set_hyperparameters(ll.init_state(model(), sgd()), lr=0.2)),
+    (ValueError, "lr ll.optim.inject", lambda: ll.optim.set_hyperparameters(ll.init_state(model()), lr=0.2)),
     *(
         (ValueError, f"eps {value!r} ()", lambda value=value: prepared(eps=value))
         for value in ("0.1", None, [0.1], True)
@@ -202,7 +202,7 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
         torch.optim.AdamW,
         lr=lr,
         betas=lambda step: (beta(step), 0.99),
-        weight_decay=ll.optim.injected(0.1),
+        weight_decay=ll.optim.inject(0.1),
         groups=groups,
     )
     expected = {
