@@ -40,7 +40,7 @@ from looplib import (
 from looplib._core.hints import unknown as _unknown
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
-from looplib.evaluation import evaluate, predict, predict_to
+from looplib.evaluation import evaluate, predict
 from looplib.gradients import make_grad_fn
 from looplib.grads import accumulate
 from looplib.log import console, jsonl, plot, progress, tee
@@ -57,7 +57,7 @@ from looplib.predicates import (
     every_n_steps,
     update_best,
 )
-from looplib.state import bind, copy_state, end_epoch, init_state
+from looplib.state import bind, copy_state, init_state
 from looplib.steps import make_eval_step, make_predict_step, make_train_step
 from looplib.types import DonatedStateError, TrainState
 from looplib.updates import apply_gradients
@@ -95,7 +95,6 @@ __all__ = [
     "distributed",
     "early_stopping",
     "ema",
-    "end_epoch",
     "eval_state",
     "evaluate",
     "evaluation",
@@ -119,7 +118,6 @@ __all__ = [
     "plot",
     "predicates",
     "predict",
-    "predict_to",
     "progress",
     "schedules",
     "skip_nonfinite",

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import check, named
-from looplib._core.engines import BatchPart, Sync
+from looplib._core.checks import check, check_real, named
+from looplib._core.contracts import BatchPart
+from looplib._core.engines import Sync
 from looplib._core.mappings import as_record, mapped, wide_dtype, without
 from looplib._core.ranks import (
     Sums,
@@ -36,7 +37,7 @@ from looplib._core.ranks import (
     shards,
     total_over_ranks,
 )
-from looplib.metrics._mean import Mean, check_real
+from looplib.metrics import Mean
 from looplib.types import Gradients, Metric
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core.engines import BatchPart, Sync, sync_over_ranks
+from looplib._core.contracts import BatchPart
+from looplib._core.engines import Sync, sync_over_ranks
 from looplib._core.lease import overwritten, put_back, trees_of, with_copies
 from looplib._core.mappings import pairs, without
 from looplib._core.misuse import LossWatch, left_behind
@@ -40,7 +41,7 @@ from looplib._objective import (
     with_own_weight,
     without_weight,
 )
-from looplib.metrics._mean import Mean
+from looplib.metrics import Mean
 from looplib.types import GradFn, Gradients, LossFn, TrainState
 
 __all__ = ["make_grad_fn"]

@@ -223,7 +223,7 @@ def end_epoch(state: TrainState) -> TrainState:
     each rollout in reinforcement learning: predicates such as `after_epochs` then count these.
 
     >>> import looplib as ll
-    >>> state = ll.end_epoch(ll.TrainState(batch=3, step=3))
+    >>> state = ll.state.end_epoch(ll.TrainState(batch=3, step=3))
     >>> state.epoch, state.batch
     (1, 0)
 
@@ -233,7 +233,7 @@ def end_epoch(state: TrainState) -> TrainState:
     Raises:
         ValueError: the state has an `epoch_length`.
     """
-    check_state(state, "ll.end_epoch(state)")
+    check_state(state, "ll.state.end_epoch(state)")
     check(
         state.epoch_length is None,
         f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; end_epoch is for streams, "

@@ -30,9 +30,9 @@ from looplib._core.samples import as_counter
 from looplib._core.tracing import tracing
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
-from looplib.grads._wrapper import DROPPED, check_summed
-from looplib.metrics._mean import Mean
-from looplib.optim._chain import check_writes
+from looplib.grads.wrapping import DROPPED, check_summed
+from looplib.metrics import Mean
+from looplib.optim.chains import check_writes
 from looplib.types import (
     EvalStep,
     GradFn,

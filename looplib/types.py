@@ -12,8 +12,8 @@ from torch import Tensor
 
 from looplib._core import chain as chains
 from looplib._core import errors, lease
-from looplib._core.chain import Transformed as Transformed
-from looplib._core.engines import BatchPart as BatchPart
+from looplib._core.contracts import BatchPart as BatchPart
+from looplib._core.contracts import Transformed as Transformed
 from looplib._core.lease import TREES as TREES
 from looplib._core.lease import DonatedStateError
 from looplib._core.lease import check_state as check_state

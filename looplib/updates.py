@@ -56,8 +56,8 @@ from looplib._core.ranks import is_sharded
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import map_tensors
 from looplib._objective import aux_records
-from looplib.metrics._mean import Mean
-from looplib.optim._chain import check_writes
+from looplib.metrics import Mean
+from looplib.optim.chains import check_writes
 from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState, next_state
 
 __all__ = ["apply_gradients"]

@@ -99,7 +99,7 @@ def main(
 
     best = ll.eval_state(optimizer, ckpt.restore(state, "best"))
     scores = {name: ll.evaluate(steps, best, test) for name, steps in judges.items()}
-    path = ll.predict_to(folder / f"predictions-{best.step}", predict_step, best, test["all"])
+    path = ll.evaluation.predict_to(folder / f"predictions-{best.step}", predict_step, best, test["all"])
     written, clicked = ll.evaluation.read_predictions(path), torch.cat([batch[1] for batch in test["all"]])
     by_user = ll.metrics.GroupedAUC.of(written["chance"], clicked, written["user"])
     scores["disk"] = ll.compute({"all/auc": ll.metrics.AUC.of(written["chance"], clicked), "all/user_auc": by_user})

@@ -77,7 +77,7 @@ def main(
                 if (kl := float(metrics["kl"].compute())) > target_kl:
                     break
             updates = state.batch  # since the last end_epoch
-            state = ll.end_epoch(state.replace(extra=envs))  # an epoch of the state is an iteration
+            state = ll.state.end_epoch(state.replace(extra=envs))  # an epoch of the state is an iteration
             if log_now(state):
                 mean = envs["returns"].float().mean().item()
                 print(f"iteration {state.epoch:3}: mean return {mean:5.1f}, {updates} updates to a KL of {kl:.4f}")

@@ -104,7 +104,7 @@ def main(
         predict_step = ll.make_predict_step(model, partial(answer, beams=count))
         path = folder / f"answers-step-{state.step}-beams-{count}"  # after Ctrl-C, it continues with what is missing
         columns = ll.evaluation.read_predictions(
-            ll.predict_to(path, predict_step, state, test_batches, progress=True)
+            ll.evaluation.predict_to(path, predict_step, state, test_batches, progress=True)
         )
         answers[name] = columns["answer"]
         for metric, function in METRICS.items():

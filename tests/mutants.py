@@ -127,7 +127,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "pieces = max(1, min(pieces, count))",
         "the larger of two numbers, in any order",
     ),
-    ("looplib/optim/_traced_update.py", "super().__init__()", "torch's TorchFunctionMode has an empty one"),
+    ("looplib/optim/traced_update.py", "super().__init__()", "torch's TorchFunctionMode has an empty one"),
     (
         "looplib/steps.py",
         "applied: bool | Tensor = True  # True if an update was made",
@@ -164,12 +164,12 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "the larger of two numbers is the same in either order",
     ),
     (
-        "looplib/distributed/_reduce.py",
+        "looplib/distributed/records.py",
         "index = 0",
         "a number that tells things of one name apart, on each rank alike, may begin anywhere",
     ),
     (
-        "looplib/distributed/_reduce.py",
+        "looplib/distributed/records.py",
         "index += 1",
         "and it may leave numbers out",
     ),

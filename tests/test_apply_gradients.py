@@ -373,7 +373,7 @@ def test_events_do_not_hide_the_end_of_a_rollout():
         for _ in range(2):
             state, _ = ll.apply_gradients(optimizer, state, {"bias": torch.ones(1)})
             fired.append(at_end(state))
-        state = ll.end_epoch(state)
+        state = ll.state.end_epoch(state)
         fired.append(at_end(state))
     assert fired == [False, False, True] * 3
 

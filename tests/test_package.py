@@ -40,7 +40,6 @@ EVERYDAY = [
     "copy_state",
     "early_stopping",
     "ema",
-    "end_epoch",
     "eval_state",
     "evaluate",
     "every_n_epochs",
@@ -56,7 +55,6 @@ EVERYDAY = [
     "optimizer",
     "plot",
     "predict",
-    "predict_to",
     "progress",
     "skip_nonfinite",
     "tee",
@@ -175,6 +173,19 @@ def test_private_names_are_imported_by_tests_of_the_core_alone():
         if not {here / "_core", here / "benchmarks"} & {*path.parents}:  # a benchmark may measure one part
             found = PRIVATE.search(path.read_text())
             assert not found, f"{path} uses {found and found[0]}: use a public name, or move the test to tests/_core"
+
+
+def test_rooms_import_no_private_file_of_another_room():
+    """Code that two rooms use is public in one of them, or lies in `_core`."""
+    for path in (ROOT / "looplib").rglob("*.py"):
+        room = path.relative_to(ROOT / "looplib").parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("looplib."):
+                other, *files = node.module.split(".")[1:]
+                private = other not in (room, "_core", "_objective") and any(file.startswith("_") for file in files)
+                assert not private, (
+                    f"{path}:{node.lineno} imports {node.module}: make it public in {other}, or move it"
+                )
 
 
 # Types: the tests are of the functions that return one.

@@ -113,7 +113,7 @@ def train(state, step, loader, until, log, after=lambda state: None):
             )
             log(position(state), line)
             if state.epoch_length is None and state.batch == LENGTH:
-                state = ll.end_epoch(state)
+                state = ll.state.end_epoch(state)
             after(state)
             if position(state) >= until:
                 break

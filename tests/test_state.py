@@ -199,11 +199,11 @@ def test_a_stack_with_a_graph_behind_it_is_refused_and_the_refused_state_is_good
 
 
 def test_end_epoch_is_for_streams():
-    ended = ll.end_epoch(ll.TrainState(epoch=2, batch=7, samples=32, batch_samples=4))
+    ended = ll.state.end_epoch(ll.TrainState(epoch=2, batch=7, samples=32, batch_samples=4))
     assert (ended.epoch, ended.batch, ended.samples) == (3, 0, 32)
     assert not ll.predicates.every_n_samples(32)(ended)  # no batch was consumed
     with pytest.raises(ValueError, match=r"epoch_length=10, so train_step ends its epochs"):
-        ll.end_epoch(made()[1])
+        ll.state.end_epoch(made()[1])
     with pytest.raises(TypeError, match=r"seed is a float; give an int"):
         ll.init_state(nn.Linear(2, 1), seed=0.5)
     with pytest.raises(ValueError, match=r"epoch_length is 0; an epoch has 1 batch or more"):

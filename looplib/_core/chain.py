@@ -7,43 +7,18 @@ the second halves write, on tensors that belong to the update.
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check
+from looplib._core.contracts import Check, Transformed
 from looplib._core.copies import copy_tree, leaves_of, own_copies
-from looplib._core.mappings import as_record, mapped, stacked
+from looplib._core.mappings import as_record, stacked
 from looplib._core.tracing import afterwards, tracing, where
-
-Check = tuple[Callable[..., None], tuple[Any, ...]]
-
-
-class Transformed(NamedTuple):
-    """Result of a first half.
-
-    Attributes:
-        grads: the gradients, changed or not.
-        state: the part's state, kept even if the update is skipped. Changed entries go into a new dict.
-        apply: False to decide against the update: a bool, or a 0-dim bool tensor. In a partition, one for each label.
-        carry: any value for the part's own second half, such as a norm.
-        metrics: name -> scalar or metric record, reported with the metrics of the step. A `Mean` is kept as it is, without a
-            copy of its tensors.
-        on_skip: functions with their arguments, called if some flag is not set. They may raise.
-    """
-
-    grads: Any
-    state: Any = None
-    apply: Any = True
-    carry: Any = None
-    metrics: Mapping[str, Any] = {}
-    on_skip: Sequence[Check] = ()
-
 
 # First halves
 
@@ -256,48 +231,6 @@ def update_by_hand(
     return {**params, **new}, opt_state, any_of(flags)
 
 
-# Functions of a part, which take what they name
-
-
-def taking(who: str, function: Any, positional: Sequence[str], named: Iterable[str]) -> Any:
-    """The function, called with those of these named arguments that it takes. Raises TypeError if it cannot be called so."""
-    if function is None:
-        return None
-    check(callable(function), f"{who} is a {type(function).__name__}; give a function", TypeError)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function in C
-        return function
-    known = {*named}
-    shown = f"({', '.join([*positional, *['**info'] * bool(known)])})"
-    places = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    rest = places[len(positional) :] if not any(one.kind is one.VAR_POSITIONAL for one in places) else []
-    for one in rest:
-        if one.name not in known:
-            near = difflib.get_close_matches(one.name, known, 1)
-            meant = f", perhaps {near[0]!r}" if near else ""
-            raise TypeError(
-                f"{who} takes {one.name!r}, and is called as {shown} with {', '.join(sorted(known))}: take one of these"
-                f"{meant}"
-            )
-    try:
-        signature.bind(*positional, **dict.fromkeys(one.name for one in rest))
-    except TypeError as error:
-        raise TypeError(
-            f"{who} takes ({', '.join(signature.parameters)}), and is called as {shown}: {error}"
-        ) from None
-    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
-        return function
-    taken = {one.name for one in rest}
-    # By hand and in graphs, some are not known, such as `evaluate`.
-    unknown = dict.fromkeys(one.name for one in rest if one.default is one.empty)
-
-    def with_own_arguments(*args: Any, **info: Any) -> Any:
-        return function(*args, **{**unknown, **{name: value for name, value in info.items() if name in taken}})
-
-    return with_own_arguments
-
-
 # States of another optimizer
 
 
@@ -338,20 +271,6 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
     return ValueError(
         f"{found}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
         "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
-    )
-
-
-def of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
-    """Results of the chains of a partition together: a flag and a carried value for each label."""
-    grads = {name: grad for out in outs.values() for name, grad in out.grads.items()}
-    flags = mapped(lambda out: out.apply, outs)
-    return Transformed(
-        grads,
-        states,
-        True if all(flag is True for flag in flags.values()) else flags,
-        mapped(lambda out: out.carry, outs),
-        {within(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
-        [each for out in outs.values() for each in out.on_skip],
     )
 
 

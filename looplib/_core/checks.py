@@ -171,3 +171,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def check_real(what: str, *values: Any) -> None:
+    """Raise TypeError for complex tensors, whose imaginary part would be lost."""
+    for value in values:
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(
+                f"{what} is complex, and a metric is a real number: give its parts as two metrics, value.real and "
+                "value.imag, or value.abs()"
+            )

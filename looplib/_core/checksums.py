@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -55,3 +56,10 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Checksums of several tensors, copied to the CPU in one transfer."""
     sums = [checksum(tensor) for tensor in tensors]
     return stacked(sums).tolist() if sums else []
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Memory of a CPU tensor as bytes, without numpy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")

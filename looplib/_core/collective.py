@@ -12,6 +12,7 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -170,3 +171,17 @@ def named(rank: int, error: BaseException) -> Exception:
         except Exception:  # a type that needs more than a message
             pass
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+_unfinished: set[Future[Any]] = set()
+
+
+def finish_first(work: Future[Any]) -> None:
+    """Register work that threads do together, and that must finish before torch's groups are destroyed."""
+    _unfinished.add(work)
+    work.add_done_callback(_unfinished.discard)
+
+
+def finish_all() -> None:
+    """Wait for all work that threads do together. Errors are raised by the call that asks for the result."""
+    wait([*_unfinished])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,35 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from looplib._core import lease, torch_private, trees
 from looplib._core.checks import few, warn
 from looplib._core.collective import together_with_data
+from looplib._core.contracts import BatchPart
 from looplib._core.lease import put_back, with_copies
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.replicas import checksums_by_name, different
 from looplib._core.tracing import UntraceableError, tracing
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPart:
-    """Facts of a whole batch, as a call for one part of it is told. The caller adds up the gradients of all parts.
-
-    Attributes:
-        samples: samples in all parts, if known. Scalar losses are divided by this number at once.
-        normalizer: divisor of each part's summed loss, which keeps half-precision gradients as small as those of a
-            mean. None for the first part, which chooses it: `samples`, or its own weight (at least 1), and returns it
-            (`Gradients.normalizer`).
-        local: True if the caller adds up the ranks' gradients itself.
-        wrapper: name of the function that is called for each part by itself; "" if one call makes all passes.
-    """
-
-    samples: int | None = None
-    normalizer: Tensor | float | None = None
-    local: bool = False
-    wrapper: str = ""
-
-    def normalizer_for(self, samples: int) -> Tensor | float:
-        """Its normalizer, or the one that a first part with this number of samples chooses."""
-        if self.normalizer is not None:
-            return self.normalizer
-        return max(samples if self.samples is None else self.samples, 1)
 
 
 class Sync:

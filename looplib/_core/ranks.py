@@ -252,6 +252,25 @@ def _shard(tensor: Any) -> Tensor:
     return shard
 
 
+def local(leaf: Any) -> Tensor:
+    """This process's shard of a DTensor, or a plain tensor unchanged, sharing its memory."""
+    if not is_sharded(leaf):
+        return leaf.detach()  # type: ignore[no-any-return]
+    with torch.no_grad():
+        shard = leaf.to_local()
+        return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor. If it is sharded, all ranks gather it together."""
+    if not is_sharded(tensor):
+        return tensor
+    meeting = tensor.device_mesh.device_type
+    with torch.no_grad():
+        shard = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
+        return shard.full_tensor().detach().to(tensor.device)  # type: ignore[no-any-return]
+
+
 def placed_like(like: Tensor, tensor: Tensor) -> Tensor:
     """A DTensor with the placements of another. Gradients of sequence parallel norms, for example, come as partial sums."""
     if not (is_sharded(tensor) and is_sharded(like)) or tensor.placements == like.placements:

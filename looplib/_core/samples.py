@@ -325,3 +325,26 @@ def _checked_count(function: CountSamples, batch: Any) -> int:
     if number < 0:
         raise ValueError(f"count_samples returned {count!r}; return an int, the number of samples in the batch")
     return number
+
+
+def are_columns(values: Any) -> bool:
+    """True for the columns of a table, such as (x, y): tensors or arrays of equal length that differ in dtype or dimensions.
+
+    >>> import torch
+    >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
+    >>> are_columns((x, y)), are_columns((x, x))
+    (True, False)
+    """
+    if not isinstance(values, (tuple, list)) or not are_arrays_of_one_length(values):
+        return False
+    return len({(str(getattr(value, "dtype", "")), value.ndim) for value in values}) > 1
+
+
+def are_arrays_of_one_length(values: Sequence[Any]) -> bool:
+    return all(map(is_array, values)) and len({*map(len, values)}) == 1
+
+
+def even(count: int, pieces: int) -> list[int]:
+    """Sizes of this many microbatches, as of `torch.tensor_split`: the first ones may have one sample more."""
+    pieces = max(1, min(pieces, count))
+    return [count // pieces + (index < count % pieces) for index in range(pieces)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import ctypes
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -61,15 +60,6 @@ def leaves_of(tree: Any) -> dict[str, Any]:
             raise ValueError(f"two leaves of the state are both at {leaf_path}: give their keys different names")
         leaves[leaf_path] = leaf
     return leaves
-
-
-def local(leaf: Any) -> Tensor:
-    """This process's shard of a DTensor, or a plain tensor unchanged, sharing its memory."""
-    if not is_sharded(leaf):
-        return leaf.detach()  # type: ignore[no-any-return]
-    with torch.no_grad():
-        shard = leaf.to_local()
-        return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -133,13 +123,6 @@ def decoded(entry: Mapping[str, Any]) -> Any:
     """Decode a plain value written by `encoded`."""
     ((kind, value),) = entry.items()
     return _CODES[kind][1](value)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a CPU tensor as bytes, without numpy."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 _SLICE = 4 << 20  # bytes

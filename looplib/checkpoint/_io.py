@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from looplib._core import errors
 from looplib._core.checks import check, check_type, few, warn
-from looplib._core.collective import RankGroup, together, together_with_data
+from looplib._core.collective import RankGroup, finish_first, together, together_with_data
 from looplib._core.mappings import mapped
 from looplib._core.provenance import provenance_of, warn_of_position
 from looplib._core.ranks import is_alone, is_first
@@ -34,8 +34,7 @@ from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
 from looplib.checkpoint._write import Parts
-from looplib.distributed._processes import finish_first
-from looplib.predicates._best import BestSoFar, warn_of_records
+from looplib.predicates import BestSoFar
 from looplib.types import TrainState, check_state
 
 _unheard: set[Future[None]] = set()  # saves whose errors no later call has raised yet
@@ -506,7 +505,7 @@ class CheckpointIO:
         """The tensors of a state, copied if they are written in the background, and what its manifest says."""
         scores = self._scores(metrics)
         if metrics is not None:
-            warn_of_records(state.extra, scores)
+            _warn_of_records(state.extra, scores)
         trees, left_out = trees_to_save(state, self._select)
         return self._parts(trees, first), {
             "counts": counts_of(state),
@@ -613,3 +612,14 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
+
+
+def _warn_of_records(extra: Any, scores: Mapping[str, float]) -> None:
+    """Warn of a record in a state that is saved, if it has not seen its score."""
+    for key, record in extra.items() if isinstance(extra, Mapping) else ():
+        unseen = isinstance(record, BestSoFar) and record.best is None and not record.waited
+        if unseen and record.monitor in scores:
+            warn(
+                f"the state is saved with {record.monitor!r}, but state.extra[{key!r}], which watches it, has seen no value: "
+                "early_stopping would never stop the run. Write state = ll.update_best(state, scores) before you save"
+            )

@@ -20,8 +20,7 @@ from looplib._core.modules import TRANSPARENT, check_materialized
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._shards import copied_like
 from looplib.checkpoint._state_dict import check_fits, names_of
-from looplib.optim._recipe import Recipe
-from looplib.optim._update import Plan, first_state, tiny_like, without_state
+from looplib.optim.classes import Plan, Recipe, first_state, tiny_like, without_state
 from looplib.types import TrainState
 
 

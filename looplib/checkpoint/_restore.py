@@ -21,9 +21,9 @@ from looplib._core.checks import check, few
 from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.modules import check_materialized
 from looplib._core.provenance import provenance_of
-from looplib._core.ranks import is_sharded
+from looplib._core.ranks import is_sharded, local
 from looplib._core.trees import map_leaves
-from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, local, trees_of, words
+from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, trees_of, words
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings, check_left_out
 from looplib.checkpoint._write import same_memory

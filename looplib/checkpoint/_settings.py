@@ -5,7 +5,6 @@ Of the settings, what is named as a secret is left out.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from looplib._core.mappings import mapped, subset, without
 from looplib._core.provenance import Provenance, other_settings, provenance_of
 from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences
+from looplib._core.secrets import without_secrets
 from looplib.checkpoint._format import counts_in, leaves_of, trees_of
 from looplib.types import TrainState
 
@@ -143,32 +143,3 @@ def check_left_out(path: Path, left_out: Mapping[str, int], leaves: Mapping[str,
         f"{few(others, 3)}. Before init_state, load the base model that it was saved with. If merge_adapter has written "
         "into that, which unmerge_adapter rounds, merge a copy the next time: copy.deepcopy(model).merge_and_unload()",
     )
-
-
-_LEFT_OUT = "***"
-
-_SECRET = re.compile(r"pass(word|wd|phrase)|secret|credential|(key|token|auth)$")
-_HARMLESS = re.compile(r"[\d.]{1,6}|<.*>|\[.*\]")  # a number, or a tokenizer's "<pad>" or "[CLS]"
-# The password of a URL, and what tokens of well-known services begin with.
-_KNOWN = re.compile(
-    r"(?<=://)[^/\s@]+:[^/\s@]+(?=@)|\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[a-z]-|pypi-|nvapi-|AKIA|AIza)[\w.-]{16,}"
-)
-
-
-def without_secrets(settings: T, name: str = "") -> T:
-    """Described settings, with *** in place of values whose names say that they are secret, and of a URL's password.
-
-    >>> without_secrets({"lr": 0.1, "hub": {"api_key": "abc", "repo": "me/tiny"}})
-    {'lr': 0.1, 'hub': {'api_key': '***', 'repo': 'me/tiny'}}
-
-    Such a name ends in key, token or auth, or contains password, secret or the like. A secret under another name stays,
-    unless it begins as tokens of well-known services do, such as hf_ and sk-.
-    """
-    if isinstance(settings, Mapping):
-        return {key: without_secrets(value, key) for key, value in settings.items()}  # type: ignore[return-value]
-    if isinstance(settings, list):
-        return [without_secrets(value, name) for value in settings]  # type: ignore[return-value]
-    if not isinstance(settings, str):
-        return settings
-    secret = _SECRET.search(name.lower()) and not _HARMLESS.fullmatch(settings)
-    return _LEFT_OUT if secret else _KNOWN.sub(_LEFT_OUT, settings)  # type: ignore[return-value]

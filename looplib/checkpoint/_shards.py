@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.ranks import is_sharded
-from looplib.checkpoint._format import local
+from looplib._core.ranks import is_sharded, local, whole
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: the range of its indices in each dimension."""
@@ -61,16 +60,6 @@ def is_written_here(leaf: Any, first: bool) -> bool:
     places = zip(mesh.get_coordinate(), leaf.placements, strict=True)
     is_copy = any(placement.is_replicate() and coordinate for coordinate, placement in places)
     return 0 in mesh.mesh and not is_copy and size_of(box_of(leaf)) > 0
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the unsharded tensor. If it is sharded, all ranks gather it together."""
-    if not is_sharded(tensor):
-        return tensor
-    meeting = tensor.device_mesh.device_type
-    with torch.no_grad():
-        shard = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
-        return shard.full_tensor().detach().to(tensor.device)  # type: ignore[no-any-return]
 
 
 def copied_like(value: Tensor, like: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import subset, without
+from looplib._core.ranks import whole
 from looplib._core.trees import map_tensors
 from looplib.checkpoint._format import about, in_words, words
-from looplib.checkpoint._shards import copied_like, whole
+from looplib.checkpoint._shards import copied_like
 from looplib.types import TrainState, check_state
 
 

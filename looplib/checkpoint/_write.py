@@ -13,17 +13,15 @@ import orjson
 from torch import Tensor
 
 from looplib._core.checks import is_plain
-from looplib._core.checksums import bits_of
+from looplib._core.checksums import bits_of, bytes_of
 from looplib._core.lease import memory_of, overlaps
 from looplib._core.mappings import mapped, pick, without
-from looplib._core.ranks import is_sharded
+from looplib._core.ranks import is_sharded, local
 from looplib.checkpoint._format import (
     about,
-    bytes_of,
     checksum,
     encoded,
     leaves_of,
-    local,
     slices_of,
     words,
 )

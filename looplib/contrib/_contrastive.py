@@ -21,15 +21,14 @@ from looplib._core.lease import trees_of
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
-from looplib._core.samples import as_counter, split
+from looplib._core.samples import as_counter, even, split
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._objective import aux_records, record, shape_or_type, split_loss
 from looplib.contrib._per_sample import mean_of
-from looplib.distributed._reduce import gather_tensors
+from looplib.distributed.records import gather_tensors
 from looplib.gradients import indices, make_grad_fn
 from looplib.grads import accumulate, reduce_gradients
-from looplib.grads._accumulation import even
-from looplib.grads._wrapper import check_whole_batch
+from looplib.grads.wrapping import check_whole_batch
 from looplib.metrics import Mean
 from looplib.types import BatchPart, GradFn, Gradients, TrainState
 

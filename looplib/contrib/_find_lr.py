@@ -14,8 +14,8 @@ from looplib._core.checks import check, check_count, check_number
 from looplib._core.misuse import forget_trial
 from looplib._core.random import restored
 from looplib._core.records import check_kind
-from looplib.log._plots import smoothed
-from looplib.metrics._mean import compute
+from looplib.log.smoothing import smoothed
+from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
 from looplib.types import GradFn, Optimizer, Schedule, TrainState, check_state

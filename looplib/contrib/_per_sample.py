@@ -27,9 +27,9 @@ from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.samples import as_counter, one_for_each
 from looplib._core.tracing import around_loss, tracing
 from looplib._objective import multiply, record, split_loss, value_of
-from looplib.grads._wrapper import PER_SAMPLE_SCALED, check_samples_apart, check_whole_batch, joined
-from looplib.metrics._mean import Mean
-from looplib.transforms._decompositions import RecurrentInParts
+from looplib.grads.wrapping import PER_SAMPLE_SCALED, check_samples_apart, check_whole_batch, joined
+from looplib.metrics import Mean
+from looplib.transforms.decompositions import RecurrentInParts
 from looplib.types import BatchPart, GradFn, Gradients, Grads, LossFn, Metric, TrainState
 
 

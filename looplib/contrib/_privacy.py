@@ -17,8 +17,8 @@ from looplib._core.records import Made, made, mark, with_repr
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.grads._wrapper import check_grad_fn, check_whole_batch, kept, seen
-from looplib.metrics._mean import Mean
+from looplib.grads.wrapping import check_grad_fn, check_whole_batch, kept, seen
+from looplib.metrics import Mean
 from looplib.types import BatchPart, GradFn, Gradients, Grads, Metric, TrainState
 
 

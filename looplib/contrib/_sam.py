@@ -11,8 +11,8 @@ from looplib._core.checks import check_number
 from looplib._core.lease import put_back
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
-from looplib.grads._wrapper import check_summed, check_whole_batch, kept
-from looplib.optim._norms import global_norm
+from looplib.grads.wrapping import check_summed, check_whole_batch, kept
+from looplib.optim import global_norm
 from looplib.types import BatchPart, GradFn, Gradients, Grads, Params, TrainState
 
 

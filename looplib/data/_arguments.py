@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import check, check_optional_count, check_type, few, named
-from looplib._core.trees import is_array
+from looplib._core.samples import are_arrays_of_one_length, are_columns
 from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
 
@@ -130,7 +130,7 @@ def check_samples(dataset: Any) -> None:
     )
     # A list of tensors that `default_collate` could stack may be one of samples.
     check(
-        not (are_columns(dataset) or (isinstance(dataset, tuple) and _are_arrays_of_one_length(dataset))),
+        not (are_columns(dataset) or (isinstance(dataset, tuple) and are_arrays_of_one_length(dataset))),
         f"dataset is {named(dataset)} of tensors or arrays of the same length, so its items would be whole columns; write "
         "make_loader(torch.utils.data.TensorDataset(x, y), batch_size=...)",
         TypeError,
@@ -142,23 +142,6 @@ def check_samples(dataset: Any) -> None:
             "its datasets, such as dataset['train'], or of columns torch.utils.data.StackDataset(**columns), batch_size=...",
             TypeError,
         )
-
-
-def are_columns(values: Any) -> bool:
-    """True for the columns of a table, such as (x, y): tensors or arrays of equal length that differ in dtype or dimensions.
-
-    >>> import torch
-    >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
-    >>> are_columns((x, y)), are_columns((x, x))
-    (True, False)
-    """
-    if not isinstance(values, (tuple, list)) or not _are_arrays_of_one_length(values):
-        return False
-    return len({(str(getattr(value, "dtype", "")), value.ndim) for value in values}) > 1
-
-
-def _are_arrays_of_one_length(values: Sequence[Any]) -> bool:
-    return all(map(is_array, values)) and len({*map(len, values)}) == 1
 
 
 _OPTIONS = (

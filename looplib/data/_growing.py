@@ -24,7 +24,7 @@ def growing(sizes: Mapping[int, int], order: Order | None = None) -> Order:
     and a run resumes at any of them. An incomplete last batch of an epoch is kept.
 
     Epochs have different numbers of batches, so leave `epoch_length` out of `init_state` and call
-    `state = ll.end_epoch(state)` after the for loop; or let the whole run be one epoch, with
+    `state = ll.state.end_epoch(state)` after the for loop; or let the whole run be one epoch, with
     `order=ll.data.with_replacement(num_samples)`. With `ll.accumulate(grad_fn, size=8)`, larger batches take no more
     memory. Sizes may also fall.
 

@@ -32,9 +32,9 @@ from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import empty_part, plan_of
 from looplib.data._position import resumed
 from looplib.data._readers import Counts, reader_of
-from looplib.data._remaining import Remaining
 from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
+from looplib.data.remaining import Remaining
 from looplib.types import TrainState, check_state
 
 
@@ -103,7 +103,7 @@ class Loader:
         if endless and self.order and not self.order.may_vary:  # the step would not end the epochs of this new state
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
-                "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
+                "ll.init_state(..., epoch_length=len(loader)), or call state = ll.state.end_epoch(state) after the for loop",
                 stacklevel=2,
             )
         warn_of_position(state)
@@ -169,7 +169,7 @@ class Loader:
         To change the batch size at any other sample, keep the old size up to there:
         `order=ll.data.growing({0: old, n: new})`, where n is `state.samples`, or if `drop_last` has dropped samples,
         the number that the error gives. Epochs of such a loader have different lengths, so continue with
-        `loader.resume(state).replace(epoch_length=None)`, and with another loader after `ll.end_epoch`.
+        `loader.resume(state).replace(epoch_length=None)`, and with another loader after `ll.state.end_epoch`.
 
         Args:
             state: a state whose run used a different loader.
@@ -241,7 +241,7 @@ class Loader:
         if isinstance(self.source, Streamed):
             raise TypeError(
                 f"a loader over a stream ({type(self.dataset).__name__}) has no length; leave epoch_length out "
-                "of init_state, and call state = ll.end_epoch(state) after the for loop"
+                "of init_state, and call state = ll.state.end_epoch(state) after the for loop"
             )
         return self.source.length
 
@@ -354,7 +354,7 @@ def make_loader(
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
-    position. An epoch is one pass, after which you call `state = ll.end_epoch(state)`; or `epoch_length` batches, if
+    position. An epoch is one pass, after which you call `state = ll.state.end_epoch(state)`; or `epoch_length` batches, if
     the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
     workers, of the worker's index. Each worker iterates over the dataset for itself, which divides its samples by
     `torch.utils.data.get_worker_info()`, or each sample comes once for each worker. Another `num_workers` gives other

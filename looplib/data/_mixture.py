@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset
 from looplib._core.checks import check, check_count, check_type
 from looplib._core.random import mix
 from looplib.data._orders import Epoch, Order, _numbers, _shown
-from looplib.data._random_streams import MIXTURE
+from looplib.data.random_streams import MIXTURE
 
 _GOLDEN = (5**0.5 - 1) / 2
 

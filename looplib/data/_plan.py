@@ -19,7 +19,7 @@ from looplib._core.checks import check, few
 from looplib._core.random import mix
 from looplib._core.samples import CountSamples, split
 from looplib.data._orders import Epoch, Order, listed
-from looplib.data._random_streams import ORDER, kept_streams, seed_streams
+from looplib.data.random_streams import ORDER, kept_streams, seed_streams
 
 
 def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -44,12 +44,12 @@ def check_position(state: TrainState, count: int, length: int, *, again: bool = 
     check(
         state.epoch_length in (None, count),
         f"epoch {state.epoch} has {count} batches, but epoch 0 has {length}; for epochs of different lengths, leave "
-        "epoch_length out of init_state, and call state = ll.end_epoch(state) after the for loop",
+        "epoch_length out of init_state, and call state = ll.state.end_epoch(state) after the for loop",
     )
     check(
         0 <= state.batch < count or (state.batch == count and state.epoch_length is None and not again),
         f"the state is at batch {state.batch} of epoch {state.epoch}, which has {count} batches: at the end of an epoch, "
-        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop "
+        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.state.end_epoch(state) after the for loop "
         "(now, if the loop was interrupted before that line), or in a loop of your own give the next position, epoch, batch = "
         "divmod(batches_taken, len(loader)); else, is this the loader, with the data and the batch_size, that the run began "
         "with?",

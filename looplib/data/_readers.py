@@ -23,7 +23,7 @@ from looplib._core.random import mix
 from looplib._core.samples import CountSamples, counted
 from looplib.data._orders import listed
 from looplib.data._plan import own_part
-from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
+from looplib.data.random_streams import COLLATE, ITEM, kept_streams, seed_streams
 
 
 class Job(NamedTuple):

@@ -19,9 +19,9 @@ from looplib._core.ranks import is_first
 from looplib.data._orders import Order
 from looplib.data._plan import Plan, own_rows
 from looplib.data._position import check_position, stored_position
-from looplib.data._random_streams import STREAM, restore_streams, save_streams, seed_streams
 from looplib.data._readers import Counts, Job, Reader
 from looplib.data._workers import Engines
+from looplib.data.random_streams import STREAM, restore_streams, save_streams, seed_streams
 from looplib.types import TrainState
 
 
@@ -230,12 +230,12 @@ class Streamed:
             check(
                 length is None or count >= length,
                 f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream longer, "
-                f"or leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for loop{lost}",
+                f"or leave epoch_length out of init_state and call state = ll.state.end_epoch(state) after the for loop{lost}",
             )
             check(
                 count > first or (count == first and not again),
                 f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; call "
-                "state = ll.end_epoch(state) after the for loop over a stream (now, if the loop was interrupted before "
+                "state = ll.state.end_epoch(state) after the for loop over a stream (now, if the loop was interrupted before "
                 "that line)",
             )
 

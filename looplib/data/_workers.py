@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from looplib._core import torch_private
 from looplib._core.random import mix
-from looplib.data._random_streams import STREAM
+from looplib.data.random_streams import STREAM
 
 
 class Jobs:

@@ -13,7 +13,7 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import as_tensor, check, check_number, few
 from looplib._core.checksums import bits_of
-from looplib.checkpoint._format import local
+from looplib._core.ranks import local
 from looplib.debug._fingerprint import Fingerprint, fingerprint, leaves_by_path, same_bits
 from looplib.types import TrainState
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check
-from looplib._core.checksums import bits_of
-from looplib.checkpoint._format import bytes_of, local
-from looplib.log._loggers import read_jsonl
-from looplib.metrics._mean import Mean
+from looplib._core.checksums import bits_of, bytes_of
+from looplib._core.ranks import local
+from looplib.log import read_jsonl
+from looplib.metrics import Mean
 
 Fingerprint = Mapping[str, str]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_count, check_type, few, is_count
 from looplib._core.random import mix
 from looplib._core.records import check_kind
-from looplib.metrics._mean import compute
+from looplib.metrics import compute
 from looplib.state import copy_state, end_epoch
 from looplib.types import GradFn, Metric, TrainState, TrainStep, check_state
 

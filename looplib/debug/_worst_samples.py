@@ -12,8 +12,8 @@ import torch
 from looplib._core.checks import check
 from looplib._core.records import chain, check_kind
 from looplib._core.samples import counter_of, split
-from looplib.grads._wrapper import check_samples_apart
-from looplib.metrics._mean import compute
+from looplib.grads.wrapping import check_samples_apart
+from looplib.metrics import compute
 from looplib.optim import global_norm
 from looplib.types import GradFn, TrainState
 

@@ -14,8 +14,8 @@ from looplib.distributed._processes import (
     watch,
     world_size,
 )
-from looplib.distributed._reduce import reduce
 from looplib.distributed._replicas import check_replicas
+from looplib.distributed.records import reduce
 
 __all__ = [
     "barrier",

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import distributed
 
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check_number
-from looplib._core.collective import together
+from looplib._core.collective import finish_all, together
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,26 +116,12 @@ def setup(
 
         get_error_handler().record_exception(error)
         raise
-    _finish()
+    finish_all()
     together().barrier()
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
     time.sleep(0.1)
-
-
-_unfinished: set[Future[Any]] = set()
-
-
-def finish_first(work: Future[Any]) -> None:
-    """Register work that threads do together, and that must finish before torch's groups are destroyed."""
-    _unfinished.add(work)
-    work.add_done_callback(_unfinished.discard)
-
-
-def _finish() -> None:
-    """Wait for all work that threads do together. Errors are raised by the call that asks for the result."""
-    wait([*_unfinished])
 
 
 def _device(local_rank: int, launched: bool) -> torch.device:

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 from looplib._core.checks import check, check_optional_count, named, warn
 from looplib._core.collective import together, together_with_data
 from looplib._core.ranks import alone, is_distributed, is_first, is_sharded, rank, world_size
-from looplib.data._arguments import are_columns
-from looplib.data._remaining import Remaining
+from looplib._core.samples import are_columns
+from looplib.data.remaining import Remaining
 from looplib.types import TrainState
 
 T = TypeVar("T")

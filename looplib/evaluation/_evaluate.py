@@ -17,10 +17,9 @@ from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.records import check_kind
 from looplib._core.samples import counter_of
-from looplib.distributed._reduce import merged
+from looplib.distributed.records import merged
 from looplib.evaluation._batches import Reading, ranks_of, read
-from looplib.metrics._collected import Cat
-from looplib.metrics._mean import compute, merge
+from looplib.metrics import Cat, compute, merge
 from looplib.types import Metric, Metrics, TrainState
 
 EvalFn = Callable[[TrainState, Any], Metrics]

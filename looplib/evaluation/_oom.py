@@ -16,7 +16,7 @@ from looplib._core.checks import check_optional_count, warn
 from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
 from looplib._core.samples import counter_of, split
 from looplib.evaluation._outputs import end_to_end
-from looplib.metrics._mean import merge
+from looplib.metrics import merge
 from looplib.types import Metric, TrainState
 
 Step = TypeVar("Step", bound=Callable[[TrainState, Any], Any])

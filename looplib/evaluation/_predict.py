@@ -16,7 +16,7 @@ from looplib._core.checks import check, check_count
 from looplib._core.ranks import is_distributed
 from looplib._core.records import check_kind
 from looplib._core.samples import counter_of
-from looplib.distributed._reduce import gather_tensors
+from looplib.distributed.records import gather_tensors
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._outputs import end_to_end

@@ -18,10 +18,9 @@ from torch import Tensor
 from looplib._core.checks import check, few
 from looplib._core.checksums import checksum
 from looplib._core.collective import together
-from looplib._core.ranks import is_first
+from looplib._core.ranks import is_first, whole
 from looplib._core.records import check_kind
 from looplib._core.samples import counter_of
-from looplib.checkpoint._shards import whole
 from looplib.evaluation._batches import Reading, is_loader
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._outputs import count_rows, is_texts, named_leaves
@@ -143,7 +142,7 @@ def read_batch(path: Path, *, mmap: bool = False) -> Batch:
         LookupError,
     ) as error:
         raise ValueError(
-            f"{path} is damaged: delete it and call ll.predict_to as before, which predicts it again"
+            f"{path} is damaged: delete it and call ll.evaluation.predict_to as before, which predicts it again"
         ) from error
 
 
@@ -184,7 +183,7 @@ def predict_to(
     ...     return {"logits": (logits := model(x)), "class": logits.argmax(1)}
     >>> predict_step, state = ll.make_predict_step(model, predict_fn), ll.init_state(model)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = ll.predict_to(f"{folder}/predictions", predict_step, state, torch.zeros(7, 1).split(3))
+    ...     path = ll.evaluation.predict_to(f"{folder}/predictions", predict_step, state, torch.zeros(7, 1).split(3))
     ...     outputs = ll.evaluation.read_predictions(path)
     ...     {name: tuple(tensor.shape) for name, tensor in outputs.items()}
     {'logits': (7, 3), 'class': (7,)}
@@ -258,7 +257,7 @@ def read_predictions(path: str | os.PathLike[str]) -> dict[str, Any]:
     >>> import looplib as ll, tempfile, torch
     >>> predict_step = ll.make_predict_step(model := torch.nn.Linear(1, 3), lambda model, x: model(x))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = ll.predict_to(folder, predict_step, ll.init_state(model), torch.zeros(7, 1).split(3))
+    ...     path = ll.evaluation.predict_to(folder, predict_step, ll.init_state(model), torch.zeros(7, 1).split(3))
     ...     ll.evaluation.read_predictions(path)["output"].shape
     torch.Size([7, 3])
 
@@ -274,7 +273,11 @@ def read_predictions(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(path)
     parts = [read_batch(file).columns for file in files_of(folder)] if (folder / ABOUT).exists() else []
-    check(bool(parts), f"{folder} holds no predictions: give the path that ll.predict_to returned", FileNotFoundError)
+    check(
+        bool(parts),
+        f"{folder} holds no predictions: give the path that ll.evaluation.predict_to returned",
+        FileNotFoundError,
+    )
     return {name: _concatenated([columns.pop(name) for columns in parts]) for name in [*parts[0]]}
 
 

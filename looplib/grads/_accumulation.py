@@ -18,11 +18,11 @@ from looplib._core import torch_private
 from looplib._core.checks import check, check_optional_count
 from looplib._core.mappings import in_dtypes_of, pick, subset, without
 from looplib._core.records import made, with_repr
-from looplib._core.samples import counter_of, split
+from looplib._core.samples import counter_of, even, split
 from looplib._objective import mean_of_sums
 from looplib.gradients import indices
-from looplib.grads._wrapper import DROPPED, check_grad_fn, kept, name_of
-from looplib.metrics._mean import merge
+from looplib.grads.wrapping import DROPPED, check_grad_fn, kept, name_of
+from looplib.metrics import merge
 from looplib.types import BatchPart, GradFn, Gradients, TrainState
 
 
@@ -189,12 +189,6 @@ def _given(batch: Any) -> Sequence[Any]:
     if not batch:
         raise ValueError("the batch is an empty list: accumulate needs at least one piece")
     return batch
-
-
-def even(count: int, pieces: int) -> list[int]:
-    """Sizes of this many microbatches, as of `torch.tensor_split`: the first ones may have one sample more."""
-    pieces = max(1, min(pieces, count))
-    return [count // pieces + (index < count % pieces) for index in range(pieces)]
 
 
 def _add(total: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:

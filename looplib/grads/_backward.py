@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_count, check_optional_count, check_type
 from looplib._core.records import check_kind
-from looplib.grads._wrapper import DROPPED, check_summed
+from looplib.grads.wrapping import DROPPED, check_summed
 from looplib.types import GradFn, Gradients, Metric, TrainState
 
 

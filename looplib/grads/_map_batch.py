@@ -8,7 +8,7 @@ from typing import Any
 from looplib._core.checks import check
 from looplib._core.records import kind_of, with_repr
 from looplib._core.samples import count_samples
-from looplib.grads._wrapper import check_grad_fn, kept
+from looplib.grads.wrapping import check_grad_fn, kept
 from looplib.types import GradFn, Gradients, TrainState
 
 

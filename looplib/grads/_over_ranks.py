@@ -11,7 +11,7 @@ from looplib._core import ranks as _ranks
 from looplib._core.records import with_repr
 from looplib._core.samples import counter_of, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
-from looplib.grads._wrapper import DROPPED, check_grad_fn, check_whole_batch, kept
+from looplib.grads.wrapping import DROPPED, check_grad_fn, check_whole_batch, kept
 from looplib.types import BatchPart, GradFn, Gradients, TrainState
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from looplib._core.provenance import provenance_of
 from looplib._core.ranks import world_size
 from looplib._core.records import described
-from looplib.checkpoint._settings import without_secrets
+from looplib._core.secrets import without_secrets
 from looplib.state import described_model
 from looplib.types import TrainState, check_state
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from looplib._core.checks import check, check_number
 from looplib._core.ranks import is_first
 from looplib.log._loggers import COUNTS, CodedLogger, read_jsonl, row_of
+from looplib.log.smoothing import smoothed
 from looplib.types import Logger, TrainState
 
 if TYPE_CHECKING:
@@ -207,22 +208,6 @@ def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
     metric = _metric(title)
     if ("loss" in metric or "perplexity" in metric) and finite and 0 < 10 * min(finite) <= max(finite):
         axes.set_yscale("log")
-
-
-def smoothed(values: Iterable[float], keep: float) -> list[float]:
-    """Exponential moving average at each value, bias-corrected as in Adam. NaN values are left out.
-
-    >>> smoothed([1.0, 2.0], 0.5)  # (0.5 * 1) / 0.5, (0.25 * 1 + 0.5 * 2) / 0.75
-    [1.0, 1.6666666666666667]
-    """
-    total = weight = 0.0
-    averages = []
-    for value in values:
-        if not math.isnan(value):
-            total = keep * total + (1 - keep) * value
-            weight = keep * weight + (1 - keep)
-        averages.append(math.nan if math.isnan(value) else total / weight)
-    return averages
 
 
 def figure_class() -> Any:

@@ -23,7 +23,7 @@ from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, separated
 from looplib._core.collective import together_with_data
 from looplib._core.records import Made, check_kind, made, mark
-from looplib.grads._wrapper import check_grad_fn
+from looplib.grads.wrapping import check_grad_fn
 from looplib.types import GradFn, LossFn, Optimizer, Part, TrainState
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from looplib._core.checks import check, warn
 from looplib._core.mappings import without
 from looplib._core.misuse import warn_of_packed
-from looplib.metrics._mean import Mean
+from looplib.metrics import Mean
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

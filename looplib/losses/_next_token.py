@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from looplib._core.checks import check, check_count, check_number, check_type
-from looplib.metrics._mean import Mean
+from looplib.metrics import Mean
 
 
 def next_token_loss(

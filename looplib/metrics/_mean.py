@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import as_tensor, check, named, separated
+from looplib._core.checks import as_tensor, check, check_real, named, separated
 from looplib._core.mappings import wide_dtype
 from looplib.metrics._collected import Cat
 from looplib.types import Metric, Metrics
@@ -108,16 +108,6 @@ def _sum(values: Sequence[Tensor | float], times: Sequence[int]) -> Tensor | flo
 def _wide(tensor: Tensor) -> Tensor:
     check_real("the total or the weight of a Mean", tensor)
     return tensor.to(wide_dtype(tensor.device))
-
-
-def check_real(what: str, *values: Any) -> None:
-    """Raise TypeError for complex tensors, whose imaginary part would be lost."""
-    for value in values:
-        if isinstance(value, Tensor) and value.is_complex():
-            raise TypeError(
-                f"{what} is complex, and a metric is a real number: give its parts as two metrics, value.real and "
-                "value.imag, or value.abs()"
-            )
 
 
 def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from looplib._core.hints import in_room as _in_room
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
-from looplib.optim._chain import chain, every, own_steps, partition
 from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._part import part
 from looplib.optim._recipe import inject
+from looplib.optim._scopes import every, own_steps, partition
 from looplib.optim._skipping import NonFiniteGradientsError, dynamic_loss_scale, skip_nonfinite
+from looplib.optim.chains import chain
 
 __all__ = [
     "NonFiniteGradientsError",

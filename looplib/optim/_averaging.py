@@ -20,8 +20,8 @@ from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
-from looplib.optim._chain import of_another
 from looplib.optim._part import made_of, refuse_old
+from looplib.optim.chains import of_another
 from looplib.types import Grads, Optimizer, Params, TrainState, check_state
 
 Tensors = dict[str, Tensor]

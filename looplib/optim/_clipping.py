@@ -16,7 +16,7 @@ from looplib._core import torch_private
 from looplib._core.checks import check, check_number, few
 from looplib._core.records import with_repr
 from looplib._objective import multiply
-from looplib.metrics._mean import Mean
+from looplib.metrics import Mean
 from looplib.optim._norms import norm_of
 from looplib.optim._part import made_of, refuse_old
 from looplib.types import Grads, Optimizer, Params, Transformed

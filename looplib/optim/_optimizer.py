@@ -17,11 +17,11 @@ from torch import Tensor
 from looplib._core.checks import check, separated
 from looplib._core.mappings import mapped, subset
 from looplib._core.records import check_kind, described, with_repr
-from looplib.optim._chain import of_another
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, inject
 from looplib.optim._third_party import check_against_raw_loop
 from looplib.optim._update import Plan, evaluated, first_state, plan_for, transform, update_
+from looplib.optim.chains import of_another
 from looplib.types import Optimizer, Params, Part, TrainState, check_state
 
 

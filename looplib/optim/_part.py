@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.chain import taking
 from looplib._core.checks import check
 from looplib._core.copies import leaves_of
 from looplib._core.mappings import mapped, without
@@ -87,16 +88,16 @@ def part(
         name,
         chosen,
         settings or {},
-        init=taking(f"init of {name}", init, ("params",), ("buffers",)),
-        transform=_reading(name, taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
+        init=_taking(f"init of {name}", init, ("params",), ("buffers",)),
+        transform=_reading(name, _taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
         update_=_writing(
             name,
-            taking(
+            _taking(
                 f"update_ of {name}", update_, _FIRST, ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
             ),
         ),
-        evaluation=taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
-        hyperparameters=taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
+        evaluation=_taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
+        hyperparameters=_taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
     )
     given = {
         "init": init,
@@ -177,3 +178,45 @@ def _in_order(shown: str) -> str:
     optimizer = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     after = shown.startswith(("ema", "optim.swa"))
     return f"{optimizer}, ll.{shown}" if after else f"ll.{shown}, {optimizer}"
+
+
+# Functions of a part, which take what they name
+
+
+def _taking(who: str, function: Any, positional: Sequence[str], named: Iterable[str]) -> Any:
+    """The function, called with those of these named arguments that it takes. Raises TypeError if it cannot be called so."""
+    if function is None:
+        return None
+    check(callable(function), f"{who} is a {type(function).__name__}; give a function", TypeError)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function in C
+        return function
+    known = {*named}
+    shown = f"({', '.join([*positional, *['**info'] * bool(known)])})"
+    places = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    rest = places[len(positional) :] if not any(one.kind is one.VAR_POSITIONAL for one in places) else []
+    for one in rest:
+        if one.name not in known:
+            near = difflib.get_close_matches(one.name, known, 1)
+            meant = f", perhaps {near[0]!r}" if near else ""
+            raise TypeError(
+                f"{who} takes {one.name!r}, and is called as {shown} with {', '.join(sorted(known))}: take one of these"
+                f"{meant}"
+            )
+    try:
+        signature.bind(*positional, **dict.fromkeys(one.name for one in rest))
+    except TypeError as error:
+        raise TypeError(
+            f"{who} takes ({', '.join(signature.parameters)}), and is called as {shown}: {error}"
+        ) from None
+    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        return function
+    taken = {one.name for one in rest}
+    # By hand and in graphs, some are not known, such as `evaluate`.
+    unknown = dict.fromkeys(one.name for one in rest if one.default is one.empty)
+
+    def with_own_arguments(*args: Any, **info: Any) -> Any:
+        return function(*args, **{**unknown, **{name: value for name, value in info.items() if name in taken}})
+
+    return with_own_arguments

@@ -23,7 +23,7 @@ from looplib._core.ranks import all_ranks, shards
 from looplib._core.records import with_repr
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
-from looplib.metrics._mean import Mean
+from looplib.metrics import Mean
 from looplib.optim._part import made_of, refuse_old
 from looplib.types import Grads, Optimizer, Params, Transformed
 

@@ -255,7 +255,7 @@ def update_(
     """Update these parameters and this state by the class's own arithmetic, in place."""
     if entered and tracing():
         # Imported here because it defines an operation, which takes 1.4 ms.
-        from looplib.optim._traced_update import traced_update
+        from looplib.optim.traced_update import traced_update
 
         return traced_update(recipe, grads, opt_state, params, step)
     if recipe.cls is torch.optim.LBFGS:

@@ -218,17 +218,6 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
 
 
-def warn_of_records(extra: Any, scores: Mapping[str, float]) -> None:
-    """Warn of a record in a state that is saved, if it has not seen its score."""
-    for key, record in extra.items() if isinstance(extra, Mapping) else ():
-        unseen = isinstance(record, BestSoFar) and record.best is None and not record.waited
-        if unseen and record.monitor in scores:
-            warn(
-                f"the state is saved with {record.monitor!r}, but state.extra[{key!r}], which watches it, has seen no value: "
-                "early_stopping would never stop the run. Write state = ll.update_best(state, scores) before you save"
-            )
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class early_stopping(Predicate):
     """Early stopping: true once `patience` evaluations in a row have brought no improvement.

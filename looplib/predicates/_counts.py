@@ -205,7 +205,7 @@ class at_epoch_end(Predicate):
     >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
     (True, False)
 
-    In a loop of your own, give both counts. For a stream, ask it about the state returned by `ll.end_epoch`. It is
+    In a loop of your own, give both counts. For a stream, ask it about the state returned by `ll.state.end_epoch`. It is
     equivalent to `every_n_epochs(1)`.
     """
 
@@ -307,7 +307,7 @@ class after_epochs(_After):
     [3, 4]
 
     `after_epochs(0)` is always true. Epochs are counted by the step if the state has an `epoch_length`, and otherwise
-    only by `ll.end_epoch`: with neither, as over a plain DataLoader, the state stays in epoch 0 and this stays False. In a
+    only by `ll.state.end_epoch`: with neither, as over a plain DataLoader, the state stays in epoch 0 and this stays False. In a
     loop of your own, give `ll.TrainState(epoch=epoch)`.
 
     Args:

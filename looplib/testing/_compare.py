@@ -11,8 +11,8 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import as_tensor, check_number, few
 from looplib._core.mappings import fields_of, mapped
-from looplib.debug._differences import differences
-from looplib.metrics._mean import compute
+from looplib.debug import differences
+from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.types import DonatedStateError, TrainState
 

@@ -9,7 +9,7 @@ from looplib._core.checks import check, check_count
 from looplib._core.mappings import fields_of
 from looplib._core.records import check_kind
 from looplib._core.tracing import UntraceableError
-from looplib.metrics._mean import compute
+from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.steps import spec_of
 from looplib.testing._compare import check_tolerance, copied, differing, fail, in_float64

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_count, few
 from looplib._core.samples import counter_of
-from looplib.grads._accumulation import accumulate
-from looplib.grads._wrapper import check_grad_fn
+from looplib.grads import accumulate
+from looplib.grads.wrapping import check_grad_fn
 from looplib.state import copy_state
 from looplib.testing._compare import check_tolerance, copied, differing, fail, in_float64
 from looplib.testing._surroundings import streams_kept

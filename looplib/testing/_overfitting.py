@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from looplib._core.checks import check, check_count, check_number
-from looplib.metrics._mean import compute
+from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.testing._compare import copied, fail
 from looplib.testing._surroundings import streams_kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from looplib.metrics._mean import compute
+from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
 from looplib.testing._compare import about_kernels, copied, differing, fail, is_spent, result_of

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from looplib._core.checks import check_count, check_number
-from looplib.checkpoint._shards import whole
-from looplib.data._loader import Loader
+from looplib._core.ranks import whole
+from looplib.data import Loader
 from looplib.distributed import _processes as distributed
 from looplib.testing._compare import check_tolerance, differing, fail, largest
 from looplib.testing._resume import run

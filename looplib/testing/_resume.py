@@ -14,9 +14,9 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
 from looplib._core.mappings import fields_of, mapped
-from looplib.checkpoint._io import checkpoint_io
-from looplib.data._loader import Loader
-from looplib.metrics._mean import compute
+from looplib.checkpoint import checkpoint_io
+from looplib.data import Loader
+from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.testing._compare import about_kernels, copied, differing, fail
 from looplib.testing._surroundings import seed_streams, streams_kept

@@ -11,10 +11,10 @@ from torch import nn
 
 from looplib._core.modules import _generators as generators_of
 from looplib._core.random import restored
-from looplib.data import _random_streams as random_streams
-from looplib.data._random_streams import kept_streams, save_streams
+from looplib.data import random_streams as random_streams
+from looplib.data.random_streams import kept_streams, save_streams
 from looplib.testing._compare import copied
-from looplib.transforms._closures import walk
+from looplib.transforms.closures import walk
 from looplib.types import TrainState, check_state
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from looplib._core.checks import check
-from looplib.optim._traced_update import FUSED_UPDATE, fused_update
+from looplib.optim.traced_update import FUSED_UPDATE, fused_update
 from looplib.transforms._program import (
     Program,
     draws,

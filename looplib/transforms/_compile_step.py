@@ -36,7 +36,6 @@ from looplib._core.tracing import UntraceableError, tracing
 from looplib.gradients import EVALUATED, check_history
 from looplib.steps import Outcome, StepSpec, spec_of, with_spec
 from looplib.transforms._backends import Compiled, backend
-from looplib.transforms._closures import itself
 from looplib.transforms._program import (
     COUNTS,
     Core,
@@ -52,6 +51,7 @@ from looplib.transforms._program import (
     reader,
 )
 from looplib.transforms._trace import trace
+from looplib.transforms.closures import itself
 from looplib.types import Metric, TrainState, TrainStep
 from looplib.updates import Count, advanced
 

@@ -32,7 +32,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome
-from looplib.transforms import _decompositions
+from looplib.transforms import decompositions
 from looplib.transforms._compile_step import (
     WITHOUT_CODE,
     CompiledProgram,
@@ -198,7 +198,7 @@ def _without_cuts(graph: GraphModule) -> GraphModule:
             node.target = torch.ops.aten._native_batch_norm_legit.default
     with torch.no_grad():
         interpreted = functionalize(torch.fx.Interpreter(graph).run, remove="mutations")
-        pure = make_fx(interpreted, _decompositions.differentiable(), tracing_mode="fake")(*examples_of(graph))
+        pure = make_fx(interpreted, decompositions.differentiable(), tracing_mode="fake")(*examples_of(graph))
     for node in list(pure.graph.nodes):
         if node.target is torch.ops.aten.view.default:  # torch.vmap may have changed their strides
             node.target = torch.ops.aten.reshape.default

@@ -24,9 +24,9 @@ from looplib._core.lease import INTACT, WROTE
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same
-from looplib.optim._traced_update import FUSED_UPDATE
+from looplib.optim.traced_update import FUSED_UPDATE
 from looplib.steps import Outcome
-from looplib.transforms._closures import Variable, is_installed, is_plain, walk
+from looplib.transforms.closures import Variable, is_installed, is_plain, walk
 from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
 

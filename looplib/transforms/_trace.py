@@ -28,8 +28,6 @@ from looplib._core import tracing
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same_kind
 from looplib.steps import Outcome
-from looplib.transforms._closures import Variable, is_library, itself
-from looplib.transforms._decompositions import RecurrentInParts
 from looplib.transforms._program import (
     COUNTS,
     Core,
@@ -43,6 +41,8 @@ from looplib.transforms._program import (
     expression,
     replace_node,
 )
+from looplib.transforms.closures import Variable, is_library, itself
+from looplib.transforms.decompositions import RecurrentInParts
 from looplib.types import TrainState
 
 FROM_HOST = "looplib_host"  # key in a node's metadata: it is a tensor of the host's answers

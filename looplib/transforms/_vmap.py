@@ -27,7 +27,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError
-from looplib.metrics._mean import Mean
+from looplib.metrics import Mean
 from looplib.steps import Outcome
 from looplib.transforms._compile_step import (
     WITHOUT_CODE,
@@ -37,7 +37,6 @@ from looplib.transforms._compile_step import (
     spec_without_graphs,
     step_of_graphs,
 )
-from looplib.transforms._decompositions import mappable
 from looplib.transforms._program import (
     Expression,
     HostInput,
@@ -55,6 +54,7 @@ from looplib.transforms._program import (
 )
 from looplib.transforms._stacks import _member, _Records, asking, members_of
 from looplib.transforms._trace import trace
+from looplib.transforms.decompositions import mappable
 from looplib.types import Metric, TrainState
 
 S = TypeVar("S", bound=Callable[..., Any])

@@ -8,7 +8,7 @@ import looplib as ll
 from looplib._core import ranks as _ranks
 from looplib._core.collective import named, together
 from looplib._core.torch_private import timeout_of
-from looplib.distributed._reduce import gather_tensors
+from looplib.distributed.records import gather_tensors
 
 
 def test_an_error_is_told_as_what_it_is_if_that_can_be_said():

@@ -84,7 +84,7 @@ def train(kind, folder, when=""):
                 raise Stopped
         if when and state.epoch:
             raise Stopped
-        state = ll.end_epoch(state)
+        state = ll.state.end_epoch(state)
     return state
 
 
@@ -129,11 +129,11 @@ def test_a_loop_that_forgets_end_epoch_is_refused(kind):
     state = ll.init_state(nn.Linear(1, 1))
     for _ in loader(state):
         state = state.replace(batch=state.batch + 1)
-    with pytest.raises(ValueError, match=r"call state = ll.end_epoch\(state\) after the for loop .*now, if"):
+    with pytest.raises(ValueError, match=r"call state = ll.state.end_epoch\(state\) after the for loop .*now, if"):
         list(loader(state))
     again = ll.TrainState(batch=state.batch)  # as restored
     assert list(loader(again)) == []
-    with pytest.raises(ValueError, match=r"call state = ll.end_epoch"):
+    with pytest.raises(ValueError, match=r"call state = ll.state.end_epoch"):
         list(loader(again))
     with pytest.raises(ValueError, match="batch"):
         list(loader(ll.TrainState(batch=state.batch + 1)))

@@ -59,7 +59,7 @@ def test_a_resumed_run_reads_on_where_the_stream_stood(tmp_path):
 
     # The same state again, the next epoch, an earlier one, and a state whose position is of another batch.
     assert next(loader(state)).tolist() == whole[3]
-    after = ll.end_epoch(state)
+    after = ll.state.end_epoch(state)
     assert next(loader(after)).tolist() == [100, 101, 102, 103]
     assert next(loader(new)).tolist() == whole[0]
     assert next(loader(consumed(state))).tolist() == whole[4]
@@ -134,7 +134,7 @@ def test_each_epoch_after_a_resume_has_its_own_order_if_the_state_dict_holds_the
         seen = []
         for _ in range(count):
             seen.append([batch.tolist() for batch in loader(state)])
-            state = ll.end_epoch(state)
+            state = ll.state.end_epoch(state)
         return seen
 
     def make():
@@ -145,10 +145,10 @@ def test_each_epoch_after_a_resume_has_its_own_order_if_the_state_dict_holds_the
     assert len({str(epoch) for epoch in whole}) == 4
     loader = make()
     epochs(loader, new, 1)
-    _, state = first_batches(loader, ll.end_epoch(new), 2)
+    _, state = first_batches(loader, ll.state.end_epoch(new), 2)
     state = ll.data.with_position(loader, state)
     loader = make()
     assert epochs(loader, state, 3) == [whole[1][2:], *whole[2:]]
     if not counts:  # a pass that begins at the position and is left
         assert next(loader(state)).tolist() == whole[1][2]
-        assert epochs(loader, ll.end_epoch(state), 1) == whole[2:3]
+        assert epochs(loader, ll.state.end_epoch(state), 1) == whole[2:3]

@@ -114,7 +114,7 @@ def test_a_stream_is_not_continued_by_another_number_of_workers(workers, tmp_pat
     batches = first(new)
     seen, state = [next(batches)], new.replace(batch=1, step=1)
     ckpt.save(state)
-    ckpt.save(ll.end_epoch(state).replace(step=2))
+    ckpt.save(ll.state.end_epoch(state).replace(step=2))
     restored = ckpt.restore(ll.init_state(torch.nn.Linear(1, 1)), which=1)
     if workers == (0, 1):  # one process reads, here or there
         assert torch.equal(torch.cat([*seen, *then(restored)]), torch.arange(12))

@@ -78,7 +78,7 @@ class Case:
                 state, metrics = self.step(state, batch)
                 see(before, batch, metrics, ll.copy_state(state))
             if state.epoch_length is None:
-                state = ll.end_epoch(state)
+                state = ll.state.end_epoch(state)
 
 
 @pytest.mark.filterwarnings("ignore:.*still has the weights of before training")

@@ -218,7 +218,7 @@ with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
     records = ll.evaluation.evaluate_records(eval_step, state, own, divide=False)  # of this rank alone
     found |= ll.compute(ll.distributed.reduce(records), prefix="own/")
     found |= ll.evaluate(eval_step, state, sets["loader"], prefix="limited/", max_batches=3)
-    ll.predict_to(f"{folder}/predictions", predict_step, state, sets["loader"])
+    ll.evaluation.predict_to(f"{folder}/predictions", predict_step, state, sets["loader"])
     state = state.replace(step=1)
     log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
     mean = ll.distributed.reduce({"rank": ll.Mean(rank + 1.0, 1), "weighed": ll.Mean(rank * 2.0, rank)})

@@ -145,9 +145,11 @@ def test_a_stream_without_a_length_is_evaluated_and_predicted_as_a_list_is(capfd
 def test_a_state_before_its_step_is_refused_by_the_order_to_write(tmp_path):
     model, _, state = parts()
     steps = {ll.evaluate: ll.make_eval_step(model, metric_fn), evaluate_records: ll.make_eval_step(model, metric_fn)}
-    steps |= dict.fromkeys((ll.predict, ll.predict_to), ll.make_predict_step(model, lambda model, x: model(x)))
+    steps |= dict.fromkeys(
+        (ll.predict, ll.evaluation.predict_to), ll.make_predict_step(model, lambda model, x: model(x))
+    )
     for function, step in steps.items():
-        before = [tmp_path / "out"] if function is ll.predict_to else []
+        before = [tmp_path / "out"] if function is ll.evaluation.predict_to else []
         with pytest.raises(
             TypeError, match=rf"found a TrainState and then .* write {function.__name__}\(.*step, state"
         ):

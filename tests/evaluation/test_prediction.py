@@ -69,7 +69,7 @@ def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path,
     batches = torch.randn(11, 3).split(4)
     step = ll.make_predict_step(model, predict_fn)
     outputs = list(ll.predict(step, state, batches))
-    path = ll.predict_to(tmp_path / "a/b", step, state, batches, progress=True)
+    path = ll.evaluation.predict_to(tmp_path / "a/b", step, state, batches, progress=True)
     expected = {
         "out": torch.cat([o["out"] for o in outputs]),
         "half/0": torch.cat([o["half"][0] for o in outputs]),
@@ -80,7 +80,7 @@ def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path,
         assert list(found) == list(expected)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     shown = capsys.readouterr().err
-    view = ll.predict_to(tmp_path / "view", lambda state, x: torch.zeros(10**6)[: len(x)], state, batches)
+    view = ll.evaluation.predict_to(tmp_path / "view", lambda state, x: torch.zeros(10**6)[: len(x)], state, batches)
     assert max(map(len, contents(view).values())) < 10_000
     assert shown  # a progress bar, only if asked for
     assert not capsys.readouterr().err
@@ -102,10 +102,10 @@ def test_an_interrupted_run_predicts_each_batch_once(kind, sizes, stops, tmp_pat
 
     for stop in stops:
         try:
-            ll.predict_to(path, stopped_after(stop, step), state, CUTS[kind](x, sizes))
+            ll.evaluation.predict_to(path, stopped_after(stop, step), state, CUTS[kind](x, sizes))
         except KeyboardInterrupt:
             (path / "batch-00000009.pt.1.looplib-partial").write_bytes(b"as a killed process leaves it")
-    ll.predict_to(path, step, state, CUTS[kind](x, sizes))
+    ll.evaluation.predict_to(path, step, state, CUTS[kind](x, sizes))
     assert torch.equal(torch.cat(done), x)
     assert torch.equal(read_predictions(path)["output"], torch.cat([part.repeat(2) for part in x.split(sizes)]))
     assert len(contents(path)) == 1 + len(sizes)
@@ -122,7 +122,7 @@ def test_other_batches_are_refused_before_a_sample_is_skipped(tmp_path, kind, be
     x, path = torch.arange(32.0).view(16, 2), tmp_path / "out"
 
     def predict_to(step, sizes):
-        return ll.predict_to(path, step, state, CUTS[kind](x[: sum(sizes)], sizes))
+        return ll.evaluation.predict_to(path, step, state, CUTS[kind](x[: sum(sizes)], sizes))
 
     with pytest.raises(KeyboardInterrupt) if begun < 4 else nullcontext():
         predict_to(stopped_after(begun, same), CUT)
@@ -142,8 +142,8 @@ def test_another_number_anywhere_in_a_weight_or_a_buffer_is_another_state(tmp_pa
     model = nn.Sequential(nn.Linear(3, 40), nn.BatchNorm1d(40))
     step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)
     batches = [torch.randn(4, 3)]
-    path = ll.predict_to(tmp_path / "out", step, state, batches)
-    ll.predict_to(path, stopped_after(0, step), ll.copy_state(state), batches)
+    path = ll.evaluation.predict_to(tmp_path / "out", step, state, batches)
+    ll.evaluation.predict_to(path, stopped_after(0, step), ll.copy_state(state), batches)
     others = [state.replace(step=3), state.replace(seed=3)]
     for tree, key in (("params", "0.weight"), ("buffers", "1.running_var")):
         other = ll.copy_state(state)
@@ -152,7 +152,7 @@ def test_another_number_anywhere_in_a_weight_or_a_buffer_is_another_state(tmp_pa
         others.append(other)
     for other in others:
         with pytest.raises(ValueError, match="out holds predictions of another state"):
-            ll.predict_to(path, step, other, batches)
+            ll.evaluation.predict_to(path, step, other, batches)
 
 
 DTYPES = torch.uint16, torch.uint64, torch.complex32, torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -176,7 +176,7 @@ def bits(outputs):
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_outputs_of_all_dtypes_are_written(tmp_path):
     x = torch.arange(16.0, dtype=torch.float64).view(4, 4)
-    path = ll.predict_to(tmp_path, of_odd_dtypes, ll.TrainState(), [x])
+    path = ll.evaluation.predict_to(tmp_path, of_odd_dtypes, ll.TrainState(), [x])
     assert bits(read_predictions(path)) == bits(of_odd_dtypes(None, x))
 
 
@@ -189,18 +189,20 @@ def test_a_folder_of_something_else_is_left_alone_and_a_damaged_file_is_named(tm
         (tmp_path / name / file).write_text("[]" if name == "list" else "mine")
     for name, named in {"file": "file", "notes": "notes.txt", "other": "predictions.json", "list": "json"}.items():
         with pytest.raises(ValueError, match=rf"{named}.*give"):
-            ll.predict_to(tmp_path / name, same, state, batches)
+            ll.evaluation.predict_to(tmp_path / name, same, state, batches)
         with pytest.raises((FileNotFoundError, NotADirectoryError)):
             read_predictions(tmp_path / name)
     assert contents(tmp_path / "notes") == {"notes.txt": b"mine"}
 
     with pytest.raises(KeyboardInterrupt):  # in the first batch: other settings are free
-        ll.predict_to(tmp_path / "out", stopped_after(0, same), state.replace(step=9), torch.arange(9.0).split(9))
-    path = ll.predict_to(tmp_path / "out", same, state, batches)
+        ll.evaluation.predict_to(
+            tmp_path / "out", stopped_after(0, same), state.replace(step=9), torch.arange(9.0).split(9)
+        )
+    path = ll.evaluation.predict_to(tmp_path / "out", same, state, batches)
     whole, file = contents(path), path / "batch-00000001.pt"
     for damage in b"", whole[file.name][:-20], b"mine" * 100:
         file.write_bytes(damage)
-        for call in lambda: read_predictions(path), lambda: ll.predict_to(path, same, state, batches):
+        for call in lambda: read_predictions(path), lambda: ll.evaluation.predict_to(path, same, state, batches):
             with pytest.raises(ValueError, match=rf"{file.name} is damaged: delete it"):
                 call()
     number = torch.tensor(4.0).numpy().tobytes()
@@ -209,11 +211,11 @@ def test_a_folder_of_something_else_is_left_alone_and_a_damaged_file_is_named(tm
         read_predictions(path)
     file.unlink()
     assert read_predictions(path)["output"].tolist() == [0, 1, 2]
-    ll.predict_to(path, same, state, batches)
+    ll.evaluation.predict_to(path, same, state, batches)
     assert contents(path) == whole
     (path / "batch-00000000.pt").unlink()
     with pytest.raises(ValueError, match="another state"):  # or the others would count as those of this state
-        ll.predict_to(path, same, state.replace(step=1), batches)
+        ll.evaluation.predict_to(path, same, state.replace(step=1), batches)
 
 
 SHUFFLED = [
@@ -229,7 +231,7 @@ def test_shuffled_batches_are_refused_and_leave_no_folder(tmp_path, loader_of):
     loader = loader_of(torch.zeros(8, 3))
     for call in (
         lambda: next(ll.predict(same, state, loader)),
-        lambda: ll.predict_to(tmp_path / "out", same, state, loader),
+        lambda: ll.evaluation.predict_to(tmp_path / "out", same, state, loader),
     ):
         with pytest.raises(ValueError, match=r"shuffled .*sequential\(\)"):
             call()
@@ -256,10 +258,10 @@ def test_what_cannot_be_written_is_refused(tmp_path, outputs, error, words):
     *_, state = parts()
     numbers = list(range(len(outputs)))
     with pytest.raises(error, match=words):
-        ll.predict_to(tmp_path, lambda state, number: outputs[number], state, numbers)
+        ll.evaluation.predict_to(tmp_path, lambda state, number: outputs[number], state, numbers)
     if len(outputs) > 1:  # after an interruption too
         with pytest.raises(error, match=words):
-            ll.predict_to(tmp_path, lambda state, number: outputs[number], state, numbers)
+            ll.evaluation.predict_to(tmp_path, lambda state, number: outputs[number], state, numbers)
 
 
 NUMBERS = [2, 0, 1, 4, 0, 0, 3, 3, 1, 6]
@@ -294,17 +296,19 @@ def generate_on_ranks(folder):
             assert [bits(out) for out in ll.predict(of_odd_dtypes, ll.TrainState(), batches)] == expected
         state, x, path = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32), f"{folder}/DataLoader"
         with pytest.raises(ValueError, match="DataLoader holds"):
-            ll.predict_to(path, generate, state, CUTS["DataLoader"](x, [7, 3]))
-        ll.predict_to(path, generate, state, CUTS["DataLoader"](x, [4, 4, 2]))
+            ll.evaluation.predict_to(path, generate, state, CUTS["DataLoader"](x, [7, 3]))
+        ll.evaluation.predict_to(path, generate, state, CUTS["DataLoader"](x, [4, 4, 2]))
         with pytest.raises(ValueError, match=r"'tokens' has shapes .*pad"):  # a loader divides each batch among ranks
-            ll.predict_to(f"{folder}/loader", generate, state, CUTS["loader"](x, [4, 4, 2]))
+            ll.evaluation.predict_to(f"{folder}/loader", generate, state, CUTS["loader"](x, [4, 4, 2]))
 
 
 def test_strings_and_batches_of_varying_width_are_continued_by_several_ranks(tmp_path):
     state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
     for kind in ("DataLoader", "list"):
         with pytest.raises(KeyboardInterrupt):
-            ll.predict_to(tmp_path / kind, stopped_after(1, generate), state, CUTS[kind](x, [4, 4, 2]))
+            ll.evaluation.predict_to(tmp_path / kind, stopped_after(1, generate), state, CUTS[kind](x, [4, 4, 2]))
     launch(2, generate_on_ranks, str(tmp_path))
-    check_generated(ll.predict_to(tmp_path / "list", generate, state, CUTS["list"](x, [4, 4, 2])), [4, 4, 2])
+    check_generated(
+        ll.evaluation.predict_to(tmp_path / "list", generate, state, CUTS["list"](x, [4, 4, 2])), [4, 4, 2]
+    )
     check_generated(tmp_path / "DataLoader", [4, 4, 2])

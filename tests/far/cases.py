@@ -158,7 +158,7 @@ def _(device):
     kept = ll.copy_state(state)
     torch.nn.init.zeros_(model[0].weight)
     bound = ll.bind(model, kept.replace(batch=3))
-    return ll.end_epoch(bound), model[0].weight
+    return ll.state.end_epoch(bound), model[0].weight
 
 
 # Gradients.
@@ -421,7 +421,7 @@ def _(device):
 @in_folder
 def _(device, folder):
     model, state = started(device)
-    path = ll.predict_to(folder / "out", ll.make_predict_step(model, predict_fn), state, batches(device))
+    path = ll.evaluation.predict_to(folder / "out", ll.make_predict_step(model, predict_fn), state, batches(device))
     return ll.evaluation.read_predictions(path)
 
 

@@ -163,8 +163,8 @@ REFUSED = [
     *(
         (ValueError, names, lambda cls=cls, given=given: ll.optimizer(cls, lr=0.1, **given))
         for cls, given, names in (
-            (schedulefree.SGDScheduleFree, {"momentum": lambda step: 0.9}, "momentum SGDScheduleFree eval injected"),
-            (schedulefree.AdamWScheduleFree, {"betas": (0.9, lambda step: 0.9)}, "betas AdamWScheduleFree eval injected"),
+            (schedulefree.SGDScheduleFree, {"momentum": lambda step: 0.9}, "momentum SGDScheduleFree eval inject"),
+            (schedulefree.AdamWScheduleFree, {"betas": (0.9, lambda step: 0.9)}, "betas AdamWScheduleFree eval inject"),
         )
     ),
 ]  # fmt: skip

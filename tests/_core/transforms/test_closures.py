@@ -8,7 +8,7 @@ import torch
 from shared import SGD
 
 import looplib as ll
-from looplib.transforms import _closures as closures
+from looplib.transforms import closures as closures
 
 
 def found(*roots):

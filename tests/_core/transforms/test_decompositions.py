@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from looplib.transforms._decompositions import mappable
+from looplib.transforms.decompositions import mappable
 
 
 @pytest.mark.every_case

@@ -1,4 +1,4 @@
-"""Chains of parts, several optimizers in one, and optimizers that follow a count of their own."""
+"""Several optimizers in one, and optimizers that follow a count of their own."""
 
 from __future__ import annotations
 
@@ -11,132 +11,16 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.chain import any_of, contents, of_labels, update_where, within, wrong_state
+from looplib._core.chain import any_of, update_where, within, wrong_state
 from looplib._core.checks import check, check_count, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import shards
-from looplib._core.records import shown, with_repr
+from looplib._core.records import with_repr
 from looplib._core.tracing import on_host, tracing, where
 from looplib.optim._part import made_of
 from looplib.optim._recipe import check_by_kind
-from looplib.types import Grads, Optimizer, Params, Part, TrainState, Transformed
-
-_ADVICE = "give what ll.optimizer, ll.ema, ll.clip_by_global_norm or ll.optim.part returns"
-
-
-def chain(*parts: Optimizer | tuple[str, Optimizer]) -> Optimizer:
-    """Put the parts of an update together, in the order in which they are read.
-
-    >>> import looplib as ll, torch
-    >>> optimizer = ll.chain(
-    ...     ll.skip_nonfinite(),  # leave out the update of a batch with NaN
-    ...     ll.clip_by_global_norm(1.0),  # reports grad_norm
-    ...     ll.optimizer(torch.optim.AdamW, lr=1e-3),
-    ...     ll.ema(0.999),
-    ... )
-    >>> list(optimizer.init({"w": torch.zeros(2)}))
-    ['skip_nonfinite', 'AdamW', 'ema']
-
-    The result is an `Optimizer` like each of its parts, for `make_train_step`, `init_state`, a `partition`, or another chain,
-    into which it is flattened. An update first reads, part by part: gradients may be changed, and each part may decide
-    against the update. Then the weights and all else are written, part by part. If it is skipped, nothing is written.
-
-    The state is a dict with an entry for each part that keeps one: `state.opt_state["AdamW"]`. A part is named by its kind;
-    if there are two of one kind, name them, `("slow", ll.ema(0.9999))`. Where two parts report under one name, that of the part
-    is added: `grad_norm/slow`.
-
-    Order: what decides or changes gradients comes before the weights, averages after them. `skip_nonfinite` and
-    `dynamic_loss_scale` judge the gradients as they entered the chain, wherever they stand before the weights.
-
-    Args:
-        parts: optimizers, each alone or as `(name, optimizer)`.
-
-    Raises:
-        TypeError: a part is something different.
-        ValueError: two parts have one name; a part stands where it has no effect; two write the weights; there are two loss
-            scales; or one that evaluates the loss at other points (LBFGS) follows one that changes gradients, or a loss
-            scale.
-
-    Source: `optax.chain`, `optax.named_chain`.
-    """
-    found: list[tuple[str, Part]] = []
-    for each in parts:
-        name, given = each if isinstance(each, tuple) and len(each) == 2 else (None, each)
-        check_type("a part of a chain is", given, Optimizer, _ADVICE)
-        assert isinstance(given, Optimizer)
-        check(name is None or isinstance(name, str), f"the name of a part is {name!r}; give a string", TypeError)
-        check(
-            name is None or len(given.parts) == 1,
-            f"{name!r} names a chain of {', '.join(given.parts)}, which this chain takes apart: name its parts",
-        )
-        found += [(one if name is None else name, part) for one, part in given.parts.items()]
-    check(found, "ll.chain got no parts: give at least ll.optimizer(torch.optim.AdamW, lr=1e-3)")
-    check_order(found)
-    names = [name for name, _ in found]
-    for name in names:
-        check(
-            names.count(name) == 1,
-            f"two parts are called {name!r}, which is the key of their state and their name in reports: name them, "
-            f'll.chain(("first", ...), ("second", ...))',
-        )
-    return with_repr(Optimizer(dict(found)), chain, *parts)
-
-
-def check_order(parts: list[tuple[str, Part]]) -> None:
-    """Raise ValueError for an order of parts in which one has no effect, or a wrong one."""
-    places: dict[str, list[str]] = {"judge": [], "gradients": [], "weights": [], "after": []}
-    for name, part in parts:
-        writers, after = places["weights"], places["after"]
-        if part.role in ("judge", "gradients"):
-            follows = writers or after
-            check(
-                not follows,
-                f"{name} comes after {', '.join(follows)} and would get the gradients too late: put it before, "
-                f"ll.chain({name}, {', '.join(follows)})",
-            )
-        if part.role == "weights":
-            check(
-                not writers,
-                f"{', '.join(writers)} and {name} would both write the same weights: give each its parameters by "
-                "ll.optim.partition",
-            )
-            check(
-                not after,
-                f"{', '.join(after)} comes before {name}, whose update it would not see: put it behind, "
-                f"ll.chain({name}, {', '.join(after)})",
-            )
-            earlier = places["gradients"] + [each for each, other in parts if other.loss_scale is not None]
-            check(
-                not part.evaluates or not earlier,
-                f"{name} takes further gradients of the loss itself, which {', '.join(earlier)} would not change: leave that out",
-            )
-        places[part.role].append(name)
-    scales = [name for name, part in parts if part.loss_scale is not None]
-    check(len(scales) < 2, f"{' and '.join(scales)} both scale the loss: once is enough")
-
-
-def check_writes(optimizer: Optimizer, who: str) -> Optimizer:
-    """Return an optimizer that changes weights. Raises TypeError for anything else, ValueError for parts that do not."""
-    advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-    check_type(f"{who} got, in place of an optimizer,", optimizer, Optimizer, advice)
-    roles = [part.role for part in optimizer.parts.values()]
-    check(
-        "weights" in roles,
-        f"{who} got {', '.join(optimizer.parts)}, which changes no weights: put it into a chain with an optimizer, such as "
-        f"{_with_weights(optimizer)}. (A part of your own that makes the update has role='weights'.)",
-    )
-    return optimizer
-
-
-def _with_weights(optimizer: Optimizer) -> str:
-    """The call of a chain with these parts and an optimizer."""
-    call = optimizer.call
-    given = call.args if call is not None and call.factory is chain else (optimizer,)
-    codes: dict[bool, list[str]] = {False: [], True: []}
-    for each in given:
-        parts = (each[1] if isinstance(each, tuple) else each).parts.values()
-        codes[all(part.role == "after" for part in parts)].append(shown(each))
-    return f"ll.chain({', '.join([*codes[False], 'll.optimizer(torch.optim.AdamW, lr=1e-3)', *codes[True]])})"
+from looplib.optim.chains import check_writes
+from looplib.types import Grads, Optimizer, Params, Part, Transformed
 
 
 def _check_inner(optimizer: Any, who: str) -> None:
@@ -201,7 +85,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             key: optimizers[key].transform(mine, state[key], members, step, **info)
             for key, mine, members in parts_of(grads, params)
         }
-        return of_labels(outs, {**state, **mapped(operator.attrgetter("state"), outs)})
+        return _of_labels(outs, {**state, **mapped(operator.attrgetter("state"), outs)})
 
     def update_(
         grads: Grads, state: Any, params: Params, step: int, applied: Any = True, carry: Any = None, **info: Any
@@ -411,9 +295,15 @@ def _is_due(n: int, steps: Tensor) -> bool:
     return int(steps) + 1 >= n
 
 
-def of_another(optimizer: Optimizer, state: TrainState) -> ValueError:
-    """Error for a state that an optimizer cannot read."""
-    return ValueError(
-        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {optimizer.call or optimizer}: give the "
-        "optimizer that made it, with all of its parts"
+def _of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
+    """Results of the chains of a partition together: a flag and a carried value for each label."""
+    grads = {name: grad for out in outs.values() for name, grad in out.grads.items()}
+    flags = mapped(lambda out: out.apply, outs)
+    return Transformed(
+        grads,
+        states,
+        True if all(flag is True for flag in flags.values()) else flags,
+        mapped(lambda out: out.carry, outs),
+        {within(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
+        [each for out in outs.values() for each in out.on_skip],
     )

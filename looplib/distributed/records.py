@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
 from looplib._core.collective import together_with_data
-from looplib.metrics._mean import merge
+from looplib.metrics import merge
 from looplib.types import Metric, Metrics
 
 
