@@ -86,7 +86,7 @@ def host(monkeypatch):
     ("kind", "backend"),
     [("xpu", "cpu:gloo,xpu:xccl"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo"), ("mps", "gloo")],
 )
-def test_a_process_gets_the_accelerator_of_its_local_rank_and_torchs_default_backend_for_it(host, kind, backend):
+def test_a_process_gets_the_accelerator_of_its_local_rank(host, kind, backend):
     accelerators, asked = host(kind, 0 if kind == "cpu" else 2, local_rank=1)
     with ll.distributed.setup() as device:
         pass

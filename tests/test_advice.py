@@ -106,7 +106,7 @@ ROOMS = [
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
-def test_each_room_knows_the_optimizers_and_schedulers_of_torch_and_has_no_name_that_it_explains(room):
+def test_each_room_explains_torchs_optimizers_and_schedulers(room):
     classes = [
         cls for cls in vars(torch.optim).values() if isinstance(cls, type) and cls is not torch.optim.Optimizer
     ]
@@ -149,7 +149,7 @@ def test_an_instance_is_answered_with_the_line_that_makes_the_same_update():
             call()
 
 
-def test_a_loss_function_in_the_place_of_a_gradient_function_is_refused_when_the_step_is_made():
+def test_a_loss_function_in_place_of_a_gradient_function_is_refused_at_once():
     def my_loss(policy, batch):
         return policy(batch).mean()
 

@@ -263,7 +263,7 @@ def test_writes_into_a_module_that_the_steps_do_not_train_are_warned_of_once(edi
 
 
 @pytest.mark.parametrize("edit", [perturbed, clipped])
-def test_a_critic_that_is_written_is_warned_of_once_though_the_generators_loss_calls_it(edit):
+def test_a_critic_that_is_written_is_warned_of_once(edit):
     critic, critic_step, critic_state = begin()
     generator = nn.Linear(4, 4)
     generator_step = ll.make_train_step(ll.make_grad_fn(generator, lambda model, x: critic(model(x)).mean()), SGD)
@@ -335,7 +335,7 @@ def test_members_and_runs_of_one_module_are_not_warned_of():
         state, _ = (donated if number % 2 else step)(state, x)
 
 
-def test_a_module_that_a_donated_run_on_a_copied_state_leaves_behind_is_warned_of_when_it_is_saved():
+def test_saving_a_module_that_a_run_on_a_copy_left_behind_warns():
     model, step, state = begin(donate=True, bound=False)
     for x in BATCHES:
         state, _ = step(state, x)

@@ -133,7 +133,7 @@ def perplexity(model, samples):
     return math.exp(sum(map(operator.mul, losses, counts)) / sum(counts))
 
 
-def test_the_files_are_the_model_of_the_loop_and_its_perplexity_is_that_of_each_answer(page):
+def test_the_files_are_the_model_of_the_loop_with_its_perplexity(page):
     names, folder = page
     for model in loaded(folder):
         assert names["perplexity"] == pytest.approx(perplexity(model, names["test_set"]), rel=1e-4)

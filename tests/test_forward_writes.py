@@ -134,7 +134,7 @@ def test_evaluations_and_predictions_run_on_copies_of_what_they_write(kind, boun
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("kind", WRITERS)
-def test_graphs_of_pure_steps_and_predictions_refuse_what_writes_and_leave_the_state_intact(kind):
+def test_graphs_of_pure_steps_and_predictions_refuse_writes(kind):
     model, batch = Writer(kind), torch.randn(4, 3) if "mb" not in kind else ROWS
     grad_fn = ll.make_grad_fn(model, mean_square)
     made = [

@@ -58,7 +58,7 @@ def test_a_part_that_was_left_in_eval_mode_is_named():
         ll.make_grad_fn(model, lambda model, batch: model(batch))
 
 
-def test_a_whole_model_in_eval_mode_is_trained_in_training_mode_and_its_layers_are_named():
+def test_a_whole_model_in_eval_mode_is_trained_and_its_layers_are_named():
     model = Headed(nn.BatchNorm1d(2), nn.Dropout(0.1), nn.Dropout(0.0)).eval()
     with pytest.warns(UserWarning, match="eval mode") as caught:
         grad_fn = ll.make_grad_fn(model, mean_output)
@@ -150,7 +150,7 @@ def test_hooks_on_parameters_act_on_bound_states_and_are_refused_on_others(regis
     assert len(calls) == 3
 
 
-def test_a_batch_without_samples_is_refused_and_a_microbatch_without_any_adds_nothing():
+def test_an_empty_batch_is_refused_and_an_empty_microbatch_adds_nothing():
     model, x = nn.Linear(2, 1), torch.randn(3, 2)
     grad_fn = ll.make_grad_fn(model, mean_square)
     state = ll.init_state(model)
@@ -192,7 +192,7 @@ def fails(model, x):
 
 
 @pytest.mark.parametrize("loss_fn", [fails, lambda model, x: (model(x) * float("nan")).mean()])
-def test_a_module_follows_a_donated_run_again_after_a_pass_that_failed_or_was_skipped(loss_fn):
+def test_a_module_follows_a_donated_run_after_a_pass_that_failed(loss_fn):
     model, x = Counts(), torch.randn(3, 2)
     optimizer = ll.chain(ll.skip_nonfinite(), SGD)
     good, bad = (

@@ -296,7 +296,7 @@ def test_a_plain_function_is_judged_by_whether_it_can_be_called_and_not_by_names
     )
 
 
-def test_plain_functions_of_a_users_own_are_taken_everywhere_and_their_errors_handed_on():
+def test_plain_functions_of_users_are_taken_everywhere():
     state = ll.init_state(MODEL, SCALED)
     out, (after, _) = GRAD_FN(state, BATCH), ll.make_train_step(GRAD_FN, SCALED)(state, BATCH)
     for wrapped in (

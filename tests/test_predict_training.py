@@ -23,7 +23,7 @@ def forward(model, x):
 @pytest.mark.every_case
 @pytest.mark.parametrize("transform", [lambda step: step, lambda s: ll.compile_step(s, backend="eager")])
 @pytest.mark.parametrize("index", [None, 0, 7])
-def test_the_outputs_are_those_of_the_module_in_training_mode_with_the_seed_of_the_state(index, transform):
+def test_outputs_are_those_of_training_mode_with_the_seed_of_the_state(index, transform):
     model, raw = net().eval(), net()
     state = ll.init_state(model, seed=5).replace(step=3)
     at = state if index is None else ll.state.fold_in(state, index)

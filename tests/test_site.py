@@ -230,7 +230,7 @@ def test_the_search_shows_code_and_no_markup(site):
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="the search runs in node")
-def test_a_name_of_a_trainer_finds_its_rows_first_after_what_the_words_and_looplib_have(site):
+def test_a_name_of_a_trainer_finds_its_rows_after_words_and_looplibs_own(site):
     folder, _ = site
     rows = {}
     for page in ("FROM_TRANSFORMERS_NAMES", "FROM_FASTNLP"):

@@ -285,7 +285,7 @@ def test_a_schedule_drives_param_groups_and_a_predicate_counts_updates(loops, ca
         torchs.step()
 
 
-def test_evaluation_and_predictions_are_those_of_eval_mode_and_leave_everything_alone(loops):
+def test_evaluation_and_predictions_leave_everything_alone(loops):
     names, raw = loops
     model, [(x, y)] = raw["model"], names["test_batches"]
     stream, before = torch.get_rng_state(), values(names)

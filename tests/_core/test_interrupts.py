@@ -395,7 +395,7 @@ def test_outside_of_an_update_a_signal_is_taken_at_once():
     assert guarded()
 
 
-def test_a_handler_that_is_set_later_is_guarded_by_the_next_step_and_comes_back_where_it_is_set_again():
+def test_a_handler_that_is_set_later_is_guarded_by_the_next_step():
     parts = Parts(cls=Halfway)
     state = train(parts.state, parts.step, parts.batches[:1])
     before = signal.signal(signal.SIGINT, stop)
@@ -406,7 +406,7 @@ def test_a_handler_that_is_set_later_is_guarded_by_the_next_step_and_comes_back_
         press()
 
 
-def test_an_evaluation_looks_for_a_handler_that_was_set_since_as_by_a_notebooks_next_cell():
+def test_an_evaluation_notices_a_handler_that_was_set_since():
     parts = Parts()
     parts.step(parts.state, parts.batches[0])
     signal.signal(signal.SIGINT, stop)

@@ -165,7 +165,7 @@ def test_what_a_pure_step_shares_is_spent_once_a_donated_step_writes_it(started)
     assert frozen.params["w"] is run.model.frozen.weight
 
 
-def test_a_donated_step_gives_up_all_buffers_also_those_that_a_forward_pass_has_assigned():
+def test_a_donated_step_gives_up_all_buffers():
     class Assigns(nn.Module):
         def __init__(self):
             super().__init__()
@@ -397,7 +397,7 @@ def test_a_functional_update_may_keep_the_parameters_of_before(donate):
         assert bits(run.state.opt_state["by_hand"]["last"]) == values
 
 
-def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_overwritten():
+def test_an_optimizer_that_keeps_a_parameter_itself_is_refused():
     def update_(grads, state, params, step, **info):
         with torch.no_grad():
             for name, grad in grads.items():
@@ -413,7 +413,7 @@ def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_over
     assert state.params["0.weight"].shape == (2, 3)
 
 
-def test_a_new_tensor_for_a_parameter_without_a_gradient_is_refused_in_every_kind_of_step():
+def test_a_new_tensor_without_a_gradient_is_refused_in_every_kind_of_step():
     def update_(grads, state, params, step):
         return {name: (tensor * 0.9).detach().requires_grad_() for name, tensor in params.items()}, state
 

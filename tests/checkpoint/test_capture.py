@@ -62,7 +62,7 @@ def test_a_resumed_run_draws_and_ends_as_one_that_was_not_interrupted(tmp_path):
     assert environment.position == 7
 
 
-def test_what_was_captured_does_not_change_with_the_objects_and_returns_to_the_same_ones():
+def test_what_was_captured_returns_to_the_same_objects():
     environment = Environment()
     captured = ll.checkpoint.capture(environment=environment)
     before = bits(captured)

@@ -235,9 +235,7 @@ OTHER_PARTS = [  # the update without the part and with it, and where its state 
 @both_states
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "gone"])
 @pytest.mark.parametrize(("plain", "longer", "path"), OTHER_PARTS, ids=["/".join(each[2]) for each in OTHER_PARTS])
-def test_a_part_that_is_new_or_gone_is_refused_by_name_and_passed_over_where_that_is_meant(
-    tmp_path, plain, longer, path, is_new, bound
-):
+def test_a_part_that_is_new_or_gone_is_refused_unless_optional(tmp_path, plain, longer, path, is_new, bound):
     """The others continue as in the unbroken run, bit by bit."""
     before, after = (plain, longer) if is_new else (longer, plain)
     outer, name = path[:-1], "/".join(path)

@@ -121,7 +121,7 @@ class Clamped(nn.Module):
         return self.norm(self.layer(x))
 
 
-def test_a_forward_pass_that_writes_a_parameter_does_so_in_both_passes_of_a_donated_step():
+def test_a_forward_pass_writes_its_parameter_in_both_passes():
     raw, model, rho = Clamped(), Clamped(), 0.3
     theirs, optimizer = torch.optim.SGD(raw.parameters(), lr=0.5), ll.optimizer(torch.optim.SGD, lr=0.5)
     loss_fn = lambda model, x: (model(x) - 1).square().mean() + model.layer.weight.sum()  # noqa: E731

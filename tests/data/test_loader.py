@@ -183,7 +183,7 @@ def test_set_epoch_is_called_for_samplers_that_have_it():
         assert samples == [*sampler]
 
 
-def test_batches_cut_from_the_same_permutation_leave_samples_out_and_keep_all_others_with_their_draws():
+def test_batches_cut_from_one_permutation_keep_the_draws_of_their_samples():
     bad = torch.tensor([3, 17, 20])
 
     def batches(epoch, generator):

@@ -238,7 +238,7 @@ def every_other(epoch, generator):
     return range(epoch % 2, 10 - epoch)
 
 
-def test_a_forgotten_epoch_length_is_said_at_the_first_call_and_no_other_is_asked_for():
+def test_a_forgotten_epoch_length_is_said_at_the_first_call():
     model = torch.nn.Linear(1, 1)
     forgotten, known = ll.init_state(model, SGD), ll.init_state(model, SGD, epoch_length=5)
     theirs = DataLoader(range(10), batch_size=2, sampler=torch.utils.data.SubsetRandomSampler(range(10)))

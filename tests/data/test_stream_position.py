@@ -129,7 +129,7 @@ class Shuffled(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_each_epoch_after_a_resume_has_its_own_order_if_the_state_dict_holds_the_epoch(counts):
+def test_each_epoch_after_a_resume_has_its_own_order(counts):
     def epochs(loader, state, count):
         seen = []
         for _ in range(count):

@@ -54,7 +54,7 @@ def at(epoch=0, batch=0):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
-def test_two_ranks_read_each_sample_once_and_a_new_process_continues_with_the_same_batches(shards, options):
+def test_two_ranks_read_each_sample_once_also_in_a_new_process(shards, options):
     ranks = [numbers(loader_over(shards, **options), at(), rank, 2) for rank in range(2)]
     assert sorted(itertools.chain(*ranks[0], *ranks[1])) == list(range(40))
     assert ranks[0] != [sorted(batch) for batch in ranks[0]]

@@ -224,7 +224,7 @@ def test_equal_numbers_of_other_bits_or_strides_are_not_shared():
         )
 
 
-def test_a_tensor_that_stands_twice_is_kept_once_and_one_that_may_be_spent_not_at_all():
+def test_a_tensor_that_stands_twice_is_kept_once():
     model = nn.Module()
     model.one = model.other = nn.Parameter(torch.ones(5))
     kept = record_steps({}, ll.init_state(model, extra={"again": model.one}))

@@ -149,7 +149,7 @@ def test_optimizers_on_shards_are_those_of_one_process_or_refused(tmp_path):
     launch(2, optimizers_on_two_ranks, str(tmp_path))
 
 
-def test_moments_of_few_bits_on_shards_are_those_of_a_raw_loop_and_stay_on_as_many_ranks(tmp_path):
+def test_moments_of_few_bits_on_shards_are_those_of_a_raw_loop(tmp_path):
     import torchao.optim
 
     launch(2, few_bits_on_two_ranks, str(tmp_path))

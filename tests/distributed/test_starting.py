@@ -56,7 +56,7 @@ SLURM = {
 
 
 @pytest.mark.slow
-def test_the_slurm_script_of_the_page_starts_all_ranks_and_is_queued_again_until_it_has_finished(tmp_path):
+def test_the_slurm_script_starts_all_ranks_and_is_queued_until_it_has_finished(tmp_path):
     page = (ROOT / "recipes" / "SCALE.md").read_text()
     script = re.search(r"```sh\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[1]
     assert script.count(":29500") == 1

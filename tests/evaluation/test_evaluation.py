@@ -61,7 +61,7 @@ def test_the_first_batches_rates_and_a_bar_that_goes_away(capfd):
 
 
 @both_steps
-def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with_none(donate):
+def test_evaluations_at_every_step_leave_the_bits_of_training(donate):
     def run(evaluated):
         model, optimizer, state = parts()
         step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=donate)

@@ -262,7 +262,7 @@ def test_a_dtype_that_the_parameters_have_already_changes_no_bit(donate):
     assert runs[0] == runs[1]
 
 
-def test_a_dtype_goes_with_a_loss_over_tokens_with_unreached_parameters_and_in_a_graph():
+def test_a_dtype_goes_with_tokens_unreached_parameters_and_graphs():
     model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)}).bfloat16()
     optimizer = sgd()
 

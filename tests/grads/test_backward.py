@@ -359,7 +359,7 @@ def test_buffers_move_however_they_are_written(donated):
     assert model.grown.shape == (STEPS + 1,)
 
 
-def test_a_function_that_reads_the_state_gets_what_it_is_given_and_misses_the_rest_by_name():
+def test_a_function_that_reads_the_state_misses_the_rest_by_name():
     model = net()
     grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch[:2]) * batch[2])
 

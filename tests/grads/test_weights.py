@@ -193,7 +193,7 @@ def test_class_weights_in_a_plain_mean_are_warned_of_once_under_accumulate(kind)
         testing.assert_microbatches_equal_batch(fresh, state, batch)
 
 
-def test_what_the_warning_of_class_weights_says_gives_the_gradient_of_the_whole_batch():
+def test_the_advice_on_class_weights_gives_the_gradient_of_the_whole_batch():
     def loss(out, batch):
         total = F.cross_entropy(out, batch["y"], weight=CLASS_WEIGHTS, reduction="sum")
         return ll.Mean(total, CLASS_WEIGHTS[batch["y"]].sum())

@@ -168,7 +168,7 @@ def on_two_ranks():
         print("refused on", ll.distributed.rank())
 
 
-def test_what_has_a_meaning_for_whole_batches_alone_is_refused_within_reduce_gradients():
+def test_wrappers_of_whole_batches_are_refused_within_reduce_gradients():
     assert launch(2, on_two_ranks).count("refused on") == 2
 
 

@@ -105,7 +105,7 @@ def test_models_within_wrappers_of_torch_and_peft_give_their_config():
     assert (settings["n_embd"], settings["adapters"]["default"]["r"]) == (8, 2)
 
 
-def test_a_config_of_a_part_is_not_the_models_and_one_that_fails_does_not_end_the_run():
+def test_a_config_that_fails_does_not_end_the_run():
     model = torch.nn.Linear(2, 1)
     model.config = types.SimpleNamespace(to_dict=lambda: 1 / 0)
     assert model_of(model)["config"] == "not described: ZeroDivisionError('division by zero')"
@@ -138,7 +138,7 @@ def test_the_commit_is_that_of_the_program(tmp_path):
     assert output(sys.executable, program, env=environment) == f"{commit}-dirty"
 
 
-def test_an_accelerator_that_torch_is_built_for_and_the_machine_lacks_is_not_the_device(monkeypatch):
+def test_an_accelerator_that_the_machine_lacks_is_not_the_device(monkeypatch):
     def accelerator(check_available):
         return None if check_available else torch.device("cuda")
 

@@ -195,7 +195,7 @@ def test_tee_calls_all_and_raises_the_first_error_with_the_loggers_named():
 # refusals, and reprs
 
 
-def test_what_is_no_single_value_and_a_name_of_the_counts_are_refused_by_every_logger(tmp_path):
+def test_every_logger_refuses_tensors_and_names_of_counts(tmp_path):
     live_plot = ll.log.live_plot(path=tmp_path / "plot.png")
     for log in (jsonl(tmp_path / "log"), record([]), console(), live_plot, rename(console(), {"one": "two"})):
         with pytest.raises(TypeError, match=r"state is a dict; give a TrainState.*log\(state, values\)"):

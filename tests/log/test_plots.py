@@ -187,9 +187,7 @@ def test_drawing_takes_a_tenth_of_the_time_at_most(drawings, tmp_path):
     assert all(30 <= after - before < 31 for before, after in itertools.pairwise(times))
 
 
-def test_a_live_plot_is_drawn_now_and_then_and_at_the_end_and_shows_all_of_a_run_that_is_continued(
-    drawings, tmp_path
-):
+def test_a_live_plot_is_drawn_at_intervals_and_shows_all_of_a_continued_run(drawings, tmp_path):
     path, picture = tmp_path / "log.jsonl", tmp_path / "live" / "loss.png"
     assert repr(live_plot(path=str(picture))) == f"live_plot(path={str(picture)!r})"
     for steps, drawn in ((range(1, 6), 1), (range(4, 8), 4)):  # the second run continues from a checkpoint at step 3

@@ -122,7 +122,7 @@ def test_under_evaluation_it_is_the_value():
     assert ll.compute(step(ll.init_state(model), batch))["loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_parameters_that_the_loss_does_not_reach_and_per_sample_gradients_are_refused():
+def test_unreached_parameters_and_per_sample_gradients_are_refused():
     model, other = net(), nn.Linear(2, 2)
     for params in ([*other.parameters()], []):
         grad_fn = ll.make_grad_fn(

@@ -222,7 +222,7 @@ REFUSED_PARTS = [
 ]  # fmt: skip
 
 
-def test_a_function_of_a_part_that_could_not_be_called_is_refused_when_the_part_is_made():
+def test_a_function_that_a_part_could_not_call_is_refused_at_once():
     for case in REFUSED_PARTS:
         assert_refused(*case)
 

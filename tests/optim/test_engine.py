@@ -233,7 +233,7 @@ def laid_out(grads_of):
 
 
 @both_steps
-def test_the_classs_own_fused_step_is_given_gradients_with_the_strides_of_their_parameters(donate):
+def test_a_fused_step_gets_gradients_with_the_strides_of_parameters(donate):
     # With dampening, the first update is of its own kind, so looplib leaves the call of the kernel to the class.
     make, optimizer = in_groups(optim.SGD, momentum=0.9, dampening=0.1, fused=True)
     params = start("transposed", torch.float32)
@@ -283,7 +283,7 @@ def test_parameters_of_two_dtypes_have_a_fused_kernel_each(options, donate):
 @both_steps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
-def test_a_kernel_that_looplib_takes_by_itself_differs_from_torchs_default_by_rounding_alone(cls, dtype, donate):
+def test_a_chosen_kernel_differs_from_torchs_default_by_rounding_alone(cls, dtype, donate):
     params = {"w": torch.randn(100, generator=torch.Generator().manual_seed(0)).to(dtype)}  # more than a vector has
     found, _ = updates(ll.optimizer(cls, lr=0.05), params, grads_at, donate)
     expected, _ = raw_updates(lambda params: cls(params.values(), lr=0.05), params, grads_at)

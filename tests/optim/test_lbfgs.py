@@ -113,7 +113,7 @@ def test_a_schedule_and_a_wrapper(donate):
 
 @both_steps
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
-def test_a_parameter_without_a_gradient_stays_although_the_direction_is_one_vector_of_all(line_search_fn, donate):
+def test_a_parameter_without_a_gradient_stays(line_search_fn, donate):
     options = {"lr": 0.5, "max_iter": 5, "line_search_fn": line_search_fn}
     raw, model = net(), net()
     theirs, optimizer = torch.optim.LBFGS(raw.parameters(), **options), ll.optimizer(torch.optim.LBFGS, **options)
@@ -231,7 +231,7 @@ class Clamped(nn.Module):
 
 
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
-def test_a_forward_pass_that_writes_a_parameter_does_so_in_each_evaluation_of_a_donated_step(line_search_fn):
+def test_a_forward_pass_writes_its_parameter_in_each_evaluation(line_search_fn):
     options = {"lr": 0.5, "max_iter": 6, "line_search_fn": line_search_fn}
     raw, model = Clamped(), Clamped()
     theirs, optimizer = torch.optim.LBFGS(raw.parameters(), **options), ll.optimizer(torch.optim.LBFGS, **options)

@@ -201,7 +201,7 @@ def test_labels_that_decide_by_plain_bools_update_each_by_its_own(donate):
     [momentum(), ll.chain(momentum(), ll.ema()), ll.chain(skip_large(1e6), momentum())],
     ids=["", "ema", "own"],
 )
-def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_stays_bound(optimizer, way):
+def test_an_update_in_plain_functions_works_in_every_step(optimizer, way):
     model, raw = net(), net()
     sgd = torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9, foreach=False)
     step = made_step(model, optimizer, way)
@@ -307,7 +307,7 @@ def test_an_update_adds_metrics_to_those_of_the_step(optimizer, name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_first_half_may_not_report_under_a_name_that_is_taken_and_a_second_half_gets_one_of_its_own(way):
+def test_a_report_under_a_taken_name_is_refused_or_renamed(way):
     """The first half can be refused, since nothing has been written yet. The second cannot."""
 
     def transform(grads, state, params, step):

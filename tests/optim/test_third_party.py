@@ -397,7 +397,7 @@ def sparse_setting(**options):
         ("never", ValueError, "cannot take the sparse gradient of 0.weight.*does not support sparse gradients"),
     ],
 )
-def test_state_that_depends_on_a_gradients_sparsity_is_refused_before_the_state_is_spent(sparse, error, words):
+def test_state_that_depends_on_sparsity_is_refused_before_the_spend(sparse, error, words):
     model, optimizer, step = sparse_setting(sparse=sparse)
     state = ll.init_state(model, optimizer)
     before = model[0].weight.detach().clone()

@@ -148,7 +148,7 @@ def test_errors_name_what_was_found(make, named):
     ],
 )
 @pytest.mark.every_case
-def test_a_name_that_everyone_knows_chooses_its_direction_and_others_are_asked_for_it(names, mode, tmp_path):
+def test_a_known_name_chooses_its_direction_and_others_are_asked_for_it(names, mode, tmp_path):
     for name in names.split():
         if mode is None:
             for make in (BestSoFar, lambda name: ll.checkpoint_io(tmp_path, monitor=name)):
@@ -158,7 +158,7 @@ def test_a_name_that_everyone_knows_chooses_its_direction_and_others_are_asked_f
         assert BestSoFar(name).mode == mode
 
 
-def test_one_record_says_metric_and_direction_for_stopping_and_for_the_best_checkpoint(tmp_path):
+def test_one_record_serves_stopping_and_the_best_checkpoint(tmp_path):
     record = BestSoFar("fitness", mode="max")
     assert eval(repr(record)) == pickle.loads(pickle.dumps(record)) == record
     ckpt = ll.checkpoint_io(tmp_path, keep_last=1, keep_best=1, monitor=record)

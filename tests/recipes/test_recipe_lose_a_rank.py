@@ -61,9 +61,7 @@ LARGE = pytest.mark.large
         *(pytest.param(engine, ranks, 50, 200, marks=LARGE) for engine in ("reduce", "ddp") for ranks in (2, 3)),
     ],
 )
-def test_killed_ranks_are_replaced_and_the_bits_are_those_of_a_run_that_nobody_disturbed(
-    engine, replicas, kills, epochs, tmp_path
-):
+def test_killed_ranks_are_replaced_with_the_bits_of_an_undisturbed_run(engine, replicas, kills, epochs, tmp_path):
     settings = {"engine": engine, "replicas": replicas, "epochs": epochs}
     undisturbed, killed = ({**settings, "directory": str(tmp_path / name)} for name in ("undisturbed", "killed"))
     _, (steps, none, never, expected) = run(**undisturbed)

@@ -52,7 +52,7 @@ def near(values):
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process_logs(tmp_path):
+def test_continued_by_other_ranks_and_engines_it_logs_what_one_process_logs(tmp_path):
     expected = load("ddp").main(**SMALL, sample=8, directory=str(tmp_path / "whole"))
     rows = values(tmp_path / "whole")
     assert rows[-1]["eval/loss"] == expected["loss"] < 4  # 5.5 for one who knows nothing

@@ -139,7 +139,7 @@ def test_other_classes_of_torch_are_refused_by_name():
 
 
 @pytest.mark.parametrize("name", ["dampening", "dampening, scheduled"])
-def test_a_parameter_whose_first_gradient_comes_late_begins_then_in_a_graph_as_in_torch(name):
+def test_a_late_first_gradient_begins_in_a_graph_as_in_torch(name):
     options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
     model, raw = seeded(with_a_number), seeded(with_a_number)
     scheduled = {"momentum": lambda step: 0.9} if "scheduled" in name else {}

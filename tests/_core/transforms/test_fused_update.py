@@ -99,7 +99,7 @@ GROUPS = [  # the last of nothing
 
 @both_steps
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_are_updated_by_one_operation_for_each_group_with_the_bits_of_the_eager_step(name, donate):
+def test_one_operation_updates_each_group_with_the_bits_of_the_eager_step(name, donate):
     assert compared(Many(FEW), OPTIMIZERS[name](), donate) == [2 if name == "groups" else 1]
 
 
