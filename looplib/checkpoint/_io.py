@@ -355,7 +355,7 @@ class CheckpointIO:
             required: if True, raise an error if there is no checkpoint, for a run that must not start over.
             optional: names of objects that the checkpoint or the mapping may lack, or that a different number of ranks has
                 saved. Objects that are not in the checkpoint keep their state, and values are as given. Of a state, names
-                of parts of its update that the checkpoint or the state may lack, see below.
+                of parts of its update that the checkpoint or the state may lack: see **Other parts of the update**.
             quiet: if True, print nothing.
 
         Returns:

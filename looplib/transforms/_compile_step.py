@@ -83,7 +83,7 @@ def compile_step(
         mode: of `torch.compile`: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
             "reduce-overhead" records a pure step as a CUDA graph, so that its kernels are launched at once.
         options: Inductor's options, by name.
-        backend: "inductor", or "eager" for a graph without machine code: see below.
+        backend: "inductor", or "eager" for a graph without machine code: see **Time to compile**.
 
     Raises:
         TypeError: `step` is a different function, is already compiled, or is differentiable; or a donated step is to
