@@ -44,19 +44,31 @@ def the_hub(monkeypatch, tmp_path):
     return Hub(monkeypatch, tmp_path / "pulled")
 
 
+# Checks of texts: English, links, search and the release. They are a tier of their own (`pytest -m pages`).
+PAGES = {"test_english.py", "test_release.py", "test_site.py"}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The fast tier runs the first case of each parametrized test; the others are marked `slow`.
+    """The fast tier runs one case of each parametrized test: that marked `hardest`, or the first. The others become `slow`.
 
     The exceptions are tables of what is refused, and tests marked `every_case`: checks of pages and tables whose cases are
     cheap and each of another thing.
     """
+    hardest = {test_of(item) for item in items if item.get_closest_marker("hardest")}
     tests = set()
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        if test in tests and "refused" not in test and not item.get_closest_marker("every_case"):
+        test = test_of(item)
+        is_chosen = item.get_closest_marker("hardest") if test in hardest else test not in tests
+        if not is_chosen and "refused" not in test and not item.get_closest_marker("every_case"):
             item.add_marker("slow")
+        if item.path.name in PAGES and not item.get_closest_marker("slow"):
+            item.add_marker("pages")
         tests.add(test)
+
+
+def test_of(item):
+    return item.nodeid.partition("[")[0]
 
 
 def pytest_collection_finish():

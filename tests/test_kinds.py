@@ -175,7 +175,7 @@ def by_function(rows):
 
 
 def fault(function, parameter, thing):
-    """What is wrong if a function gets a thing of another kind for this parameter; "" if it refuses that by name."""
+    """The fault if a function gets a thing of another kind for this parameter; "" if it refuses that by name."""
     try:
         call(function, parameter, THINGS[thing])
     except (TypeError, ValueError) as error:
