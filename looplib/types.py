@@ -222,7 +222,7 @@ Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
 """Gradients by the name of their parameter, as in `Gradients`."""
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[[Any, Any], "Tensor | Metric | tuple[Any, Mapping[str, Any]]"]
 """Loss function: `loss_fn(model, batch)`, for `make_grad_fn`.
 
 It returns a scalar loss (the mean over the samples), a `Mean(total, weight)` if the average is not over samples, such as
@@ -340,6 +340,19 @@ class Metric(Protocol):
 
 Metrics = Mapping[str, Metric]
 """Metrics of a batch by name, as a step returns them; `ll.compute` turns them into numbers."""
+
+
+class Record(Protocol):
+    """The part of a `Mean` that type checkers know of a metric in a step's result, most of which are `Mean`s."""
+
+    @property
+    def total(self) -> Any: ...
+    @property
+    def weight(self) -> Any: ...
+    def merge(self, *others: Any) -> Any: ...
+    def compute(self) -> Any: ...
+    def item(self) -> float: ...
+    def __float__(self) -> float: ...
 
 
 class Init(Protocol):
@@ -642,8 +655,7 @@ class TrainStep(Protocol):
     >>> state, metrics = noisy_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     """
 
-    # The records are `Metric`s. Most are `Mean`s, whose `item()` a user's type checker is to accept.
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]: ...
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Record | Any]]: ...
 
 
 class EvalStep(Protocol):
@@ -656,7 +668,7 @@ class EvalStep(Protocol):
     {'mean': 1.5}
     """
 
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Any]: ...
+    def __call__(self, state: TrainState, batch: Any) -> dict[str, Record | Any]: ...
 
 
 class PredictStep(Protocol):

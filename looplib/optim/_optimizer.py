@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ from looplib.types import Optimizer, Params, Part, TrainState, check_state
 
 
 def optimizer(
-    cls: type, *parameters: NoReturn, lr: Any = None, groups: Groups = (), **hyperparameters: Any
+    cls: type,
+    *parameters: NoReturn,
+    lr: SupportsFloat | Callable[[int], Any] | inject | None = None,
+    groups: Groups = (),
+    **hyperparameters: Any,
 ) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
