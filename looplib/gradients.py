@@ -22,15 +22,16 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.contracts import BatchPart
 from looplib._core.engines import Sync, sync_over_ranks
-from looplib._core.lease import overwritten, put_back, trees_of, with_copies
+from looplib._core.forward_writes import put_back, with_copies
+from looplib._core.lease import overwritten, trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.misuse import LossWatch, left_behind
+from looplib._core.passes import Passes, passes
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
 from looplib._core.reach import Reach
 from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.samples import as_counter, padding_batch
-from looplib._core.tracing import around_loss, differentiated, entered, tracing
 from looplib._objective import (
     apart,
     aux_records,
@@ -154,12 +155,15 @@ def make_grad_fn(
         if ranks > 1 or host.engine is not None:
             in_place = donate and host.holds(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place)
-        guarded = None if donate else host.unwritten.begin(params)
-        call = _Call(params if guarded is None else guarded.params, names, scale, part, sync)
-        if guarded is not None:
-            # In a trace, the leaves have memory of their own.
-            guarded = host.unwritten.begin(call.params) if call.traced else guarded._replace(params=call.params)
-        seeds = call.seeds(state, rank, indices(index, len(batches)))
+        form = passes()
+        if donate:
+            call, guarded = _Call(params, names, scale, part, sync, form), None
+        else:
+            guard = form.guard(host.unwritten)
+            guarded = guard.begin(params)
+            call = _Call(guarded.params, names, scale, part, sync, form)
+            guarded = guard.on_leaves(guarded, call.params)
+        seeds = form.seeds(state, rank, indices(index, len(batches)))
         copies = with_copies(buffers.values()) if donate and not in_step else None
         grad_mode = torch.is_grad_enabled()
         try:
@@ -177,7 +181,7 @@ def make_grad_fn(
                 if not isinstance(error, Exception):
                     raise
                 if guarded is not None and overwritten(state, (params,)) is None:
-                    host.unwritten.end(guarded, params)
+                    guard.end(guarded, params)
                 batch = batches[min(len(call.outs), len(batches) - 1)]
                 raise host.explained(error, params, buffers, batch)
             finally:
@@ -194,10 +198,11 @@ def make_grad_fn(
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
-            host.unwritten.check(guarded, params)
+            guard.check(guarded, params)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
-        _check_reached(grads, needed, copies)
+        if len(grads) < len(needed):
+            _refuse_unreached(grads, needed, copies)
         _, metrics, _, samples, weight, normalizer, scaled, _ = call.outs[-1]
         call.outs[-1] = Gradients(grads, metrics, after, samples, weight, normalizer, scaled, copies)
         return call.outs, 1 if sync is None else sync.ranks
@@ -286,7 +291,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
         scale, call.loss = call.scale, None
-        with around_loss() if call.traced else _NOTHING:
+        with call.form.around_loss:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):
@@ -299,7 +304,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         if samples and not isinstance(loss, Mean) and (call.part is not None or call.sync is not None):
             watch.look(batch, value, samples)
         call.loss = value
-        if not (reach.known or call.traced):
+        if call.form.by_reach and not reach.known:
             reach.learn(value, batch, call.params, call.leaves)
         # The backward pass of value * factor * scale, without an operation for the factors. The tensor is a new one each
         # time, since the gradient of a parameter may be a view of it.
@@ -308,8 +313,8 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
             seed = seed * scale.to(value.device)  # the scale is on the first parameter's
         if seed is factor or scale is not None:
             seed = seed.to(value).reshape(value.shape)
-        again = call.traced and differentiated()
-        plain = reach.plain and not call.traced
+        again = call.form.create_graph
+        plain = call.form.by_reach and reach.plain
         with reach.others_aside(call.inputs) if plain else _NOTHING:
             inputs = () if plain else call.inputs
             torch_private.run_backward(
@@ -339,13 +344,12 @@ _UNREACHED = (
 )
 
 
-def _check_reached(
+def _refuse_unreached(
     grads: Mapping[str, Tensor], needed: Sequence[str], copies: Sequence[tuple[Tensor, Tensor]] | None
 ) -> None:
-    """Raise if one of these parameters has no gradient, after putting buffers back."""
-    if len(grads) < len(needed):
-        put_back(copies or ())
-        raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
+    """Raise for parameters that have no gradient, after putting buffers back."""
+    put_back(copies or ())
+    raise ValueError(_UNREACHED.format(names=", ".join(name for name in needed if name not in grads)))
 
 
 class _Call:
@@ -353,16 +357,16 @@ class _Call:
 
     Attributes:
         scale, part, sync: as given; `part` with the normalizer that the first pass has chosen.
+        form: how its passes run.
         leaves: trained parameters as the leaves of the call's graphs, with their gradients in `grad`.
         inputs: the same, as a backward pass takes them.
         params: all parameters, including the trained ones.
         frozen: other parameters that require a gradient; they get none.
-        traced: True while the call is being traced instead of run.
         outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
     """
 
-    __slots__ = ("frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync", "traced")
+    __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync")
 
     def __init__(
         self,
@@ -371,8 +375,9 @@ class _Call:
         scale: Tensor | None,
         part: BatchPart | None,
         sync: Sync | None,
+        form: Passes,
     ) -> None:
-        self.scale, self.part, self.sync = scale, part, sync
+        self.scale, self.part, self.sync, self.form = scale, part, sync, form
         self.leaves = {
             name: tensor if (tensor := params[name]).requires_grad and tensor.is_leaf else _leaf(name, tensor)
             for name in names
@@ -384,13 +389,8 @@ class _Call:
             rest = {name: tensor for name, tensor in without(params, self.leaves).items() if tensor.requires_grad}
             check_history(rest)
             self.frozen = [*rest.values()]
-        self.traced = bool(entered) and tracing()
         self.outs: list[Gradients] = []
         self.loss: Any = None
-
-    def seeds(self, state: TrainState, rank: int, indexes: Sequence[int]) -> Sequence[int]:
-        """Seeds of the passes. A trace draws for the indices of the microbatches themselves."""
-        return indexes if self.traced else [mix(state.seed, state.step, rank, index) for index in indexes]
 
 
 def indices(index: int, count: int) -> Sequence[int]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from looplib._core import lease, misuse
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, is_plain
-from looplib._core.lease import named_tensors, overlaps
+from looplib._core.forward_writes import put_back
 from looplib._core.mappings import fields_of, pick
+from looplib._core.memory import named_tensors, overlaps
 from looplib._core.provenance import Provenance
 from looplib._core.random import mix
 from looplib._core.records import MANY, check_kind, described, settings_of
@@ -203,7 +204,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     writes = [(tensor, values[name]) for name, tensor in targets.items() if not same_value(tensor, values[name])]
     taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
     taken.write()
-    lease.put_back(writes)
+    put_back(writes)
     taken.step = state.step
     return bound.replace(params=params, buffers=buffers)
 

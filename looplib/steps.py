@@ -21,13 +21,13 @@ from looplib._core import torch_private
 from looplib._core.chain import any_of, flags_in_graph, update_where
 from looplib._core.checks import check
 from looplib._core.errors import fold
-from looplib._core.lease import overwritten, put_back, trees_of
+from looplib._core.forward_writes import put_back
+from looplib._core.lease import overwritten, trees_of
 from looplib._core.misuse import LossWatch, Watch
-from looplib._core.random import mix
+from looplib._core.passes import passes
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.samples import as_counter
-from looplib._core.tracing import tracing
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
 from looplib.gradients import EVALUATED, check_history
 from looplib.grads.wrapping import DROPPED, check_summed
@@ -69,7 +69,7 @@ class StepSpec:
 
     Attributes:
         kind: "train", "eval" or "predict".
-        core: the step without its counts.
+        for_graphs: the step without its counts, in the form that is traced.
         watched: the functions that it calls.
         donate, same_batch: as passed to `make_train_step`.
         compiler: of its graphs, if it runs as a graph (`transforms._compiler.Compiler`).
@@ -77,7 +77,7 @@ class StepSpec:
     """
 
     kind: Literal["train", "eval", "predict"]
-    core: Callable[[TrainState, Any], Outcome]
+    for_graphs: Callable[[TrainState, Any], Outcome]
     watched: tuple[Any, ...]
     donate: bool = False
     same_batch: bool = False
@@ -161,7 +161,7 @@ def make_train_step(
     given, grad_fn = grad_fn, check_summed(grad_fn, "make_train_step")
     check_writes(optimizer, "make_train_step")
     watched = (given, [each for part in optimizer.parts.values() for each in (part.transform, part.update_)])
-    parts = StepSpec("train", _core(grad_fn, optimizer), watched, donate, same_batch)
+    parts = StepSpec("train", _train_step_for_graphs(grad_fn, optimizer), watched, donate, same_batch)
     step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch), parts)
     return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
@@ -203,10 +203,10 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
     return train_step
 
 
-def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
+def _train_step_for_graphs(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
     """The step for graphs, from the same parts: to own is to copy, and tensors choose whether the update is made."""
 
-    def core(state: TrainState, batch: Any) -> Outcome:
+    def step_for_graphs(state: TrainState, batch: Any) -> Outcome:
         params, _, opt_state = trees_of(state)
         out = _gradients(grad_fn, state, batch, optimizer, opt_state, {})
         first = optimizer.transform(
@@ -228,7 +228,7 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         metrics = with_late_report(metrics, report, out.samples)
         return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, any_of(flags))
 
-    return core
+    return step_for_graphs
 
 
 def _gradients(
@@ -321,7 +321,7 @@ def make_eval_step(
             watch.look_beside(values["loss"], values, samples)
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    parts = StepSpec("eval", _unchanging(eval_step), (model, metric_fn), count_samples=counter)
+    parts = StepSpec("eval", _without_update(eval_step), (model, metric_fn), count_samples=counter)
     return with_repr(with_spec(eval_step, parts), make_eval_step, model, metric_fn, count_samples=count_samples)
 
 
@@ -362,16 +362,18 @@ def make_predict_step(
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_gradients(model, predict_fn, training)
     watched, counter = (model, predict_fn), as_counter(count_samples)
-    step = with_spec(predict_step, StepSpec("predict", _unchanging(predict_step), watched, count_samples=counter))
+    step = with_spec(predict_step, StepSpec("predict", _without_update(predict_step), watched, count_samples=counter))
     settings = {"training": training, "count_samples": count_samples}
     return with_repr(step, make_predict_step, model, predict_fn, **settings)
 
 
-def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:
-    def core(state: TrainState, batch: Any) -> Outcome:
+def _without_update(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:
+    """An eval or predict step for graphs: it leaves the state as it is."""
+
+    def step_for_graphs(state: TrainState, batch: Any) -> Outcome:
         return Outcome(state.params, state.opt_state, state.buffers, step(state, batch), 0)
 
-    return core
+    return step_for_graphs
 
 
 def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], training: bool = False) -> PredictStep:
@@ -380,21 +382,23 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
     def forward(state: TrainState, batch: Any) -> Any:
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
-        seed = 0 if tracing() else mix(state.seed, state.step, rank(), 0)
+        form = passes()
+        guard = form.guard(host.unwritten)
+        (seed,) = form.seeds(state, rank(), (0,))
         grad_mode = torch.is_grad_enabled()
         if grad_mode:
             check_history(params, EVALUATED)
         guarded = None
         try:
             torch_private.set_grad_enabled(False)
-            guarded = host.unwritten.begin(params)
+            guarded = guard.begin(params)
             out = host.run(guarded.params, buffers, seed, lambda: function(model, batch))
             trees_of(state)  # raises if another thread has written it since
-            host.unwritten.check(guarded, params, of_state=True)
-            return out if tracing() else apart_from(out, (*params.values(), *buffers.values()))
+            guard.check(guarded, params, may_write=True)
+            return apart_from(out, (*params.values(), *buffers.values()))
         except Exception as error:
             if guarded is not None and overwritten(state, (params,)) is None:
-                host.unwritten.end(guarded, params)
+                guard.end(guarded, params)
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
             torch_private.set_grad_enabled(grad_mode)

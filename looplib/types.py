@@ -457,6 +457,8 @@ class Part:
         loss_scale: `loss_scale(state) -> Tensor`, of the part that scales losses.
         unscale: `unscale(grads, scale)`, which divides gradients by it in place.
         evaluates: True if `update_` evaluates the loss at other parameters, as LBFGS does.
+        for_graphs: the part as operations on tensors alone, which runs in its place while a step is traced into a graph.
+            None for a part whose own halves are that, as yours are if they read no values.
     """
 
     role: Role
@@ -470,6 +472,7 @@ class Part:
     loss_scale: Callable[[Any], Tensor] | None = None
     unscale: Callable[[Grads, Tensor], None] | None = None
     evaluates: bool = False
+    for_graphs: Part | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -36,24 +36,21 @@ from looplib._core.chain import any_of, new_tensors, read
 from looplib._core.checks import check, check_optional_count, check_type, few
 from looplib._core.copies import clones, own_copies
 from looplib._core.errors import fold
+from looplib._core.forward_writes import put_back, versions, with_copies, written_since
 from looplib._core.lease import (
     Lease,
     give_up,
     lease_of,
     lease_over,
-    memory_of,
     overwritten,
-    put_back,
-    tensors_in,
     trees_of,
-    versions,
-    with_copies,
     with_own_tensors,
-    written_since,
 )
 from looplib._core.mappings import mapped
+from looplib._core.memory import tensors_in
 from looplib._core.ranks import is_sharded
-from looplib._core.tracing import UntraceableError, tracing
+from looplib._core.torch_storage import memory_of
+from looplib._core.tracing import refuse_in_graph
 from looplib._core.trees import map_tensors
 from looplib._objective import aux_records
 from looplib.metrics import Mean
@@ -142,11 +139,9 @@ def apply_gradients(
         samples is None or not same_batch, "samples= consumes a batch, and same_batch=True does not: give one of them"
     )
     params, old_buffers, opt_state = trees_of(state, "ll.apply_gradients(optimizer, state, gradients)")
-    check(
-        not tracing(),
+    refuse_in_graph(
         "ll.apply_gradients inside a step that runs as a graph: make the inner step with ll.make_train_step, around a "
-        "gradient function of your own if need be, function(state, batch, **request) -> Gradients",
-        UntraceableError,
+        "gradient function of your own if need be, function(state, batch, **request) -> Gradients"
     )
     given = _as_gradients(gradients, scale)
     grads = _checked(given.grads, params)
@@ -383,7 +378,7 @@ def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
 
 def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
     """The tree, with copies of what shares memory with these tensors, over which a donated step writes."""
-    known = {*map(memory_of, tensors)}
+    known = {*map(memory_of, tensors)} - {None}  # a trace's tensors have no memory; its program takes them apart
     return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
 
 

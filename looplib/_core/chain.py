@@ -18,7 +18,17 @@ from looplib._core.checks import check
 from looplib._core.contracts import Check, Transformed
 from looplib._core.copies import copy_tree, leaves_of, own_copies
 from looplib._core.mappings import as_record, stacked
-from looplib._core.tracing import afterwards, tracing, where
+from looplib._core.tracing import afterwards, entered, tracing, where
+
+
+def for_graphs(parts: Sequence[tuple[str, Any]]) -> Sequence[tuple[str, Any]]:
+    """These parts; in a trace in their form for graphs, if they have one.
+
+    It is asked where parts run, and not where a step is traced: a chain may be inside a part or a gradient function of the
+    user's own, which nothing that traces a step can look into.
+    """
+    return [(name, part.for_graphs or part) for name, part in parts] if tracing() else parts
+
 
 # First halves
 
@@ -30,6 +40,8 @@ def transform(
 
     `info["owned"]` is True if the gradients may be written; otherwise, the first part that changes them gets copies.
     """
+    if entered:
+        firsts = for_graphs(firsts)
     states = opt_state  # whose dicts and tensors are those of the state, which a part leaves alone
     flag: Any = True
     carries: dict[str, Any] | None = None
@@ -157,6 +169,8 @@ def update_(
     seconds: Sequence[tuple[str, Any]], grads: Any, opt_state: Any, params: Any, step: Any, info: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The second halves of these parts, in order: parameters, state, and reports."""
+    if entered:
+        seconds = for_graphs(seconds)
     carries = info.get("carry") or {}
     reports: dict[str, Mapping[str, Any]] | None = None
     for name, part in seconds:
@@ -224,6 +238,7 @@ def update_by_hand(
 ) -> tuple[Any, Any, bool | Tensor]:
     """A pure update: transform, copy, update."""
     out = optimizer.transform(grads, opt_state, params, step, scale=scale, **info)
+    # By hand, it may be called in a gradient function of a step that is traced, whose flags the host cannot read.
     flags = flags_in_graph(out) if tracing() else read(out)
     new, opt_state, _ = update_where(
         flags, optimizer, out.grads, out.state, params, step, {**info, "carry": out.carry}

@@ -21,10 +21,10 @@ from looplib._core import lease, torch_private, trees
 from looplib._core.checks import few, warn
 from looplib._core.collective import together_with_data
 from looplib._core.contracts import BatchPart
-from looplib._core.lease import put_back, with_copies
+from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.replicas import checksums_by_name, different
-from looplib._core.tracing import UntraceableError, tracing
+from looplib._core.tracing import refuse_in_graph
 
 
 class Sync:
@@ -158,12 +158,11 @@ class Engine:
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
 
     def refuse_strangers(self, in_place: bool) -> None:
-        if tracing():
-            raise UntraceableError(
-                f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile(), "
-                "before it is wrapped"
-            )
+        refuse_in_graph(
+            f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
+            "leave out ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile(), "
+            "before it is wrapped"
+        )
         if not in_place:
             raise RuntimeError(
                 f"{self.name} works on the module's own parameters, in place, and would be silently wrong on "

@@ -1,37 +1,31 @@
 """Leases: which states may still be read after a step has written their tensors in place.
 
 The memory that a donated run writes carries the run's lease, which knows when it was last written. A state knows when it
-was last found valid, and is spent once any of its memory has been written since. A lease lies on the storage itself, so
-views, detached tensors and other states see it however they came to share the memory, and it ends with the memory.
+was last found valid, and is spent once any of its memory has been written since. A lease lies on the memory itself
+(`_core.torch_storage`), so views, detached tensors and other states see it however they came to share the memory, and it
+ends with the memory.
 
 Memory that is shared through numpy or DLPack has another storage, and another lease.
 
 Writes that looplib does not make, such as yours to a module's weights, are not recorded: as in a raw loop, a bound state
-has what the module has.
-
-A forward pass may write as well. A donated step runs on the state's own buffers: if it is skipped, or fails before its
-update, they get their values back from copies. Parameters that it writes stay written, as in a raw loop, and the state
-is spent. A pure step, an evaluation and a prediction leave the state as it is: see `Unwritten`.
+has what the module has. Those of a forward pass are in `_core.forward_writes`.
 """
 
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from looplib._core import torch_private
-from looplib._core.checks import PLAIN, check, is_plain, named, parts_of
-from looplib._core.checksums import checksums
-from looplib._core.copies import clones
-from looplib._core.mappings import pairs, pick
-from looplib._core.torch_private import functorch_level_of, pytree
-from looplib._core.tracing import tracing
+from looplib._core.checks import check, named
+from looplib._core.mappings import pick
+from looplib._core.memory import named_tensors, overlaps, tensors_in
+from looplib._core.torch_private import pytree
+from looplib._core.torch_storage import lease_on, set_lease_on
 
 T = TypeVar("T")
 
@@ -151,15 +145,9 @@ def note_provenance(record: Leased, value: Any) -> None:
     _set_provenance(record, value)
 
 
-def lease_on(tensor: Tensor) -> Lease | None:
-    """The lease on a tensor's memory, if a run has written it."""
-    storage = _storage(tensor)
-    return None if storage is None else getattr(storage, "looplib_lease", None)
-
-
 def last_write(tensor: Tensor) -> int:
     """Time of the last write to a tensor's memory by a donated run; 0 if there was none."""
-    lease = lease_on(tensor)
+    lease: Lease | None = lease_on(tensor)
     return 0 if lease is None else lease.written
 
 
@@ -168,30 +156,12 @@ def lies_on(lease: Lease | None, tree: Any) -> bool:
     return lease is not None and any(lease_on(tensor) is lease for tensor in tensors_in(tree))
 
 
-def _storage(tensor: Tensor) -> Any:
-    tensor = getattr(tensor, "_local_tensor", tensor)  # which holds a DTensor's memory
-    try:
-        return tensor.untyped_storage()
-    except RuntimeError:  # sparse tensors, and those of torch.func's transforms, have no storage to write in place
-        return None
-
-
-def memory_of(tensor: Tensor) -> Any:
-    """Address of the memory of a tensor; None without any. Of a subclass, that of the first tensor in it."""
-    storage = _storage(tensor if type(tensor) in PLAIN else (*parts_of(tensor), tensor)[0])
-    return None if storage is None else storage.data_ptr() or None
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_iter(tree) if isinstance(leaf, Tensor))
-
-
 def overwritten(record: Leased, trees: Iterable[Any]) -> Lease | None:
     """The lease by which a tensor of these trees was written since the record was last found valid, or None."""
     at = record._at
     for tree in trees:
         for tensor in tensors_in(tree):
-            lease = lease_on(tensor)
+            lease: Lease | None = lease_on(tensor)
             if lease is not None and lease.written > at:
                 return lease
     return None
@@ -306,11 +276,9 @@ def _covers(lease: Lease, tree: Any, before: Any) -> bool:
     Returns False if one of them shares memory with others, so that the next step must take a new lease.
     """
     for tensor in _new_tensors(tree, before):
-        storage = _storage(tensor)
-        if storage is not None:
-            if getattr(storage, "looplib_lease", None) is not None:
-                return False
-            storage.looplib_lease = lease
+        if lease_on(tensor) is not None:
+            return False
+        set_lease_on(tensor, lease)
     return True
 
 
@@ -327,12 +295,10 @@ def lease_over(writer: str, tensors: Iterable[Tensor], params: Iterable[str] = (
     """A new lease over these tensors, of which the first `write` must follow at once."""
     lease = Lease(writer, params)
     for tensor in tensors:
-        storage = _storage(tensor)
-        if storage is not None:
-            # Older states that share this memory are told by the new lease from its first write on, but some of them may
-            # be spent already: until then, the new lease is as late as the one before it.
-            lease.written = max(lease.written, last_write(tensor))
-            storage.looplib_lease = lease
+        # Older states that share this memory are told by the new lease from its first write on, but some of them may be
+        # spent already: until then, the new lease is as late as the one before it.
+        lease.written = max(lease.written, last_write(tensor))
+        set_lease_on(tensor, lease)
     return lease
 
 
@@ -344,9 +310,9 @@ def _check_shared(trees: Mapping[str, Any], written: Mapping[str, Tensor]) -> No
     root_of: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     for root, tree in trees.items():
-        found = named_tensors(root, tree)
-        tensors |= found
-        root_of |= dict.fromkeys(found, root)
+        named_here = named_tensors(root, tree)
+        tensors |= named_here
+        root_of |= dict.fromkeys(named_here, root)
     trained = named_tensors("params", written).keys()
     for path, name in overlaps(tensors):
         if name in trained:
@@ -359,194 +325,3 @@ def _check_shared(trees: Mapping[str, Any], written: Mapping[str, Tensor]) -> No
             f"change with every step: keep a copy there, tensor.detach().clone() or, of all parameters, "
             "ll.copy_state(state).params, or make the step with donate=False",
         )
-
-
-def named_tensors(root: str, tree: Any) -> dict[str, Tensor]:
-    """The tensors of a tree by their paths, which start with the name of its root."""
-    leaves = pytree.tree_flatten_with_path(tree)[0]
-    return {root + pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-
-
-# Tensors that share memory without being the same tensor
-
-
-def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Names of each two tensors whose ranges in one memory overlap, in their order.
-
-    The columns of a matrix count as overlapping too, though none of their elements is the same.
-    """
-    spans: list[tuple[int, int, int, int]] = []
-    for number, tensor in enumerate(tensors.values()):
-        # Of other classes and layouts the range is not known.
-        begin, end = byte_range(tensor) if is_plain(tensor) else (0, sys.maxsize)
-        if (address := memory_of(tensor)) is not None and begin < end:
-            spans.append((address, begin, end, number))
-    found: list[tuple[int, int]] = []
-    # Of each earlier tensor that ends after this one begins: its memory, end and number.
-    reaching: list[tuple[int, int, int]] = []
-    for address, begin, end, number in sorted(spans):
-        reaching = [span for span in reaching if span[0] == address and span[1] > begin]
-        found += [(max(other, number), min(other, number)) for _, _, other in reaching]
-        reaching.append((address, end, number))
-    names = [*tensors]
-    return [(names[first], names[second]) for second, first in sorted(found)]
-
-
-def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and one past the last."""
-    size, begin = tensor.element_size(), int(tensor.storage_offset())
-    if not tensor.numel():
-        return begin * size, begin * size
-    last = begin + sum(int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * size, (last + 1) * size
-
-
-# Undo of a forward pass's writes in place
-
-
-def with_copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Tensors with copies of their values, for `put_back`."""
-    # torch writes to no tensor that is expanded.
-    given = [tensor for tensor in tensors if not _is_expanded(tensor)]
-    return [*zip(given, clones(given), strict=True)] if given else []
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return is_plain(tensor) and any(
-        step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
-def put_back(copied: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give tensors their values back from copies."""
-    with torch.no_grad():
-        for tensor, copy in copied:
-            tensor.copy_(copy)
-
-
-class Guarded(NamedTuple):
-    """The parameters on which a forward pass runs, and what is known of them before it."""
-
-    params: dict[str, Tensor]
-    cloned: Set[str]  # those that are copies of the state's
-    counts: list[int]
-    sums: dict[str, tuple[int, int]]
-    copies: dict[str, tuple[Tensor, Tensor]]  # by name: the memory of a parameter and a copy of its values
-
-
-class Unwritten:
-    """Guard of a state's parameters against the forward passes of one function, which leave them as they are.
-
-    Parameters that are known to be written, those of layers with `max_norm` and those found written by an earlier call,
-    are copied for each pass. The first call finds others: it compares their values, since torch counts writes to a
-    tensor, but not those to `tensor.data`, and undoes the writes from copies. It takes no copies of models above 1 GiB,
-    whose memory may not hold them. Later calls find what torch counts, and undo nothing.
-    """
-
-    def __init__(self) -> None:
-        self.called = False
-        self.names: set[str] = set()  # of parameters that are written
-
-    def begin(self, params: dict[str, Tensor]) -> Guarded:
-        """The parameters for a forward pass."""
-        if tracing():
-            return Guarded(params, set(), versions(params), _sums(params), {})
-        written: dict[str, Tensor] = {}
-        if self.names:
-            written = {name: tensor for name, tensor in params.items() if name in self.names and _is_leaf(tensor)}
-            copies = clones([*written.values()])
-            params = {**params, **dict(zip(written, copies, strict=True))}
-            for copy, tensor in zip(copies, written.values(), strict=True):
-                copy.requires_grad_(tensor.requires_grad)
-        if self.called:
-            return Guarded(params, written.keys(), versions(params), {}, {})
-        plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
-        kept: dict[str, tuple[Tensor, Tensor]] = {}
-        if sum(tensor.nbytes for tensor in plain.values()) <= _MOST_COPIED:
-            copied = zip(plain.values(), clones([*plain.values()]), strict=True)
-            kept = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
-        return Guarded(params, written.keys(), versions(params), _sums(plain), kept)
-
-    def end(self, guarded: Guarded, given: Mapping[str, Tensor]) -> tuple[list[str], bool]:
-        """Names of the parameters that were written, and True if those of the state have their values.
-
-        To be called only if no step has written the state since.
-        """
-        params, cloned, counts, sums, copies = guarded
-        names = written_since(params, counts)
-        if not (names or sums):  # as after most calls
-            return [], True
-        if sums:
-            now = _sums({name: params[name] for name in sums})
-            names = [name for name in params if name in {*names} or (name in sums and now[name] != sums[name])]
-        self.names.update(names)
-        changed = [name for name in names if name not in cloned]
-        with torch.no_grad():
-            for name in changed:
-                if name in copies:
-                    memory, copy = copies[name]
-                    memory.copy_(copy)
-                    if given[name].data_ptr() != memory.data_ptr():
-                        given[name].data = memory
-        return names, tracing() or all(name in copies for name in changed)
-
-    def check(self, guarded: Guarded, given: Mapping[str, Tensor], of_state: bool = False) -> None:
-        """Raise if a parameter was written; with `of_state`, only if one of the state has other values now."""
-        names, intact = self.end(guarded, given)
-        if names and (tracing() or not (of_state and intact)):
-            raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT if intact else _HAS_CHANGED))
-        if not tracing():
-            self.called = True
-
-
-_MOST_COPIED = 1 << 30  # bytes
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    return tensor.is_leaf and has_values(tensor)
-
-
-WROTE = (
-    "the forward pass wrote to the parameter {names} in place, as F.embedding(max_norm=...), weight.clamp_() or "
-    "weight.data does. {state}. Compute new values (weight.clamp(), torch.renorm). A train step with donate=True that is "
-    "not compiled may write to parameters, as a raw loop does"
-)
-INTACT = "A pure step does not change the state that it is given, and its values are as they were"
-_HAS_CHANGED = "So the state that was given has changed: no earlier call wrote there, and nothing was copied"
-
-
-def versions(params: Mapping[str, Tensor]) -> list[int]:
-    """torch's count of the writes to each parameter."""
-    try:
-        return [*map(torch_private.version, params.values())]
-    except RuntimeError:  # tensors of torch.inference_mode(), whose writes are not counted
-        return []
-
-
-def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
-    """Names of the parameters to which torch has counted a write since `versions` gave these counts.
-
-    It counts none through `tensor.data` and by fused kernels.
-    """
-    if not before:  # no parameters, or some whose writes are not counted
-        return []
-    now = [*map(torch_private.version, params.values())]
-    if now == before:
-        return []
-    return [name for name, old, new in pairs(params, before, now) if old != new]
-
-
-def _sums(params: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """The address and the checksum of each parameter. In a trace they have no values."""
-    if tracing():
-        storages = {name: _storage(tensor) for name, tensor in params.items()}
-        return {
-            name: (torch_private.identity_of_storage(storage), 0) for name, storage in storages.items() if storage
-        }
-    addresses = [tensor.data_ptr() for tensor in params.values()]
-    return dict(zip(params, zip(addresses, checksums(params.values()), strict=True), strict=True))
-
-
-def has_values(tensor: Tensor) -> bool:
-    """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
-    return is_plain(tensor) and not tensor.is_meta and not tensor.is_quantized and functorch_level_of(tensor) < 1

@@ -29,13 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from looplib._core import trees
 from looplib._core.checks import few, warn
 from looplib._core.checksums import checksums
-from looplib._core.lease import has_values, last_write, versions
+from looplib._core.forward_writes import has_values, versions
+from looplib._core.lease import last_write
 from looplib._core.modules import members, running, tensors
 from looplib._core.reach import Reach
 from looplib._core.records import chain
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
-from looplib._core.tracing import tracing
+from looplib._core.tracing import current, entered
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
 
@@ -186,12 +187,17 @@ _warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 
 
+def _looks_away() -> bool:
+    """True if warnings are off, or in the trace of a step, whose tensors have no values and whose steps are not taken."""
+    return not warnings_of_misuse.on or (bool(entered) and current() is not None)
+
+
 def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
     """Record a step on tensors that are not the module's.
 
     A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that.
     """
-    if tracing() or not warnings_of_misuse.on:
+    if _looks_away():
         return
     if (stale := _stale.get(module)) is not None:
         return stale.look(module, state)
@@ -264,11 +270,7 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     ignored = "position_ids" not in takes and takes != {"**"}
     masked = isinstance(mask, Tensor) and mask.dim() == 2
-    if (
-        not warnings_of_misuse.on
-        or not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked))
-        or tracing()
-    ):
+    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)) or _looks_away():
         return
     calls = _looks.get(model, 0)
     if calls < 0:
@@ -352,7 +354,7 @@ class LossWatch:
         if not warnings_of_misuse.on:
             return False
         self._calls += 1
-        return _looks_at(self._calls) and not tracing()
+        return _looks_at(self._calls) and not _looks_away()
 
     def look(self, batch: Any, loss: Tensor, samples: int) -> None:
         """Look at a plain scalar that is weighted by its samples."""

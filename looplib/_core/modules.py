@@ -26,7 +26,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
-from looplib._core.lease import Unwritten
+from looplib._core.forward_writes import Unwritten
 from looplib._core.mappings import mapped, pairs
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import own_buffers, own_parameters
@@ -391,7 +391,9 @@ class FunctionalModule:
         """Seed the random streams of a microbatch inside `run`."""
         for generator in self.generators:
             generator.manual_seed(seed)
-        if _tracing.entered:
+        if (
+            _tracing.entered
+        ):  # a trace notes for which microbatch its graph draws; elsewhere the call is not worth its time
             _tracing.draws_for(seed)
 
     def params(self) -> dict[str, Tensor]:
@@ -432,7 +434,7 @@ class FunctionalModule:
     ) -> Exception:
         """The error, or a better one if it is torch's and the state explains it."""
         fold(error)
-        if self.backward and torch_private.functorch_level() and not _tracing.tracing():
+        if self.backward and torch_private.functorch_level():
             return RuntimeError(_IN_FUNC)
         if isinstance(error, RuntimeError):
             # With torch's advice, retain_graph=True, the gradient would be counted twice.

@@ -32,6 +32,9 @@ version = operator.attrgetter("_version")
 is_view = operator.methodcaller("_is_view")
 # Tells whether two storages are one, also where they have no address, as while a graph is traced.
 identity_of_storage = operator.attrgetter("_cdata")
+values_of_coo = operator.methodcaller("_values")  # of a sparse tensor, whether its indices are sorted or not
+# Context in which torch's functions do what they do for plain tensors, whatever `__torch_function__` a class has.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules, own_parameters, own_buffers = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
@@ -113,6 +116,9 @@ def functorch_level() -> int:
 # Level of the torch.func transform that a tensor belongs to, or a number below 1 for none.
 functorch_level_of = torch._C._functorch.maybe_get_level
 in_transform = torch._C._functorch.is_functorch_wrapped_tensor
+wrapped_by_transform: Callable[[Tensor], Tensor] = (
+    torch._C._functorch.get_unwrapped
+)  # the tensor one level further out
 
 
 def is_differentiated(tensor: Tensor) -> bool:

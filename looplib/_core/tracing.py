@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
+from looplib._core.random import mix
 from looplib._core.ranks import is_sharded
 
 R = TypeVar("R")
@@ -99,6 +100,23 @@ def around_loss() -> AbstractContextManager[Any]:
     return nullcontext() if trace is None or trace.around_loss is None else trace.around_loss()
 
 
+def may_recompute() -> bool:
+    """True unless the graph that is being traced will be differentiated.
+
+    What its backward pass computes once more would not carry the marks of `around_loss`, so gradients would pass where the
+    loss function blocks them.
+    """
+    return not differentiated()
+
+
+def may_offload() -> bool:
+    """True unless a step is being traced.
+
+    Its graph has no tensors that autograd saves: who runs it plans its memory, and `torch.func` takes no hooks for them.
+    """
+    return not tracing()
+
+
 def keeps_terms_of_0() -> bool:
     """True if an update is to have the terms whose factors are 0: of other members they may not be, or of a gradient."""
     trace = current()
@@ -115,6 +133,33 @@ def draws_for(microbatch: int) -> None:
     """Set the microbatch for which a trace draws random numbers from now on."""
     if (trace := current()) is not None:
         trace.stream = microbatch
+
+
+def refuse_in_graph(message: str) -> None:
+    """Raise UntraceableError while a step is being traced: for what no graph can hold, where it begins.
+
+    Asked there and not by the transform, which cannot see what the functions of a step will call.
+    """
+    if tracing():
+        raise UntraceableError(message)
+
+
+def number_in(count: Tensor) -> Any:
+    """The number in a 0-dim tensor on the host; in a trace the tensor, whose number `on_host` asks for at each step."""
+    return count if tracing() else int(count)
+
+
+def for_message(tensors: R) -> R | dict[str, Any]:
+    """Tensors for the text of an error that `afterwards` may raise; none in a trace, whose graph would return them all."""
+    return {} if tracing() else tensors
+
+
+def generator_at(device: torch.device, *position: int) -> torch.Generator | None:
+    """A random generator seeded by these numbers of a state; in a trace None, torch's own, which is the step's.
+
+    A graph is for all seeds, and its numbers are drawn for the state's when it runs.
+    """
+    return None if tracing() else torch.Generator(device).manual_seed(mix(*position))
 
 
 def on_host(function: Callable[..., R], *values: Any) -> R:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of, bytes_of
-from looplib._core.lease import memory_of, overlaps
 from looplib._core.mappings import mapped, pick, without
+from looplib._core.memory import overlaps
 from looplib._core.ranks import is_sharded, local
+from looplib._core.torch_storage import memory_of
 from looplib.checkpoint._format import (
     about,
     checksum,

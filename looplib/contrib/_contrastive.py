@@ -22,7 +22,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.samples import as_counter, even, split
-from looplib._core.tracing import UntraceableError, tracing
+from looplib._core.tracing import refuse_in_graph
 from looplib._objective import aux_records, record, shape_or_type, split_loss
 from looplib.contrib._per_sample import mean_of
 from looplib.distributed.records import gather_tensors
@@ -156,11 +156,10 @@ def _embedded(
 
 def _check_whole(part: BatchPart | None) -> None:
     """Raise inside a compiled step or `accumulate`, where the whole batch is not available."""
-    if tracing():
-        raise UntraceableError(
-            "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
-            "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
-        )
+    refuse_in_graph(
+        "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
+        "ll.compile_step, and compile the blocks of the model instead, for block in model.blocks: block.compile()"
+    )
     instead = "leave accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
     check_whole_batch(part, "make_contrastive_grad_fn", instead)
 

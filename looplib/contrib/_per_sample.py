@@ -21,11 +21,10 @@ from looplib._core import torch_private, trees
 from looplib._core.checks import as_tensor, check
 from looplib._core.lease import trees_of
 from looplib._core.mappings import mapped, pick, wide_dtype
-from looplib._core.random import mix
+from looplib._core.passes import Passes, passes
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_kind, mark, with_repr
 from looplib._core.samples import as_counter, one_for_each
-from looplib._core.tracing import around_loss, tracing
 from looplib._objective import multiply, record, split_loss, value_of
 from looplib.grads.wrapping import PER_SAMPLE_SCALED, check_samples_apart, check_whole_batch, joined
 from looplib.metrics import Mean
@@ -100,12 +99,13 @@ def make_per_sample_grad_fn(
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         lent = mapped(Tensor.clone, buffers)
-        seed = index if tracing() else mix(state.seed, state.step, rank(), index)
+        form = passes()
+        (seed,) = form.seeds(state, rank(), (index,))
         samples = counter(batch)
         columns, layout = _columns_of(batch, samples)
 
         def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
-            body = partial(_value_and_sums, host, loss_fn, _batch_of_one(layout, rows), lent)
+            body = partial(_value_and_sums, host, form, loss_fn, _batch_of_one(layout, rows), lent)
             return host.run({**params, **leaves}, lent, seed, body, in_place=True)
 
         each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
@@ -144,10 +144,10 @@ def mean_of(loss: Any) -> Tensor:
 
 
 def _value_and_sums(
-    host: _modules.FunctionalModule, loss_fn: LossFn, batch: Any, lent: dict[str, Tensor]
+    host: _modules.FunctionalModule, form: Passes, loss_fn: LossFn, batch: Any, lent: dict[str, Tensor]
 ) -> tuple[Tensor, _Sums]:
     """The loss to differentiate and the metrics of a batch of one sample, with a state's tensors in the module."""
-    with around_loss():
+    with form.around_loss:
         loss, aux = split_loss(loss_fn(host.model, batch))
     value = mean_of(loss)
     sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_number
 from looplib._core.mappings import stacked
-from looplib._core.random import mix
 from looplib._core.records import Made, made, mark, with_repr
-from looplib._core.tracing import tracing
+from looplib._core.tracing import generator_at
 from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
 from looplib.grads.wrapping import check_grad_fn, check_whole_batch, kept, seen
@@ -152,10 +151,8 @@ def add_noise(
 
 def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) -> None:
     """Add noise in place, drawn from one generator on each device."""
-    generators = {  # while tracing, they are the step's own, which also differ between steps
-        device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
-        for device in map(attrgetter("device"), grads)
-    }
+    devices = dict.fromkeys(map(attrgetter("device"), grads))
+    generators = {device: generator_at(device, state.seed, state.step, _NOISE) for device in devices}
     for grad in grads:
         noise = torch.empty_like(grad)
         # Of complex numbers, both parts are coordinates of the norm; normal_ would halve the variance of each.

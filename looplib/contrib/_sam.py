@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check_number
-from looplib._core.lease import put_back
+from looplib._core.forward_writes import put_back
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
 from looplib.grads.wrapping import check_summed, check_whole_batch, kept

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count, parts_of
-from looplib._core.lease import tensors_in
 from looplib._core.mappings import pick
+from looplib._core.memory import tensors_in
 from looplib._core.ranks import local
 from looplib._core.torch_private import pytree
 from looplib.debug._fingerprint import same_bits

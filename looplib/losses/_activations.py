@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
-from looplib._core import tracing as _tracing
 from looplib._core.checks import check, is_plain
 from looplib._core.records import check_kind, with_repr
+from looplib._core.tracing import may_offload, may_recompute
 
 R = TypeVar("R")
 
@@ -136,7 +136,7 @@ def recompute(
 
 def _recomputed(module: nn.Module) -> Callable[..., Any]:
     forward = module.forward
-    if _tracing.differentiated():  # derivatives of a whole step need the whole graph
+    if not may_recompute():
         return forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def offload(
 
 def _offloaded(module: nn.Module) -> Callable[..., Any]:
     forward = module.forward
-    if _tracing.tracing():  # a graph plans its memory itself
+    if not may_offload():
         return forward
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.torch_private import functorch_level_of
-from looplib._core.tracing import differentiated, entered
 
 
 def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
@@ -86,9 +85,13 @@ class _Restricted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
-        again = bool(entered) and differentiated()
         grads = torch.autograd.grad(
-            ctx.graph.loss, ctx.params, seed, retain_graph=True, create_graph=again, allow_unused=True
+            ctx.graph.loss,
+            ctx.params,
+            seed,
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
         )
         check(any(grad is not None for grad in grads), _UNREACHED)
         return None, None, *grads

@@ -20,7 +20,16 @@ from looplib._core.records import check_kind, described, with_repr
 from looplib.optim._kernels import kernel_name
 from looplib.optim._recipe import Groups, Recipe, check_class, check_groups, check_lr, inject
 from looplib.optim._third_party import check_against_raw_loop
-from looplib.optim._update import Plan, evaluated, first_state, plan_for, transform, update_
+from looplib.optim._update import (
+    Plan,
+    evaluated,
+    first_state,
+    plan_for,
+    transform,
+    transform_in_graph,
+    update_,
+    update_in_graph,
+)
 from looplib.optim.chains import of_another
 from looplib.types import Optimizer, Params, Part, TrainState, check_state
 
@@ -129,6 +138,9 @@ def optimizer(
         description=description,
         kernel=partial(kernel_name, recipe, plans),
         evaluates=cls is torch.optim.LBFGS,
+        for_graphs=Part(
+            role="weights", transform=partial(transform_in_graph, recipe), update_=partial(update_in_graph, recipe)
+        ),
     )
     made = Optimizer({cls.__name__: part})
     return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)

@@ -14,7 +14,6 @@ from looplib._core.checks import check
 from looplib._core.copies import leaves_of
 from looplib._core.mappings import mapped, without
 from looplib._core.records import described, kind_of, with_repr
-from looplib._core.tracing import tracing
 from looplib.types import Evaluation, Grads, Optimizer, Params, Part, Role, Transformed
 
 _FIRST = ("grads", "state", "params", "step")
@@ -117,8 +116,6 @@ def _reading(name: str, transform: Any) -> Any:
         return None
 
     def checked(grads: Grads, state: Any, *args: Any, **info: Any) -> Any:
-        if tracing():
-            return transform(grads, state, *args, **info)
         tensors = [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
         before = [*map(torch_private.version, tensors)]
         out = transform(grads, state, *args, **info)
@@ -139,7 +136,7 @@ def _writing(name: str, update_: Any) -> Any:
         return None
 
     def checked(grads: Grads, state: Any, params: Params, *args: Any, **info: Any) -> Any:
-        rest = {} if len(grads) == len(params) or tracing() else without(params, grads)
+        rest = {} if len(grads) == len(params) else without(params, grads)
         before = [*map(torch_private.version, rest.values())]
         out = update_(grads, state, params, *args, **info)
         for (key, tensor), count in zip(rest.items(), before, strict=True):

@@ -16,7 +16,7 @@ from looplib._core.checks import check, check_count, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import shards
 from looplib._core.records import with_repr
-from looplib._core.tracing import on_host, tracing, where
+from looplib._core.tracing import number_in, on_host, where
 from looplib.optim._part import made_of
 from looplib.optim._recipe import check_by_kind
 from looplib.optim.chains import check_writes
@@ -93,12 +93,13 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         reports: dict[str, Any] = {}
         for key, mine, members in parts_of(grads, params):
             flag = applied[key] if isinstance(applied, dict) else applied
-            if any_of(flag) is False:
+            makes_update = any_of(flag)
+            if makes_update is False:
                 continue
             own = {**info, "applied": flag, "carry": (carry or {}).get(key)}
-            if flag is True or not tracing():
+            if makes_update is True:
                 new, state[key], report = optimizers[key].update_(mine, state[key], members, step, **own)
-            else:  # in a graph, a tensor may be the flag, which chooses between copies
+            else:  # a tensor, as in a graph, which chooses between copies
                 new, state[key], report = update_where(flag, optimizers[key], mine, state[key], members, step, own)
             params.update(new)
             reports |= {within(key, name): value for name, value in report.items()}
@@ -186,23 +187,22 @@ def own_steps(optimizer: Optimizer) -> Optimizer:
     """
     _check_inner(optimizer, "own_steps")
 
-    def count(state: Any) -> Any:
-        return state["updates"] if tracing() else int(state["updates"])
-
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         return {"inner": optimizer.init(params, **extra), "updates": torch.tensor(0, device="cpu")}
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
-        out = optimizer.transform(grads, state["inner"], params, count(state), **info)
+        out = optimizer.transform(grads, state["inner"], params, number_in(state["updates"]), **info)
         return out._replace(state={**state, "inner": out.state})
 
     def update_(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> tuple[Params, Any, Any]:
-        params, state["inner"], report = optimizer.update_(grads, state["inner"], params, count(state), **info)
+        params, state["inner"], report = optimizer.update_(
+            grads, state["inner"], params, number_in(state["updates"]), **info
+        )
         state["updates"] += 1
         return params, state, report
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:
-        return optimizer.hyperparameters(state["inner"], count(state))
+        return optimizer.hyperparameters(state["inner"], number_in(state["updates"]))
 
     fields = {"init": init, "transform": transform, "update_": update_, "hyperparameters": hyperparameters}
     return with_repr(_around(optimizer, "own_steps", {}, **fields), own_steps, optimizer)

@@ -21,7 +21,7 @@ from looplib._core.checks import check, check_count, check_type, few, is_count
 from looplib._core.mappings import stacked, without
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.records import with_repr
-from looplib._core.tracing import tracing
+from looplib._core.tracing import for_message
 from looplib._objective import multiply
 from looplib.metrics import Mean
 from looplib.optim._part import made_of, refuse_old
@@ -86,7 +86,7 @@ def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
         finite = all_finite(grads)
         count = torch.where(finite, 0, state["notfinite_count"] + 1)
         total = state["total_notfinite"] + ~finite
-        check = partial(_check_row, max_consecutive), (count, step, {} if tracing() else grads)
+        check = partial(_check_row, max_consecutive), (count, step, for_message(grads))
         return Transformed(grads, {"notfinite_count": count, "total_notfinite": total}, apply=finite, on_skip=[check])
 
     made = made_of("skip_nonfinite", "judge", {"max_consecutive": max_consecutive}, init=init, transform=transform)

@@ -26,7 +26,6 @@ from looplib._core.copies import copy_tree
 from looplib._core.mappings import as_record, mapped, pick, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
-from looplib._core.tracing import entered, tracing
 from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, inject, restored_grads
@@ -173,17 +172,9 @@ def transform(
 
     Warn at the end of a learning rate that is 0 from there on.
     """
-    if not isinstance(opt_state, dict) or "state" not in opt_state:
-        raise wrong_state(opt_state, recipe.cls.__name__, ["state"])
-    states = opt_state["state"]
-    if not grads.keys() <= states.keys():
-        raise ValueError(
-            f"the optimizer's state has nothing for {few(sorted(grads.keys() - states.keys()))}, which were frozen, or not "
-            "in the model, when it was made. Make the state while everything that you will train requires a gradient, or "
-            "with a trainable= that chooses all of it"
-        )
-    if entered and tracing():
-        return Transformed(grads, opt_state)
+    states = opt_state.get("state") if isinstance(opt_state, dict) else None
+    if states is None or not grads.keys() <= states.keys():
+        raise _unfit(recipe, grads, opt_state)
     if step == recipe.end:
         warn(
             f"the learning rate, {recipe.defaults['lr']!r}, is 0 from step {step} on, so this update and later ones change "
@@ -203,6 +194,26 @@ def transform(
         if not recipe.is_torch_optim:
             _check_sparse(plan, grads, params)
     return as_record(Transformed, (grads, opt_state, True, None, _NOTHING, ()))
+
+
+def transform_in_graph(
+    recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: Any, **info: Any
+) -> Transformed:
+    """The same in a trace, where the step is no number and the kernels are chosen by the update itself."""
+    if not isinstance(opt_state, dict) or not grads.keys() <= opt_state.get("state", {}).keys():
+        raise _unfit(recipe, grads, opt_state)
+    return Transformed(grads, opt_state)
+
+
+def _unfit(recipe: Recipe, grads: Grads, opt_state: Any) -> ValueError:
+    """Error for an `opt_state` that has nothing for some of these gradients."""
+    if not isinstance(opt_state, dict) or "state" not in opt_state:
+        return wrong_state(opt_state, recipe.cls.__name__, ["state"])
+    return ValueError(
+        f"the optimizer's state has nothing for {few(sorted(grads.keys() - opt_state['state'].keys()))}, which were frozen, "
+        "or not in the model, when it was made. Make the state while everything that you will train requires a gradient, or "
+        "with a trainable= that chooses all of it"
+    )
 
 
 def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
@@ -253,11 +264,6 @@ def update_(
     **info: Any,
 ) -> tuple[Params, Any]:
     """Update these parameters and this state by the class's own arithmetic, in place."""
-    if entered and tracing():
-        # Imported here because it defines an operation, which takes 1.4 ms.
-        from looplib.optim.traced_update import traced_update
-
-        return traced_update(recipe, grads, opt_state, params, step)
     if recipe.cls is torch.optim.LBFGS:
         return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
     states: States = opt_state["state"]
@@ -281,6 +287,16 @@ def update_(
         return params, opt_state
     finally:
         torch_private.set_grad_enabled(grad_mode)
+
+
+def update_in_graph(
+    recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: Any, **info: Any
+) -> tuple[Params, Any]:
+    """The same update as operations of a graph, of which few classes are capable."""
+    # Imported here because it defines an operation, which takes 1.4 ms.
+    from looplib.optim.traced_update import traced_update
+
+    return traced_update(recipe, grads, opt_state, params, step)
 
 
 def _by_class(

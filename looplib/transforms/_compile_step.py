@@ -38,11 +38,11 @@ from looplib.steps import Outcome, StepSpec, spec_of, with_spec
 from looplib.transforms._backends import Compiled, backend
 from looplib.transforms._program import (
     COUNTS,
-    Core,
     Expression,
     HostInput,
     Inputs,
     Program,
+    StepForGraphs,
     as_answer,
     changed,
     expression,
@@ -130,14 +130,14 @@ def compile_step(
         "returned, or compile the outer train step, whose graph then holds the differentiable one",
         TypeError,
     )
-    plain = parts.compiler or Compiler(parts.core, parts.donate, parts.watched, WITHOUT_CODE)
+    plain = parts.compiler or Compiler(parts.for_graphs, parts.donate, parts.watched, WITHOUT_CODE)
     made = step_of_graphs(step, parts, replace(plain, options=chosen))
     remembered: S = with_repr(made, compile_step, step, mode=mode, options=options, backend=backend)
     return remembered
 
 
 def spec_without_graphs(step: object, transform: str) -> StepSpec:
-    """Components of a step that runs eagerly. Those of another one have its graphs, which a new `core` would not change."""
+    """Components of a step that runs eagerly. Those of another one have its graphs, which a new `for_graphs` would not change."""
     parts = spec_of(step, transform)
     message = (
         f"{transform} got a step that is compiled, of a stack or differentiable already: give the one that "
@@ -286,7 +286,7 @@ class Compiler:
     Subclasses make different programs (`make`) and give them different answers of the host (`ask`).
 
     Attributes:
-        core, donate, watched: the step, whether it donates, and the functions whose variables are watched.
+        step, donate, watched: the step in its form for graphs, whether it donates, and the functions whose variables are watched.
         options: arguments of `backend`.
         no_grad: True if the programs run without recording gradients.
         kinds: number of each layout of a state.
@@ -295,7 +295,7 @@ class Compiler:
         compilations: number of programs made.
     """
 
-    core: Core
+    step: StepForGraphs
     donate: bool
     watched: tuple[Any, ...]
     options: Mapping[str, Any]
@@ -399,7 +399,7 @@ class Compiler:
             return self.ask(question, inputs.flat, inputs.counts)[0]
 
         kernels_from = 1 if self.options.get("backend") == "eager" else _KERNELS_FROM
-        program = program_of(trace(self.core, inputs, evaluate, kernels_from=kernels_from), self.donate)
+        program = program_of(trace(self.step, inputs, evaluate, kernels_from=kernels_from), self.donate)
         return CompiledProgram(program, self.build(program), seed_streams if program.traced.streams else None)
 
     def run(self, ready: Ready, state: TrainState) -> tuple[Outcome, list[partial[None]]]:

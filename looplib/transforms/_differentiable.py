@@ -128,7 +128,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     parts = spec_without_graphs(train_step, "differentiable")
     kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
     check(parts.kind == "train", kind, TypeError)
-    made = step_of_graphs(train_step, parts, _Differentiable(parts.core, False, parts.watched, WITHOUT_CODE))
+    made = step_of_graphs(train_step, parts, _Differentiable(parts.for_graphs, False, parts.watched, WITHOUT_CODE))
     return with_repr(made, differentiable, train_step)
 
 
@@ -156,7 +156,7 @@ class _Differentiable(Compiler):
                 return answer._replace(tensors=[*map(_zeros, answer.tensors)])
 
             examples = inputs._replace(flat=[*map(_zeros, inputs.flat)])
-            traced = trace(self.core, examples, evaluate, around_loss=_Marks)
+            traced = trace(self.step, examples, evaluate, around_loss=_Marks)
             graph = _without_cuts(traced.graph)
         program = program_of(replace(traced, graph=graph, trained=frozenset()), apart=False)
         draw = seed_streams if traced.streams else None

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from looplib._core.copies import leaves_of
-from looplib._core.lease import INTACT, WROTE
+from looplib._core.forward_writes import INTACT, WROTE
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import same
@@ -194,7 +194,7 @@ def _float_as_tensor(leaf: Any) -> Any:
 
 COUNTS = (*_COUNTS, "extra")  # values outside a graph
 
-Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
+StepForGraphs = Callable[[TrainState, Any], Outcome]  # a step without its counts
 
 
 def held_by(*functions: Any) -> list[Variable]:

@@ -30,11 +30,11 @@ from looplib._core.trees import same_kind
 from looplib.steps import Outcome
 from looplib.transforms._program import (
     COUNTS,
-    Core,
     Count,
     Expression,
     HostInput,
     Inputs,
+    StepForGraphs,
     Traced,
     changed,
     draws,
@@ -51,7 +51,7 @@ _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a 
 
 
 def trace(
-    core: Core,
+    step: StepForGraphs,
     inputs: Inputs,
     evaluate: Callable[[HostInput], Expression],
     around_loss: Callable[[], Any] | None = None,
@@ -61,7 +61,7 @@ def trace(
     """Trace a step.
 
     Args:
-        core: the step without its counts.
+        step: the step without its counts.
         inputs: the inputs for which the program is made.
         evaluate: function that returns the host's answer for this state.
         around_loss: context for the loss function, if the graph itself is to be differentiated.
@@ -84,7 +84,7 @@ def trace(
         state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
         batch = in_batch.build()(tensors[len(in_state.tensors) :])
         with tracing.within(record), _DrawnOnce(record) as draws:
-            out = core(state, batch)
+            out = step(state, batch)
             out = out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))
         outcome = tuple(out), [values for _, values in record.afterwards]
         checks = [function for function, _ in record.afterwards]

@@ -120,7 +120,7 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
     parts = spec_without_graphs(step, "vmap_step")
-    compiler = _Stacked(parts.core, parts.donate, parts.watched, WITHOUT_CODE, own_batches)
+    compiler = _Stacked(parts.for_graphs, parts.donate, parts.watched, WITHOUT_CODE, own_batches)
     remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
     return remembered
 
@@ -184,7 +184,7 @@ class _Stacked(Compiler):
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
         member = inputs._replace(state=_member(inputs.state, 0), flat=flat)
         with sdpa_kernel(SDPBackend.MATH):  # which can be mapped over members
-            traced = trace(self.core, member, evaluate, stacked=True)
+            traced = trace(self.step, member, evaluate, stacked=True)
         mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
         program = program_of(mapped, self.donate)
         draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None

@@ -1,0 +1,69 @@
+"""How the forward and backward passes of a model run: on tensors with values, or in the trace of a step.
+
+A gradient function and an evaluation are the same in both. What differs stands here, in two classes of one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from looplib._core import tracing
+from looplib._core.forward_writes import Unwritten, UnwrittenInGraph
+from looplib._core.random import mix
+
+
+class Passes:
+    """Passes on tensors with values.
+
+    Attributes:
+        create_graph: True if the backward pass itself will be differentiated.
+        around_loss: context for the user's loss function.
+        by_reach: True if the leaves that a loss reaches decide the form of its backward pass (`_core.reach`).
+    """
+
+    create_graph = False
+    by_reach = True
+    around_loss: AbstractContextManager[Any] = nullcontext()
+
+    def seeds(self, state: Any, rank: int, indices: Sequence[int]) -> Sequence[int]:
+        """A seed for each microbatch."""
+        return [mix(state.seed, state.step, rank, index) for index in indices]
+
+    def guard(self, unwritten: Unwritten) -> Unwritten | UnwrittenInGraph:
+        """Guard of the state's parameters against the passes of the function whose guard this is."""
+        return unwritten
+
+
+class TracedPasses(Passes):
+    """Passes in a trace, whose graph is for all seeds and all values."""
+
+    by_reach = False  # a graph's leaves are those of the trace, and all are shown
+
+    @property
+    def create_graph(self) -> bool:  # type: ignore[override]
+        return tracing.differentiated()
+
+    def seeds(self, state: Any, rank: int, indices: Sequence[int]) -> Sequence[int]:
+        """The indices themselves: the numbers are drawn for the state's seed when the graph runs."""
+        return indices
+
+    def guard(self, unwritten: Unwritten) -> UnwrittenInGraph:
+        return UnwrittenInGraph()
+
+    @property
+    def around_loss(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return tracing.around_loss()
+
+
+_ON_VALUES, _TRACED = Passes(), TracedPasses()
+
+
+def passes() -> Passes:
+    """The form of the passes that begin now.
+
+    It is asked for and not handed on: a gradient function may be called by one of the user's own, and a metric by a library,
+    which hand on nothing.
+    """
+    return _TRACED if tracing.entered and tracing.current() is not None else _ON_VALUES
