@@ -25,7 +25,7 @@ from looplib._core.checks import check, named
 from looplib._core.mappings import pick
 from looplib._core.memory import named_tensors, overlaps, tensors_in
 from looplib._core.torch_private import pytree
-from looplib._core.torch_storage import lease_on, set_lease_on
+from looplib._core.torch_storage import lease_on, set_lease_on, take
 
 T = TypeVar("T")
 
@@ -275,11 +275,7 @@ def _covers(lease: Lease, tree: Any, before: Any) -> bool:
 
     Returns False if one of them shares memory with others, so that the next step must take a new lease.
     """
-    for tensor in _new_tensors(tree, before):
-        if lease_on(tensor) is not None:
-            return False
-        set_lease_on(tensor, lease)
-    return True
+    return all(take(tensor, lease) for tensor in _new_tensors(tree, before))
 
 
 def _new_tensors(tree: Any, before: Any) -> Iterator[Tensor]:
@@ -287,7 +283,11 @@ def _new_tensors(tree: Any, before: Any) -> Iterator[Tensor]:
         for key, value in tree.items():
             if value is not before.get(key):
                 yield from _new_tensors(value, before.get(key))
-    elif tree is not before:
+    elif tree is before:
+        return
+    elif isinstance(tree, Tensor):
+        yield tree
+    else:
         yield from tensors_in(tree)
 
 

@@ -391,9 +391,8 @@ class FunctionalModule:
         """Seed the random streams of a microbatch inside `run`."""
         for generator in self.generators:
             generator.manual_seed(seed)
-        if (
-            _tracing.entered
-        ):  # a trace notes for which microbatch its graph draws; elsewhere the call is not worth its time
+        # A trace notes for which microbatch its graph draws. Outside of one, the call is not worth its time.
+        if _tracing.entered:
             _tracing.draws_for(seed)
 
     def params(self) -> dict[str, Tensor]:

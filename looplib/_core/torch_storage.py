@@ -22,6 +22,7 @@ the range of a whole memory.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,14 +53,28 @@ def set_lease_on(tensor: Tensor, lease: Any) -> None:
         storage.looplib_lease = lease
 
 
+def take(tensor: Tensor, lease: Any) -> bool:
+    """Put a lease on a tensor's memory if it has none. Returns False if it has one."""
+    storage = _storage(tensor)
+    if storage is None:
+        return True
+    if getattr(storage, "looplib_lease", None) is not None:
+        return False
+    storage.looplib_lease = lease
+    return True
+
+
 def memory_of(tensor: Tensor) -> int | None:
     """Address of the memory that holds a tensor's numbers.
 
     None if there is none, as on the meta device, in a trace, and where FSDP has freed it, and if it is not known.
     """
+    storage = _storage(tensor)
+    if storage is None or storage.device.type == "meta":  # of which torch warns for tensors of a trace
+        return None
     try:
-        return _storage(tensor).data_ptr() or None
-    except (AttributeError, RuntimeError):  # no storage, or one of a class whose numbers lie elsewhere
+        return storage.data_ptr() or None
+    except RuntimeError:  # of a class whose numbers lie elsewhere
         return None
 
 
@@ -104,17 +119,22 @@ def _holder(tensor: Tensor) -> Tensor:
 def _inside(tensor: Tensor) -> Tensor | None:
     """The tensor directly inside one of another class or layout; None if there is none, or it is not known."""
     if in_transform(tensor):
-        return wrapped_by_transform(tensor)
+        inner: Tensor = wrapped_by_transform(tensor)
+        return inner
     if type(tensor) in PLAIN:
-        if tensor.layout is torch.sparse_coo:
-            return values_of_coo(tensor)
-        return tensor.values() if tensor.layout in _COMPRESSED else None
+        values_of = _VALUES.get(tensor.layout)
+        return None if values_of is None else values_of(tensor)
     try:
-        names = tensor.__tensor_flatten__()[0] if wraps_tensors(tensor) else []
-        inner = getattr(tensor, names[0]) if names else None
+        names: Any = tensor.__tensor_flatten__()[0] if wraps_tensors(tensor) else []
+        part: Any = getattr(tensor, names[0]) if names else None
     except Exception:  # any kind: it is the method of a user's class
         return None
-    return inner if isinstance(inner, Tensor) and inner is not tensor else None
+    return part if isinstance(part, Tensor) and part is not tensor else None
 
 
-_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+# The values of a sparse tensor, by its layout.
+_VALUES: dict[torch.layout, Callable[[Tensor], Tensor]] = {
+    torch.sparse_coo: values_of_coo,
+    **dict.fromkeys(_COMPRESSED, Tensor.values),
+}
