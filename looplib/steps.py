@@ -144,6 +144,12 @@ def make_train_step(
         DonatedStateError: the state was already donated to a step.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
 
+    **What counts as sharing.** States share a tensor if its memory is shared: views, `detach()` and `tensor.data` count. Not
+    noticed is memory that is shared through NumPy or DLPack. A class of tensors with several inside counts by the first that its
+    `__tensor_flatten__` names (DTensors and torchao's do), and a sparse tensor by its values. Nothing is known of a class that
+    wraps tensors without this method, and of mkldnn tensors: take `donate=False`, or copies (`ll.copy_state`), where a state
+    with such tensors is read after the step.
+
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. One that arrives between the return of
     the step and the assignment, within about a microsecond, is handled there: the old state is spent then and the new

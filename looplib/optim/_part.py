@@ -51,6 +51,10 @@ def part(
     `transform`. Counts of updates and averages move in `update_`, so that nothing of a skipped batch gets in. All arguments but
     one of the two halves may be left out.
 
+    To run in a graph, too (`ll.compile_step`, `ll.vmap_step`, `ll.transforms.differentiable`), write both halves as operations
+    on tensors, and compute what depends on a count of the state through `ll.transforms.on_host`. There is no second form
+    for graphs: a part that reads values, as by `if` or `.item()`, works in steps that run without one.
+
     Args:
         name: of the part: key of its state in `state.opt_state`, and its name in messages.
         init: `init(params, **extra) -> state`, see `ll.types.Init`. Leave it out for a part without state.
@@ -65,8 +69,8 @@ def part(
     Raises:
         TypeError: a function takes an argument that it will not be given, such as a misspelt `metrics`.
         ValueError: the role is unknown, or there is nothing to do.
-        RuntimeError: from an update by hand or a step that is not compiled, `transform` has written to its state, or `update_` to a
-            parameter without a gradient.
+        RuntimeError: from an update, `transform` has written to its state, or `update_` to a parameter without a gradient.
+        UntraceableError: from a step that runs as a graph (`ll.compile_step`), it reads the value of a tensor.
     """
     check(
         isinstance(name, str) and name,

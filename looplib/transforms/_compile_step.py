@@ -98,6 +98,8 @@ def compile_step(
     - The optimizer is one of torch's, and not Adafactor, ASGD, LBFGS, RAdam, Rprop or SparseAdam, whose updates read
       numbers. With these, take the step without a graph and compile the model's blocks, `for block in model.blocks:
       block.compile()`. In place of RAdam, AdamW with a warmup begins as gently; in place of ASGD, use `ll.optim.swa`.
+    - A part of an update, a gradient function or a loss of your own has no second form for graphs: it consists of
+      operations on tensors, and asks for numbers of the state by `ll.transforms.on_host`.
     - Python that only observes (hooks, prints) runs once, during tracing.
     - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
       Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one

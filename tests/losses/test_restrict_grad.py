@@ -68,6 +68,18 @@ def test_both_networks_move_as_by_two_passes_at_the_old_weights(wrap, kind):
     assert ll.compute(metrics)["loss"] > 0
 
 
+def test_a_second_derivative_goes_through_its_backward_pass_as_through_a_plain_one():
+    model, (batch,) = net(), batches(1)
+    params = [*model.parameters()]
+    restricted = ll.losses.restrict_grad(losses(model, batch)["critic"], params)
+    norms = []
+    for loss in (restricted, losses(model, batch)["critic"]):
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        norms.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), params, allow_unused=True))
+    assert any(grad is not None and grad.any() for grad in norms[1])
+    torch.testing.assert_close(norms[0], norms[1])
+
+
 def test_a_scaled_loss_keeps_small_gradients_in_float16():
     """Restricted to all parameters, a loss has the bits that it has alone, of which the scale has kept many from 0."""
     model = net().float()

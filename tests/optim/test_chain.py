@@ -808,8 +808,16 @@ def test_bfloat16_and_float32_parameters_are_summed_as_they_are(donate):
     assert equal(state.params, raw.named_parameters())
 
 
-@both_steps
-def test_a_first_half_that_writes_its_state_is_refused(donate):
+in_each_step = pytest.mark.parametrize("kind", ["pure", "donated", "graph"])
+
+
+def step_of_kind(kind, grad_fn, optimizer):
+    step = ll.make_train_step(grad_fn, optimizer, donate=kind == "donated")
+    return ll.compile_step(step, backend="eager") if kind == "graph" else step
+
+
+@in_each_step
+def test_a_first_half_that_writes_its_state_is_refused(kind):
     """The old state of a pure step would change, and a skipped batch would be counted."""
 
     def transform(grads, state, params, step):
@@ -818,15 +826,15 @@ def test_a_first_half_that_writes_its_state_is_refused(donate):
 
     counting = ll.optim.part("counting", init=lambda params: {"batches": torch.tensor(0)}, transform=transform)
     model, optimizer = torch.nn.Linear(2, 1), ll.chain(counting, ll.optimizer(torch.optim.SGD, lr=0.1))
-    step = ll.make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=donate)
+    step = step_of_kind(kind, ll.make_grad_fn(model, mean_square), optimizer)
     with pytest.raises(
         RuntimeError, match=r"transform of counting has written to its state in place.*return a new one"
     ):
         step(ll.init_state(model, optimizer), torch.ones(4, 2))
 
 
-@both_steps
-def test_a_second_half_that_writes_a_parameter_without_a_gradient_is_refused(donate):
+@in_each_step
+def test_a_second_half_that_writes_a_parameter_without_a_gradient_is_refused(kind):
     """A pure step does not copy such a parameter, so the old state would change."""
 
     def update_(grads, state, params, step):
@@ -837,6 +845,6 @@ def test_a_second_half_that_writes_a_parameter_without_a_gradient_is_refused(don
     model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
     optimizer = ll.chain(optimizer, ll.optim.part("clamped", update_=update_))
     grad_fn = ll.make_grad_fn(model, mean_square, trainable=lambda name, tensor: name == "bias")
-    step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    step = step_of_kind(kind, grad_fn, optimizer)
     with pytest.raises(RuntimeError, match="update_ of clamped has written to weight, which has no gradient"):
         step(ll.init_state(model, optimizer), torch.ones(4, 2))
