@@ -1,4 +1,4 @@
-"""How the forward and backward passes of a model run: on tensors with values, or in the trace of a step.
+"""Forward and backward passes of a model, on tensors with values or in the trace of a step.
 
 A gradient function and an evaluation are the same in both. What differs stands here, in two classes of one form.
 """

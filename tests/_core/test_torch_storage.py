@@ -1,4 +1,4 @@
-"""What a lease needs of torch's storages, and the memory of tensors of all classes."""
+"""Storages of torch, as leases need them, and the memory of tensors of all classes."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from leases import ALIASES, CHECKS, Renamed, check_alias, check_freed_and_back
+from storages import ALIASES, CHECKS, Renamed, check_alias, check_freed_and_back
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -27,7 +27,7 @@ OF_TORCH = (  # its warnings when it makes such tensors, or imports its formulas
 pytestmark = [pytest.mark.every_case, *(pytest.mark.filterwarnings(f"ignore:{text}") for text in OF_TORCH)]
 
 
-# What torch must keep (on a GPU, tests/gpu/test_leases.py)
+# What torch must keep (on a GPU, tests/gpu/test_storages.py)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -87,6 +87,12 @@ class Forbidden(Several):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise KeyError(f"never {func}")
+
+
+class Private(Tensor):
+    """Memory of its own, and none of torch's functions."""
+
+    __torch_function__ = Forbidden.__dict__["__torch_function__"]
 
 
 class Nothing(Several):
@@ -177,6 +183,7 @@ KNOWN = {  # name: a tensor, and one whose memory stands for it
     "jagged": lambda: (n := jagged(torch.jagged), n.values()),
     "nested": lambda: (n := jagged(torch.strided), n.values()),
     "several": lambda: (Several(A, B), A),
+    "private": lambda: (A.as_subclass(Private), A),
     "forbidden": lambda: (Forbidden(A, B), A),
     "asks": lambda: (Asks(A, B), A),
     "deep": lambda: (deep(), A),

@@ -1,7 +1,7 @@
-"""What a lease needs of torch's storages, on an accelerator."""
+"""Storages of torch on an accelerator, as leases need them."""
 
 import pytest
-from leases import ALIASES, CHECKS, check_alias
+from storages import ALIASES, CHECKS, check_alias
 
 WAYS = [way for way in ALIASES if way != "inference mode"]  # of which the far device has none
 

@@ -1,4 +1,4 @@
-"""What a lease needs of torch's storages: whatever has the memory sees what lies on its storage, and it ends with the memory."""
+"""Storages of torch, as leases need them: whatever has the memory sees what lies on its storage, which ends with the memory."""
 
 import gc
 import threading
@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from looplib._core.torch_storage import lease_on, set_lease_on
+
+def lease_on(tensor):
+    return getattr(tensor.untyped_storage(), "lease", None)
+
+
+def set_lease_on(tensor, lease):
+    tensor.untyped_storage().lease = lease
 
 
 class Renamed(Tensor):
