@@ -14,7 +14,7 @@ from torch import nn, testing
 from torch.utils._pytree import tree_leaves, tree_map
 
 import looplib as ll
-from looplib._core.lease import overlaps
+from looplib._core.memory import overlaps
 from looplib.types import TREES, TrainState
 
 ROWS = torch.linspace(-1, 1, 24).view(8, 3)
