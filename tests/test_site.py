@@ -11,6 +11,7 @@ from collections import Counter
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
+import matplotlib.image
 import pytest
 from documentation.site import build
 from public import ROOMS, ROOT, public_names
@@ -141,7 +142,21 @@ def test_the_outputs_of_a_notebook_are_tables_and_figures_and_no_names_of_object
         assert "IPython.core.display" not in "".join(page.words), address
     text = (folder / "notebooks/5_from_a_trainer.html").read_text()
     assert "<th>Validation Loss</th>" in text
-    assert 'alt="figure on white"' in text
+
+
+def test_figures_on_white_turn_dark_in_the_dark_scheme_and_transparent_ones_stay(site):
+    folder, _ = site
+    alts = set()
+    for page in (folder / "notebooks").glob("*.html"):
+        for tag in re.findall(r"<img [^>]*>", page.read_text()):
+            name, alt = (re.search(rf'{attribute}="([^"]*)"', tag)[1] for attribute in ("src", "alt"))
+            corner = matplotlib.image.imread(folder / "notebooks" / name)[0, 0]
+            white = len(corner) < 4 or corner[3] == 1
+            assert alt == ("figure on white" if white else "figure"), name
+            alts.add(alt)
+    assert alts == {"figure", "figure on white"}
+    dark = (folder / "notebooks/1_quickstart.html").read_text().split("@media (prefers-color-scheme: dark)", 1)[1]
+    assert 'img[alt="figure on white"] { filter: invert' in dark
 
 
 def constant(folder, name):

@@ -13,13 +13,13 @@ import sys
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from looplib._core.checks import check, check_number
+from looplib._core.checks import check, check_number, check_type
 from looplib._core.ranks import is_first
 from looplib.log._loggers import COUNTS, CodedLogger, read_jsonl, row_of
 from looplib.log.smoothing import smoothed
@@ -27,7 +27,9 @@ from looplib.types import Logger, TrainState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Row = Mapping[str, Any]
 
@@ -38,10 +40,25 @@ Log = str | os.PathLike[str] | Sequence[Row]
 Curves = dict[str, list[tuple[float, float]]]  # name -> points
 
 
+Look = tuple[str, str]  # color and line style
+
+
+INK = "#7b838d"  # of text and axes; like the colors of runs, it reads on a light and on a dark page
+
+
+_ORDERED = ("#2f7fe0", "#9a5fe0", "#d6409f", "#e5484d", "#d0720f")  # colors of runs, from the first to the last
+
+
 _STYLES = ("-", "--", ":", "-.")
 
 
+_FEW = 8  # runs that differ enough by color alone
+
+
 _MARKED = 25  # lines with at most this many points show each point
+
+
+_LONG = 32  # characters; longer names are cut in the middle
 
 
 def plot(
@@ -50,11 +67,12 @@ def plot(
     *,
     x: str = "step",
     smooth: float = 0.0,
+    color_by: Mapping[str, Sequence[float]] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
     """Plot a log, or compare several runs, with one panel for each metric.
 
-    >>> import looplib as ll
+    >>> import looplib as ll, torch
     >>> rows = [{"step": step, "train/loss": 1 / step, "eval/loss": 2 / step} for step in range(1, 100)]
     >>> figure = ll.plot(rows)
     >>> [axes.get_title() for axes in figure.axes]
@@ -62,8 +80,20 @@ def plot(
     >>> figure = ll.plot({"small": rows, "large": rows}, "eval/loss", smooth=0.9)  # paths of logs do as well
 
     The part of a name after the last slash is its metric and the part before it is its source, so `train/loss` and
-    `eval/loss` share a panel. A single run has one color per source. Several runs have one color each, and sources
-    that share a panel differ in line style.
+    `eval/loss` share a panel. A single run has one color per source. Several runs have colors in their order, from
+    blue over red to orange, and sources that share a panel differ in line style. Up to 32 runs can be told apart: with
+    more than 8, neighbors differ in line style, and each source has its own panel. The legend stands below the panels.
+
+    With `color_by`, a number of each run, such as the learning rate of a member of a stack, colors its line, and a
+    color bar replaces the legend:
+
+    >>> rates = [0.01, 0.1, 1.0]
+    >>> members = {f"member {i}": [] for i in range(len(rates))}
+    >>> for epoch in range(3):  # in a loop: values = ll.transforms.compute_members(window.metrics())
+    ...     values = ll.transforms.compute_members({"loss": ll.Mean(torch.tensor([3.0, 2.0, 1.0]) - epoch / 4, 1)})
+    ...     for rows, row in zip(members.values(), values):
+    ...         rows.append({"epoch": epoch} | row)
+    >>> figure = ll.plot(members, x="epoch", color_by={"learning rate": rates})
 
     Losses and perplexities are drawn on a log scale if they span a factor of ten. Infinite and NaN values are crosses
     at the lower edge. If a run went back to a checkpoint, its repeated steps replace the earlier ones.
@@ -75,26 +105,32 @@ def plot(
         x: horizontal axis: `"step"`, `"epoch"`, `"samples"`, or any name in the same rows.
         smooth: from 0 to below 1, weight of the previous average in an exponential moving average. The line is this
             average, corrected for its start, and the raw values are drawn in a pale color behind it.
+        color_by: a title and one finite number for each run, in the order of `logs`. Positive numbers that span a
+            factor of ten have a log scale.
         path: file to save the figure to as well, such as `"loss.png"` or `"loss.pdf"`. Missing folders are created.
 
     Returns:
-        A `matplotlib.figure.Figure`, which you can change. A notebook displays it.
+        A `matplotlib.figure.Figure`, which you can change. A notebook displays it. Its background is transparent and
+        its colors read on a light and on a dark page; `figure.set_facecolor("white")` gives it a background.
 
     Raises:
-        ValueError: no log has the name, a log has no numbers to draw, or `smooth` is out of range.
-        TypeError: `logs` is a list of paths.
+        ValueError: no log has the name, a log has no numbers to draw, `smooth` is out of range, or `color_by` does not
+            have one title and one finite number for each run.
+        TypeError: `logs` is a list of paths, or `color_by` is not a dict of numbers.
         FileNotFoundError: the log does not exist.
         ImportError: matplotlib is not installed.
     """
     _check_smooth(smooth)
     logs = logs if isinstance(logs, Mapping) else {"": logs}
+    if color_by is not None:
+        _check_color_by(color_by, len(logs))
     runs = {label: curves_of(_rows(log), x) for label, log in logs.items()}
     available = list(dict.fromkeys(chain.from_iterable(runs.values())))
     check(available, f"there is nothing to draw: no row has a number beside its {x!r}")
     names = [names] if isinstance(names, str) else names
     for name in names or ():
         check(matches(name, available), f"no log has {name!r}; there are {', '.join(available)}")
-    figure = draw(runs, names, x, smooth)
+    figure = draw(runs, names, x, smooth, color_by)
     if path is not None:
         save(figure, path)
     return figure
@@ -154,36 +190,152 @@ def _check_smooth(smooth: float) -> None:
     check_number("smooth", smooth, lambda weight: 0 <= weight < 1, advice)
 
 
-def draw(runs: Mapping[str, Curves], names: Sequence[str] | None, x: str, smooth: float) -> Figure:
+def _check_color_by(color_by: Any, runs: int) -> None:
+    example = 'color_by={"learning rate": [0.01, 0.1]}'
+    advice = f"give a title and one number for each run, {example}"
+    check_type("color_by is", color_by, Mapping, advice)
+    check(len(color_by) == 1, f"color_by has {len(color_by)} titles; {advice}")
+    ((title, numbers),) = color_by.items()
+    sized = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    check(sized, f"color_by[{title!r}] is a {type(numbers).__name__}; {advice}", TypeError)
+    check(len(numbers) == runs, f"color_by[{title!r}] has {len(numbers)} numbers for {runs} runs; {advice}")
+    for number in numbers:
+        check_number(f"a value of color_by[{title!r}]", number, math.isfinite, advice)
+
+
+def draw(
+    runs: Mapping[str, Curves],
+    names: Sequence[str] | None,
+    x: str,
+    smooth: float,
+    color_by: Mapping[str, Sequence[float]] | None = None,
+) -> Figure:
     """A figure of the runs' curves, with a panel for each metric that the names stand for."""
     panels = _panels(names, list(dict.fromkeys(chain.from_iterable(runs.values()))))
-    sources = list(dict.fromkeys(_source(name) for panel in panels for name in panel))
+    if color_by or len(runs) > _FEW or (len(runs) > 1 and max(map(len, panels)) > len(_STYLES)):
+        panels = [[name] for name in dict.fromkeys(chain.from_iterable(panels))]  # line styles do not tell sources
     columns = min(len(panels), 2)
     down = -(-len(panels) // columns)
-    figure: Figure = figure_class()(figsize=(4.8 * columns, 3.2 * down), layout="constrained")
+    figure: Figure = figure_class()(figsize=(4.8 * columns, 3.2 * down), layout="constrained", facecolor="none")
     grid = figure.subplots(down, columns, squeeze=False).ravel()
     for axes in grid[len(panels) :]:
         axes.remove()
-    for axes, panel in zip(grid, panels, strict=False):
+    shown = grid[: len(panels)]
+    looks = _looks(runs, panels, color_by)
+    for axes, panel in zip(shown, panels, strict=True):
         values: list[float] = []
-        mixed = list(dict.fromkeys(map(_source, panel)))
-        for number, (run, curves) in enumerate(runs.items()):
+        for run, curves in runs.items():
             for name in [name for name in panel if name in curves]:
-                color, style, label = sources.index(_source(name)), 0, _source(name) or name
-                if len(runs) > 1:
-                    color, style = number, mixed.index(_source(name))
-                    label = f"{run} {label}" if len(mixed) > 1 else run
-                _draw_line(axes, curves[name], f"C{color}", _STYLES[style % len(_STYLES)], label, smooth)
+                _draw_line(axes, curves[name], looks(run, name, panel), smooth)
                 values += [value for _, value in curves[name]]
         dress(axes, panel[0] if len(panel) == 1 else _metric(panel[0]), x, values)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(framealpha=0.8, edgecolor="none")  # curves show through
+    if color_by:
+        _add_color_bar(figure, shown, color_by)
+    else:
+        _add_legend(figure, _entries(runs, panels, looks))
     return figure
 
 
-def _draw_line(
-    axes: Axes, points: list[tuple[float, float]], color: str, style: str, label: str, smooth: float
-) -> None:
+def _looks(
+    runs: Mapping[str, Curves], panels: list[list[str]], color_by: Mapping[str, Sequence[float]] | None
+) -> Callable[[str, str, list[str]], Look]:
+    """The function from a run, a name and its panel to the look of the line."""
+    from matplotlib.colors import to_hex
+
+    sources = list(dict.fromkeys(_source(name) for panel in panels for name in panel))
+    numbers = {run: number for number, run in enumerate(runs)}
+    values = next(iter(color_by.values())) if color_by else list(range(len(runs)))
+    colormap, scale = _colors(values, logarithmic=bool(color_by))
+    mixed = list(dict.fromkeys(_source(name) for panel in panels if len(panel) > 1 for name in panel))
+
+    def look(run: str, name: str, panel: list[str]) -> Look:
+        if len(runs) == 1 and not color_by:
+            number = sources.index(_source(name))
+            return f"C{number}", _STYLES[number // 10 % len(_STYLES)]
+        number = numbers[run] if len(runs) > _FEW and not color_by else 0
+        if len(panel) > 1:
+            number = mixed.index(_source(name))
+        return to_hex(colormap(scale(values[numbers[run]]))), _STYLES[number % len(_STYLES)]
+
+    return look
+
+
+def _colors(values: Sequence[float], *, logarithmic: bool) -> tuple[Colormap, Normalize]:
+    """The color map of runs, and the scale of the values on it."""
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+
+    low, high = min(values), max(values)
+    scale = LogNorm if logarithmic and 0 < 10 * low <= high else Normalize
+    return LinearSegmentedColormap.from_list("runs", _ORDERED), scale(low, high)
+
+
+def _entries(
+    runs: Mapping[str, Curves], panels: list[list[str]], looks: Callable[[str, str, list[str]], Look]
+) -> dict[str, Look]:
+    """What the legend has to tell apart: the sources of a run, or the runs, and the sources where panels mix them."""
+    mixed = [(name, panel) for panel in panels if len(panel) > 1 for name in panel]
+    if len(runs) == 1:
+        (run,) = runs
+        return {_source(name) or name: looks(run, name, panel) for name, panel in mixed}
+    drawn = {name: [name] for panel in panels for name in panel}
+    of_runs = {
+        run: looks(run, *next((name, panel) for name, panel in drawn.items() if name in curves))
+        for run, curves in runs.items()
+        if not drawn.keys().isdisjoint(curves)
+    }
+    first = next(iter(runs))
+    of_sources = {_source(name) or name: (INK, looks(first, name, panel)[1]) for name, panel in mixed}
+    taken = {f"{label} (source)" if label in of_runs else label: look for label, look in of_sources.items()}
+    return of_runs | taken
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Long names, cut in the middle, as far as they stay different."""
+    names, length = [" ".join(str(name).split()) for name in names], _LONG
+    while True:
+        ends = length // 2
+        cut = [name if len(name) <= length else f"{name[: ends - 1]}…{name[-ends:]}" for name in names]
+        if len(set(cut)) == len(set(names)):
+            return cut
+        length *= 2
+
+
+def _add_legend(figure: Figure, entries: Mapping[str, Look]) -> None:
+    """One legend below the panels, for which the figure grows."""
+    from matplotlib.lines import Line2D
+
+    if len(entries) < 2:
+        return
+    lines: list[Line2D] = [Line2D([], [], color=color, linestyle=style) for color, style in entries.values()]
+    labels = _shortened(list(entries))
+    options: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "handlelength": 3}
+    columns = min(len(labels), 12)
+    while True:
+        legend = figure.legend(lines, ["."] * len(labels), ncols=columns, **options)
+        for text, label in zip(legend.get_texts(), labels, strict=True):
+            text.set(text=label, parse_math=False)  # also if it begins with _ or has a $
+        extent = legend.get_window_extent()
+        if columns == 1 or extent.width <= figure.bbox.width:
+            break
+        legend.remove()
+        columns -= 1
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(max(width, extent.width / figure.dpi), height + extent.height / figure.dpi)
+
+
+def _add_color_bar(figure: Figure, axes: Any, color_by: Mapping[str, Sequence[float]]) -> None:
+    from matplotlib.cm import ScalarMappable
+
+    ((title, values),) = color_by.items()
+    colormap, scale = _colors(values, logarithmic=True)
+    bar = figure.colorbar(ScalarMappable(scale, colormap), ax=axes.tolist())
+    bar.set_label(title, color=INK, parse_math=False)
+    bar.ax.tick_params(which="both", colors=INK)
+    bar.outline.set_visible(False)  # type: ignore[operator, unused-ignore]
+
+
+def _draw_line(axes: Axes, points: list[tuple[float, float]], look: Look, smooth: float) -> None:
+    color, style = look
     xs, raw = zip(*points, strict=True)
     values = [value if math.isfinite(value) else math.nan for value in raw]
     sparse = len(points) <= _MARKED
@@ -191,8 +343,8 @@ def _draw_line(
         axes.plot(xs, values, color=color, alpha=0.25, linewidth=1)
         values = smoothed(values, smooth)
     # Draw lines with few points, as of evaluations, on top of noisy ones.
-    dots: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "zorder": 3} if sparse else {}
-    axes.plot(xs, values, style, color=color, linewidth=1.6, label=label, **dots)
+    dots: dict[str, Any] = {"marker": "o", "markersize": 4, "zorder": 3} if sparse else {}
+    axes.plot(xs, values, style, color=color, linewidth=1.6, **dots)
     if lost := [at for at, value in points if not math.isfinite(value)]:
         edge = axes.get_xaxis_transform()
         axes.plot(lost, [0.0] * len(lost), "x", color=color, transform=edge, clip_on=False, zorder=3)
@@ -200,9 +352,12 @@ def _draw_line(
 
 def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
     """Title, label, grid, and a log scale for a loss or perplexity that spans a factor of ten."""
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.grid(alpha=0.25)
+    axes.set_facecolor("none")
+    axes.set_title(title, color=INK, parse_math=False)
+    axes.set_xlabel(x, color=INK, parse_math=False)
+    axes.tick_params(which="both", colors=INK, labelcolor=INK)
+    axes.grid(color=INK, alpha=0.25)
+    axes.spines[:].set_color(INK)
     axes.spines[["top", "right"]].set_visible(False)
     finite = [value for value in values if math.isfinite(value)]
     metric = _metric(title)

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TextIO, TypeVar
 
 from torch import Tensor
 
@@ -43,7 +43,16 @@ class progress(Generic[T]):
 
     `bar(state)` yields the batches of `loader(state)`. In a resumed run, the bar starts at the state's position. It
     ends after the last batch of the last epoch, on an error or interrupt, when `break` leaves the loop, or by
-    `close()`, which a run that stops early between two epochs should call before it prints to a terminal.
+    `close()`, which a run that stops early between two epochs should call, unless it uses the bar as a context.
+
+    As a context, the bar is closed when the block is left, also by an error. `bar.print` prints a line beside it:
+
+    >>> with ll.progress(loader, epochs=1) as bar:
+    ...     for batch in bar(ll.TrainState(epoch_length=3)):
+    ...         bar.print("labels", batch.tolist())
+    labels [2, 4]
+    labels [5, 0]
+    labels [1, 3]
 
     Without `epochs`, each epoch has a bar of its own. As in tqdm, a batch counts as done when the next one is
     requested.
@@ -85,6 +94,12 @@ class progress(Generic[T]):
 
     def __repr__(self) -> str:
         return f"ll.progress({shown(self._loader)}, epochs={self._epochs})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__(self, state: TrainState) -> Generator[T, None, None]:
         """Yield the batches of the state's epoch, shown in the bar."""
@@ -141,6 +156,25 @@ class progress(Generic[T]):
         """
         check_type("bar.show got", metrics, Mapping, "give the metrics that the train step returned")
         self._metrics.update(metrics)
+
+    def print(self, *values: object, sep: str = " ", file: TextIO | None = None) -> None:
+        """Print like Python's `print`, on a line of its own above the bar, which stays whole.
+
+        >>> import looplib as ll
+        >>> bar = ll.progress(lambda state: [1])
+        >>> bar.print("learning rate", 0.1)
+        learning rate 0.1
+
+        Python's own `print` would continue the line of the bar. Lines of `ll.console` need no `bar.print`. Like the bar
+        and loggers, it prints on the first rank only, with `disable=True` too.
+
+        Args:
+            values: what to print.
+            sep: text between the values.
+            file: text stream to print to. Defaults to standard output at the time of the call.
+        """
+        if is_first():
+            _bar_class().write(sep.join(map(str, values)), file=file)
 
     def close(self) -> None:
         """Draw the bar a last time and end it."""

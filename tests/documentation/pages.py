@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import zlib
 from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -95,13 +96,25 @@ def notebook(path: Path) -> Page:
             if "image/png" in data:
                 name = f"{path.stem}_{len(images)}.png"
                 images[name] = b64decode("".join(data["image/png"]))
-                parts.append(f"![figure]({name})")
+                parts.append(f"![figure{' on white' * is_opaque(images[name])}]({name})")
             elif "text/html" in data:
                 parts.append(f'<div class="output">{" ".join("".join(data["text/html"]).split())}</div>')
             else:
                 parts.append(fenced("".join(data["text/plain"]).rstrip(), "text"))
     text = "\n\n".join(parts)
     return Page(_relative(path), f"{path.stem.partition('_')[0]}. {_title(text)}", text, "Learn", images)
+
+
+def is_opaque(png: bytes) -> bool:
+    """Whether the first pixel of a PNG hides the page behind it: its alpha, if it has one, is the largest."""
+    data, position = b"", 8
+    while position < len(png):
+        size = int.from_bytes(png[position : position + 4])
+        if png[position + 4 : position + 8] == b"IDAT":
+            data += png[position + 8 : position + 8 + size]
+        position += size + 12
+    with_alpha, depth_of_8 = png[25] == 6, png[24] == 8
+    return not (with_alpha and depth_of_8) or zlib.decompress(data)[4] == 255  # after the row's filter and R, G, B
 
 
 def recipe(path: Path) -> Page:

@@ -1,6 +1,8 @@
 """Plots hold the numbers that were logged."""
 
+import colorsys
 import gc
+import io
 import itertools
 import math
 import operator
@@ -11,7 +13,10 @@ import textwrap
 import matplotlib.image
 import pytest
 import torch
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm, Normalize, to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from shared import assert_each_refused
 
 import looplib as ll
@@ -41,24 +46,35 @@ def kinds(lines):
     return [(line.get_color(), line.get_linestyle()) for line in lines]
 
 
-def labels(axes):
-    legend = axes.get_legend()
+def labels(figure):
+    """The texts of the legend, of which there is at most one."""
+    assert not any(axes.get_legend() for axes in figure.axes)
+    (*more, legend) = figure.legends or [None]
+    assert not more
     return legend and [text.get_text() for text in legend.get_texts()]
+
+
+def handles(figure):
+    """The look of each entry of the legend."""
+    return dict(zip(labels(figure), kinds(figure.legends[0].get_lines()), strict=True))
 
 
 def test_train_and_eval_of_a_metric_share_a_panel():
     rows = rows_of()
-    axes = plot(rows).axes
-    assert [(a.get_title(), a.get_xlabel(), a.get_yscale(), labels(a)) for a in axes] == [
-        ("loss", "step", "log", ["train", "eval"]),
-        ("lr", "step", "linear", None),
-        ("eval/auc", "step", "linear", None),
+    figure = plot(rows)
+    axes = figure.axes
+    assert [(a.get_title(), a.get_xlabel(), a.get_yscale()) for a in axes] == [
+        ("loss", "step", "log"),
+        ("lr", "step", "linear"),
+        ("eval/auc", "step", "linear"),
     ]
     names = ["train/loss", "eval/loss", "lr", "eval/auc"]
     lines = [line for each in axes for line in each.lines]
     assert [points(line) for line in lines] == [expected(rows, name) for name in names]
     assert lines[0].get_color() != lines[1].get_color() == lines[3].get_color()
-    assert labels(plot([{"step": 1, "loss": 1.0, "eval/loss": 2.0}]).axes[0]) == ["loss", "eval"]
+    assert handles(figure) == dict(zip(["train", "eval"], kinds(lines), strict=False))
+    assert labels(plot([{"step": 1, "loss": 1.0, "eval/loss": 2.0}])) == ["loss", "eval"]
+    assert labels(plot(rows, ["lr", "auc"])) is None
 
 
 def test_runs_have_colours_and_sources_line_styles(tmp_path):
@@ -66,14 +82,130 @@ def test_runs_have_colours_and_sources_line_styles(tmp_path):
     for row in rows_of():
         log(ll.TrainState(step=row["step"]), {name: row[name] for name in row if "/" in name})
     small = rows_of(scale=3.0)
-    both, auc = plot({"small": small, "large": tmp_path / "large.jsonl"}, ["loss", "auc"]).axes
+    figure = plot({"small": small, "large": tmp_path / "large.jsonl"}, ["loss", "auc"])
+    both, auc = figure.axes
     assert [points(line) for line in both.lines] == [
         expected(rows, name) for rows in (small, rows_of()) for name in ("train/loss", "eval/loss")
     ]
-    assert kinds(both.lines) == [("C0", "-"), ("C0", "--"), ("C1", "-"), ("C1", "--")]
-    assert labels(both) == ["small train", "small eval", "large train", "large eval"]
-    assert kinds(auc.lines) == [("C0", "-"), ("C1", "-")]
-    assert labels(auc) == ["small", "large"]
+    one, other = (line.get_color() for line in auc.lines)
+    assert one != other
+    assert kinds(both.lines) == [(one, "-"), (one, "--"), (other, "-"), (other, "--")]
+    assert kinds(auc.lines) == [(one, "-"), (other, "-")]
+    entries = handles(figure)
+    assert list(entries) == ["small", "large", "train", "eval"]
+    assert [entries["small"], entries["large"]] == kinds(auc.lines)
+    assert [entries[name][1] for name in ("train", "eval")] == ["-", "--"]
+    assert not {one, other} & {entries[name][0] for name in ("train", "eval")}
+
+
+def runs_of(count, name="run {}"):
+    return {name.format(k): rows_of(40, scale=1.0 + k) for k in range(count)}
+
+
+def contrast(color, page):
+    """Contrast of two colors, by WCAG 2."""
+
+    def luminance(color):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+        return sum(map(operator.mul, (0.2126, 0.7152, 0.0722), parts))
+
+    dark, light = sorted([luminance(color), luminance(page)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def hue(color):
+    """Hue in degrees, from the blue of the first run upward."""
+    return (360 * colorsys.rgb_to_hsv(*to_rgb(color))[0] - 180) % 360
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [2, 8, 9, 32, 60])
+def test_runs_are_ordered_by_color_and_told_apart_with_one_legend_outside_of_the_panels(count):
+    figure = plot(runs_of(count))
+    figure.draw_without_rendering()
+    for axes in figure.axes[-2:]:  # a source each, also with few runs
+        hues = [hue(line.get_color()) for line in axes.lines]
+        assert hues == sorted(set(hues))
+        if count <= 32:
+            for one, other in itertools.combinations(axes.lines, 2):
+                apart = abs(hue(one.get_color()) - hue(other.get_color())) > 10
+                assert apart or one.get_linestyle() != other.get_linestyle()
+    assert labels(figure)[:count] == [f"run {k}" for k in range(count)]
+    assert list(handles(figure).values())[:count] == kinds(axes.lines)
+    assert len(figure.axes) == (3 if count <= 8 else 4)  # line styles tell sources, or runs, apart
+    box = figure.legends[0].get_window_extent()
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [2, 32])
+@pytest.mark.parametrize(
+    "name", ["_{}$x$", "a$_{}", "one\nline {}", "a" * 400 + "{}" + "b" * 400, "name {} " + "c" * 300]
+)
+def test_any_name_stands_in_the_legend_cut_in_the_middle_and_still_different(name, count):
+    runs = runs_of(count, name)
+    figure = plot(runs, "lr")
+    figure.draw_without_rendering()
+    shown = labels(figure)
+    assert len(set(shown)) == count
+    for text, run in zip(shown, runs, strict=True):
+        start, cut, end = text.partition("…")
+        plain = run.replace("\n", " ")
+        assert text == plain if not cut else plain.startswith(start) and plain.endswith(end) and len(plain) > 32
+        assert len(text) <= 32 or "aaa" in text
+        if cut:
+            assert abs(len(start) - len(end)) <= 1
+    box = figure.legends[0].get_window_extent()
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
+def test_the_legend_does_not_shrink_the_panels():
+    heights, widths = [], []
+    for rows in ({"only": rows_of()}, runs_of(32)):
+        figure = plot(rows, "lr")
+        figure.draw_without_rendering()
+        heights.append(figure.axes[0].bbox.height)
+        widths.append(figure.axes[0].bbox.width)
+    assert heights == pytest.approx([heights[0]] * 2, rel=0.1)
+    assert widths == pytest.approx([widths[0]] * 2, rel=0.1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rates", "scale"),
+    [([0.1, 0.001, 0.01, 0.01], LogNorm), ([0.0, 1.0, 0.5, 0.5], Normalize), ([0.3] * 4, Normalize)],
+)
+def test_a_hyperparameter_colors_the_lines_of_members(rates, scale):
+    figure = plot(runs_of(4), ["train/loss", "eval/loss"], color_by={"learning rate": rates})
+    figure.draw_without_rendering()
+    *panels, bar = figure.axes
+    (colors,) = {collection for collection in bar.collections if isinstance(collection, QuadMesh)}
+    assert (bar.get_ylabel(), labels(figure)) == ("learning rate", None)
+    assert type(colors.norm) is scale
+    normed = colors.cmap(scale(min(rates), max(rates))(rates))
+    for axes in panels:
+        assert [to_hex(line.get_color()) for line in axes.lines] == [to_hex(color) for color in normed]
+        assert {line.get_linestyle() for line in axes.lines} == {"-"}
+        assert not bar.get_tightbbox().overlaps(axes.get_tightbbox())
+    order = sorted(range(4), key=lambda run: rates[run])
+    hues = [hue(panels[0].lines[run].get_color()) for run in order]
+    assert hues == sorted(hues)
+
+
+def test_all_colors_read_on_a_light_and_on_a_dark_page():
+    figure = plot(runs_of(32), ["train/loss", "auc"])
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert {text.get_text() for text in texts} >= {"train/loss", "eval/auc", "step", "run 31"}
+    colors = {line.get_color() for axes in figure.axes for line in axes.lines} | {to_hex(text.get_color()) for text in texts}
+    for page in ("#ffffff", "#0d1117"):
+        assert min(contrast(color, page) for color in colors) >= 3, page  # WCAG 1.4.11
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    file.seek(0)
+    assert matplotlib.image.imread(file)[0, 0, 3] == 0
 
 
 def test_a_source_stands_for_everything_under_it():
@@ -143,6 +275,12 @@ def test_what_cannot_be_drawn_is_refused():
         (lambda: plot(rows_of(), smooth=1), ValueError, "smooth is 1"),
         (lambda: plot(["a.jsonl", "b.jsonl"]), TypeError, "dict by label"),
         (lambda: plot("none.jsonl"), FileNotFoundError, "none.jsonl"),
+        (lambda: plot(runs_of(2), color_by=[0.1, 0.2]), TypeError, "color_by is a list.*title"),
+        (lambda: plot(runs_of(2), color_by={"lr": "ab"}), TypeError, "'lr'.*str.*one number for each run"),
+        (lambda: plot(runs_of(2), color_by={"lr": [1, "b"]}), TypeError, "'lr'.*'b'.*one number for each run"),
+        (lambda: plot(runs_of(2), color_by={"lr": [0.1]}), ValueError, "'lr'.* 1 numbers for 2 runs"),
+        (lambda: plot(runs_of(2), color_by={"lr": [0.1, math.nan]}), ValueError, "'lr'.*nan"),
+        (lambda: plot(runs_of(2), color_by={"lr": [1, 2], "seed": [1, 2]}), ValueError, "2 titles"),
         (live_plot, RuntimeError, "no notebook.*path="),
     )
 

@@ -256,3 +256,63 @@ def test_the_mean_of_the_finite_members_of_a_stack_is_shown(stream):
         bar.show({"loss": torch.tensor([1.0, float("nan"), 3.0]), "lost": torch.tensor([float("nan")] * 2)})
         bar.show({"matrix": torch.ones(2, 2)})
     assert "loss=2, lost=nan]" in drawings(stream)[-1]
+
+
+def screen(text):
+    """The lines that a terminal shows: a carriage return goes back to the start of the line, and text replaces text."""
+    lines = []
+    for line in text.split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown.rstrip())
+    return lines
+
+
+@pytest.mark.parametrize("options", [{}, {"disable": True}])
+def test_a_printed_line_stands_above_the_bar_as_print_writes_it(stream, options):
+    bar = bar_of(range(3), stream, mininterval=0, ncols=79, **options)
+    plain = io.StringIO()
+    bar.print("before", file=stream)
+    print("before", file=plain)
+    for i in bar(at(epoch_length=3)):
+        bar.print("batch", i, [i], sep=", ", file=stream)
+        print("batch", i, [i], sep=", ", file=plain)
+    bar.print("after", file=stream)
+    print("after", file=plain)
+    printed = plain.getvalue().splitlines()
+    *lines, last = [line for line in screen(stream.getvalue()) if not line.startswith("epoch 1")]
+    assert [*lines, last] == [*printed, ""]
+    bars = [line for line in screen(stream.getvalue()) if line.startswith("epoch 1")]
+    assert len(bars) == (0 if options else 1)
+    assert options or "3/3" in bars[0]
+
+
+def test_a_line_is_printed_to_standard_output_and_on_the_first_rank_only(capsys, monkeypatch):
+    bar = progress(iter)
+    bar.print("one", 1)
+    monkeypatch.setattr("looplib.log._progress.is_first", lambda: False)
+    bar.print("two", 2)
+    assert capsys.readouterr().out == "one 1\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None])
+def test_the_bar_of_a_run_is_closed_when_its_context_is_left_between_two_epochs(stream, error):
+    made = bar_of(range(4), stream, epochs=3)
+    caught = None
+    try:
+        with made as bar:
+            assert bar is made
+            list(bar(at(epoch_length=4)))
+            assert not closed(stream)
+            bar.show({"loss": 0.25})
+            if error:
+                raise error("here")
+    except (KeyboardInterrupt, RuntimeError) as raised:
+        caught = raised
+    assert type(caught) is (error or type(None))
+    assert closed(stream)
+    assert "4/12" in drawings(stream)[-1]
+    assert "loss=0.25" in drawings(stream)[-1]
+    with bar_of([], stream):  # nothing to close
+        pass
