@@ -40,7 +40,7 @@ Log = str | os.PathLike[str] | Sequence[Row]
 Curves = dict[str, list[tuple[float, float]]]  # name -> points
 
 
-Look = tuple[str, str]  # color and line style
+Look = tuple[str, Any]  # color and line style
 
 
 INK = "#7b838d"  # of text and axes; like the colors of runs, it reads on a light and on a dark page
