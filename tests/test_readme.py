@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -232,3 +233,13 @@ def test_links_lead_somewhere(page):
 def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
     for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1, table
+
+
+def test_the_diagram_is_readable_on_a_phone():
+    """At 390 pixels, of which a page's margins take 32, no text is smaller than 12 pixels."""
+    diagram = ElementTree.parse(ROOT / "notebooks/figures/loop.svg").getroot()
+    text = ElementTree.tostring(diagram, encoding="unicode")
+    sizes = [float(size) for size in re.findall(r"font-size[:=]\s*\"?([\d.]+)", text)]
+    width = float(diagram.get("viewBox").split()[2])
+    assert len(sizes) == 3
+    assert min(sizes) * min(1, (390 - 32) / width) >= 12

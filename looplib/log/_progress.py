@@ -49,10 +49,10 @@ class progress(Generic[T]):
 
     >>> with ll.progress(loader, epochs=1) as bar:
     ...     for batch in bar(ll.TrainState(epoch_length=3)):
-    ...         bar.print("labels", batch.tolist())
-    labels [2, 4]
-    labels [5, 0]
-    labels [1, 3]
+    ...         bar.print("a batch of", len(batch))
+    a batch of 2
+    a batch of 2
+    a batch of 2
 
     Without `epochs`, each epoch has a bar of its own. As in tqdm, a batch counts as done when the next one is
     requested.
