@@ -272,7 +272,7 @@ def _colors(values: Sequence[float], *, logarithmic: bool) -> tuple[Colormap, No
 def _entries(
     runs: Mapping[str, Curves], panels: list[list[str]], looks: Callable[[str, str, list[str]], Look]
 ) -> dict[str, Look]:
-    """What the legend has to tell apart: the sources of a run, or the runs, and the sources where panels mix them."""
+    """Entries of the legend: the sources of a run, or the runs, and the sources where panels mix them."""
     mixed = [(name, panel) for panel in panels if len(panel) > 1 for name in panel]
     if len(runs) == 1:
         (run,) = runs

@@ -106,7 +106,7 @@ def notebook(path: Path) -> Page:
 
 
 def is_opaque(png: bytes) -> bool:
-    """Whether the first pixel of a PNG hides the page behind it: its alpha, if it has one, is the largest."""
+    """True if the first pixel of a PNG hides the page behind it: its alpha, if it has one, is the largest."""
     data, position = b"", 8
     while position < len(png):
         size = int.from_bytes(png[position : position + 4])
