@@ -5,7 +5,7 @@
     loader = ll.make_loader(train_set, batch_size=64)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     done = ll.after_epochs(10)
     while not done(state):
         for batch in loader(state):

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from looplib._core import lease, misuse
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, check_type, is_plain
+from looplib._core.checks import check, check_optional_count, check_type, is_plain, named
 from looplib._core.forward_writes import put_back
 from looplib._core.mappings import fields_of, pick
 from looplib._core.memory import named_tensors, overlaps
-from looplib._core.provenance import Provenance
 from looplib._core.random import mix
-from looplib._core.records import MANY, check_kind, described, settings_of
+from looplib._core.records import MANY, check_kind, described, kind_of, settings_of
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
     Optimizer,
+    Run,
     TrainState,
     check_state,
 )
@@ -34,6 +34,7 @@ def init_state(
     optimizer: Optimizer | None = None,
     *,
     seed: int = 0,
+    loader: Any = None,
     epoch_length: int | None = None,
     trainable: Callable[[str, Tensor], bool] | None = None,
     extra: Any = None,
@@ -45,12 +46,21 @@ def init_state(
     >>> state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3), seed=0)
     >>> state.params["weight"] is model.weight
     True
+    >>> loader = ll.make_loader(range(10), batch_size=4)
+    >>> ll.init_state(model, loader=loader).epoch_length
+    3
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers. Parameter names are those of the innermost module.
         optimizer: an optimizer whose `init` creates `opt_state`. None for a state used only for evaluation.
         seed: int from which dropout and all other random draws of the steps are derived.
-        epoch_length: number of batches in an epoch (`len(loader)`), or None for a stream.
+        loader: the loader of the run, or a list of all that it trains on, the first of which counts the batches of an epoch:
+            `len(loader)`, or None for a stream. The settings of looplib's loaders are kept in `state.run`, for checkpoints
+            to store and for restores and ranks to compare. A torch DataLoader, or anything else with `__len__` that is not
+            indexed, gives only its length. Loaders that only evaluate are not among them.
+        epoch_length: number of batches in an epoch, in place of the loader's: for a run without a loader object, or to
+            end the epochs of a stream. For a loader whose epochs differ in length, such as those of `ll.data.growing`,
+            write `ll.init_state(..., loader=loader).replace(epoch_length=None)`.
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Pass the same function as to
             `make_grad_fn`. Defaults to the parameters that require a gradient.
         extra: a pytree of your own, kept in `state.extra` and checkpointed: tensors, ints of any size, floats, strings,
@@ -58,12 +68,18 @@ def init_state(
             (`torch.from_numpy`). For global random streams and objects with a `state_dict`, see `ll.checkpoint.capture`.
 
     Raises:
-        TypeError: `model` is not a module, `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
+        TypeError: `model` is not a module, `optimizer` is not an `ll.optimizer(...)`, `loader` is a dataset, a batch or
+            something else that is not a loader, or `seed` is not an int.
         ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, a trained parameter
             is on the meta device, or what is trained or kept by the optimizer shares memory with another tensor.
     """
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
+    loaders = [*loader] if isinstance(loader, (list, tuple)) else [] if loader is None else [loader]
+    check(loaders or loader is None, "loader is an empty list; give the loaders of the run, or leave it out")
+    lengths = [*map(_length_of, loaders)]
+    if epoch_length is None and lengths:
+        epoch_length = lengths[0]
     check_optional_count("epoch_length", epoch_length, advice=advice)
     check_type("seed is", seed, SupportsIndex, "give an int")
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
@@ -85,17 +101,40 @@ def init_state(
                 "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
                 "an optimizer's init)",
             )
-    state = TrainState(
+    run = Run(
+        optimizer=None if optimizer is None else described(optimizer) or None,
+        model=described_model(model),
+        loaders=tuple(described(each) for each in loaders if kind_of(each) == "loader"),
+    )
+    return TrainState(
         epoch_length=epoch_length,
         params=params,
         buffers=buffers,
         opt_state=opt_state,
         seed=operator.index(seed),
         extra=extra,
+        run=run,
     )
-    description = None if optimizer is None else described(optimizer) or None
-    lease.note_provenance(state, Provenance(optimizer=description, model=described_model(model)))
-    return state
+
+
+def _length_of(loader: Any) -> int | None:
+    """Number of batches that a loader gives in an epoch; None for a stream.
+
+    >>> _length_of(torch.utils.data.DataLoader(range(5), batch_size=2))
+    3
+
+    Raises TypeError for what is not a loader: the length of a dataset is its number of samples, and that of a batch too.
+    """
+    check(
+        hasattr(type(loader), "__len__") and not hasattr(type(loader), "__getitem__"),
+        f"loader is {named(loader)}; give what ll.make_loader returns, a DataLoader, or a list of these. For batches from "
+        "elsewhere, give their number: init_state(..., epoch_length=len(batches)), or None for a stream",
+        TypeError,
+    )
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # as of a DataLoader over a dataset without a length
+        return None
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:

@@ -39,6 +39,7 @@ __all__ = [
     "Part",
     "PredictStep",
     "Role",
+    "Run",
     "Schedule",
     "TrainState",
     "TrainStep",
@@ -46,6 +47,44 @@ __all__ = [
     "Transformed",
     "Update",
 ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Record of a run: the settings that it was made with, as plain values.
+
+    >>> import looplib as ll, torch
+    >>> loader = ll.make_loader(range(8), batch_size=4)
+    >>> state = ll.init_state(torch.nn.Linear(2, 1), loader=loader)
+    >>> state.run.model, state.run.loaders[0]["batch_size"]
+    ({'class': 'Linear', 'parameters': 3}, 4)
+
+    `ll.init_state` makes it, and all states of the run hold the same record: it passes through steps, `replace`, copies,
+    stacks and pytrees unchanged. Checkpoints store the settings, and a restore compares them with those of the state that
+    it is given. No comparison of states looks at the record, and states of different runs have the same pytree structure.
+
+    Attributes:
+        optimizer: settings of the optimizer, or None if the state has none.
+        model: class, size and configuration of the model, or None if they are not known.
+        loaders: settings of the looplib loaders that `init_state` was given (`Loader.description`), the first of which
+            counts the batches of an epoch. Empty if it was given none.
+        restored: path of the checkpoint from which the run was restored, or "".
+        at_step: step of the restored state.
+        saved_loaders: settings of the loaders that this checkpoint stores, in whose batches the position of the restored
+            state is; or of the loader to which `Loader.resume` has converted it.
+    """
+
+    optimizer: Mapping[str, Any] | None = None
+    model: Mapping[str, Any] | None = None
+    loaders: tuple[Mapping[str, Any], ...] = ()
+    restored: str = ""
+    at_step: int = 0
+    saved_loaders: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def known_loaders(self) -> tuple[Mapping[str, Any], ...]:
+        """Settings of the loaders that `init_state` was given, or those that the checkpoint stores if it was given none."""
+        return self.loaders or self.saved_loaders
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +100,7 @@ class TrainState(lease.Leased):
     7
 
     It is a pytree whose leaves are the tensors of `params`, `buffers`, `opt_state` and `extra`. The counts and the
-    seed belong to its structure.
+    seed belong to its structure. So does `run`, but structures that differ in nothing else are equal.
 
     Attributes:
         step: optimizer updates completed.
@@ -76,6 +115,7 @@ class TrainState(lease.Leased):
         opt_state: the optimizer's pytree.
         seed: int from which all randomness of the run is derived.
         extra: your own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
+        run: record of the settings of the run (`ll.types.Run`), which all of its states share.
 
     Raises:
         DonatedStateError: `params`, `buffers`, `opt_state` or `extra` is read after a donated step has overwritten
@@ -95,6 +135,7 @@ class TrainState(lease.Leased):
     opt_state: lease.Tree[Any] = lease.Tree()  # noqa: RUF009
     seed: int = 0
     extra: lease.Tree[Any] = lease.Tree()  # noqa: RUF009
+    run: Run = dataclasses.field(default_factory=Run)
 
     @property
     def skipped(self) -> bool:
@@ -144,9 +185,7 @@ class TrainState(lease.Leased):
         return f"TrainState({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainState, tuple(getattr(self, name) for name in FIELDS), lease.provenance(self)
-
-    __setstate__ = lease.note_provenance
+        return TrainState, tuple(getattr(self, name) for name in FIELDS)
 
     if not TYPE_CHECKING:  # type checkers would take any attribute for one that there is
 
@@ -182,27 +221,35 @@ _NOT_OF_A_STATE = {
     "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
 }
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
-COUNTS = tuple(name for name in FIELDS if name not in TREES)
+COUNTS = tuple(name for name in FIELDS if name not in (*TREES, "run"))
 
 
-# For torch, a state's trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
-# `tree_map` therefore see only tensors, and a comparison sees every field.
+# For torch, a state's trees are leaves and its counts are structure; for looplib, all fields but `run` are leaves.
+# `torch.func` and `tree_map` therefore see only tensors, and a comparison sees every field but that one.
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """Context of a state in torch's pytrees. Those of different runs are equal."""
+
+    present: tuple[str, ...]
+    counts: dict[str, Any]
+    run: Run = dataclasses.field(compare=False, default_factory=Run)
 
 
 def _flatten(state: TrainState) -> tuple[list[Any], Any]:
     # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
     present = {name: tree for name in TREES if (tree := getattr(state, name)) is not None}
-    return list(present.values()), (tuple(present), fields_of(state, COUNTS))
+    return list(present.values()), _Structure(tuple(present), fields_of(state, COUNTS), state.run)
 
 
 def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
     children, structure = _flatten(state)
-    return list(zip(map(pytree.GetAttrKey, structure[0]), children, strict=True)), structure
+    return list(zip(map(pytree.GetAttrKey, structure.present), children, strict=True)), structure
 
 
 def _unflatten(children: Iterable[Any], structure: Any) -> TrainState:
-    present, counts = structure
-    return TrainState(**dict(zip(present, children, strict=True)), **counts)
+    return TrainState(**dict(zip(structure.present, children, strict=True)), **structure.counts, run=structure.run)
 
 
 pytree.register_pytree_node(
@@ -211,8 +258,11 @@ pytree.register_pytree_node(
     _unflatten,
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
+    # In JSON, without the record of the run.
+    to_dumpable_context=lambda structure: [structure.present, structure.counts],
+    from_dumpable_context=lambda context: _Structure(tuple(context[0]), context[1]),
 )
-by_fields.add(TrainState)
+by_fields[TrainState] = tuple(name for name in FIELDS if name != "run")
 kinds_of_classes[TrainState] = "state"
 
 

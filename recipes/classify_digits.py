@@ -72,7 +72,7 @@ def main(
         folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/loss", describe={"loader": loader}
     )
 
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
 

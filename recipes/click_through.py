@@ -73,7 +73,7 @@ def main(
     to_file = ll.jsonl(folder / "log.jsonl")
     log = ll.tee(to_file, ll.log.select(ll.console(), ["eval/all/auc", "eval/all/user_auc", "eval/all/loss"]))
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/all/user_auc")
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
     check = ll.evaluate(judges["model"], state, dev, max_batches=1)  # mistakes show now instead of after training

@@ -72,7 +72,7 @@ def main(
     optimizer = ll.chain(
         ll.clip_by_global_norm(1.0), ll.optimizer(torch.optim.AdamW, lr=schedule, weight_decay=weight_decay)
     )
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, seed=seed, loader=loader)
     held = most_held(lambda: grad_fn(state, next(iter(loader(state)))))
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     done = ll.after_epochs(epochs)

@@ -80,7 +80,7 @@ def main(
         return {**scores, "epsilon": epsilon(state.step, rate, noise_multiplier, delta)}
 
     ckpt = ll.checkpoint_io(directory, keep_last=1)
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
     bar = ll.progress(loader, epochs=epochs)

@@ -72,7 +72,7 @@ def main(
     for member in range(members * seed, members * (seed + 1)):
         torch.manual_seed(member)
         fresh = make_model(width, dropout)
-        states.append(ll.init_state(fresh, optimizer, seed=member, epoch_length=len(loader)))
+        states.append(ll.init_state(fresh, optimizer, seed=member, loader=loader))
     ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
     stack, done, times = ckpt.restore(ll.transforms.stack_states(states)), ll.after_epochs(epochs), list[float]()
     if done(stack):

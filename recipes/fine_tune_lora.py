@@ -109,7 +109,7 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     # Checkpoints hold what is trained, and a digest of the base model.
     ckpt = ll.checkpoint_io(folder, keep_last=1, select=lambda name, tensor: tensor.requires_grad)
     done, bar = ll.after_steps(steps), ll.progress(loader, leave=False, disable=None)
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     print(f"{folder.name}: step {state.step} of {steps}")
     try:
         while not done(state):

@@ -73,7 +73,7 @@ def main(
         settings = {"loader": loader}
         ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best, describe=settings)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
-        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
+        first = ll.init_state(model, optimizer, seed=seed, loader=loader, extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()
         finished = f"already finished at step {state.step}; delete {save_path} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")

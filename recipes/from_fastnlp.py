@@ -73,7 +73,7 @@ def main(
         log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
         best = ll.predicates.BestSoFar("eval/accuracy")
         ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=best)
-        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
+        first = ll.init_state(model, optimizer, seed=seed, loader=loader, extra={"best": best})
         state = ckpt.restore(first)
         finished = f"already finished at step {state.step}; delete {folder} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")

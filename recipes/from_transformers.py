@@ -79,7 +79,7 @@ def main(
         settings, folder = {"loader": loader}, f"{output_dir}/checkpoints"
         best = ll.predicates.BestSoFar("eval/loss")  # metric_for_best_model; mode="max": greater_is_better
         ckpt = ll.checkpoint_io(folder, keep_last=save_total_limit, monitor=best, describe=settings)
-        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
+        first = ll.init_state(model, optimizer, seed=seed, loader=loader, extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()
         finished = f"already finished at step {state.step}; delete {output_dir} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")

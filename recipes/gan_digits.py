@@ -64,7 +64,7 @@ def main(
     log = ll.jsonl(Path(directory) / "log.jsonl")
     ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
     save_now, finished = ll.every_n_epochs(50), ll.after_epochs(epochs)
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if finished(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
     with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between the two steps of a batch

@@ -69,7 +69,7 @@ def main(
         if not ckpt.steps():
             warm_up(model, solved_set, warmup_epochs, warmup_lr, seed)
         extra = {"reference": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader, extra=extra))
         if finished(state):
             print(f"already finished at step {state.step}; delete {directory} to start again")
         done, bar = finished | stop_now, ll.progress(loader, epochs=epochs)
@@ -185,7 +185,7 @@ def warm_up(model: Transformer, solved_set: Tensor, epochs: int, lr: float, seed
     total = epochs * len(loader)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=min(50, total // 2), total=total))
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, seed=seed, loader=loader)
     while state.epoch < epochs:
         for tokens in loader(state):
             state, _ = train_step(state, tokens)

@@ -91,7 +91,7 @@ def main(
         to_file = ll.jsonl(folder / "log.jsonl")
         log = ll.tee(to_file, ll.console())
         ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
         print(f"{ll.distributed.world_size()} ranks, step {state.step} of {steps}")
         if done := ended(state):
             print(f"already finished at step {state.step}; delete {directory} to start again")

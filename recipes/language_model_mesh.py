@@ -78,7 +78,7 @@ def main(
         done = ended | ll.after_signal(signal.SIGTERM, signal.SIGINT)
         log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
         ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1, describe={"loader": loader})
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
         print(f"ranks that divide the data: {ll.distributed.world_size()}; step {state.step} of {steps}")
 
         while not done(state):

@@ -94,7 +94,7 @@ def work(rank: int, ranks: int, port: int, *settings: Any) -> None:
     loader = ll.make_loader(TensorDataset(images, labels), batch_size=batch_size, seed=seed)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=20, total=2000))
     ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1)
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)), quiet=True)
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader), quiet=True)
     done, save_now, log = ll.after_epochs(epochs), ll.at_epoch_end(), ll.console()
     if rank == 0 and state.step and not store.check(["0/running"]):
         what = "already finished at" if done(state) else "continuing from"

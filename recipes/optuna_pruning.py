@@ -128,7 +128,7 @@ def train(settings: dict[str, Any], epochs: int, seed: int, trial: optuna.Trial 
     eval_step = ll.make_eval_step(model, metric_fn)
     eval_now, done = ll.at_epoch_end(), ll.after_epochs(epochs)
 
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, seed=seed, loader=loader)
     while not done(state):
         for batch in loader(state):
             state, _ = train_step(state, batch)

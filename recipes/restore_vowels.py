@@ -81,7 +81,7 @@ def main(
     folder = Path(directory)
     log = ll.tee(ll.jsonl(folder / "log.jsonl"), ll.console())
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_set):,} phrases to train on")
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")

@@ -61,7 +61,7 @@ def main(
 
     def begin(lrs: list[float]) -> tuple[ll.types.TrainStep, ll.TrainState]:
         optimizer = ll.optimizer(torch.optim.SGD, lr=ll.transforms.per_member(lrs), momentum=momentum)
-        start = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+        start = ll.init_state(model, optimizer, seed=seed, loader=loader)
         return ll.vmap_step(ll.make_train_step(grad_fn, optimizer)), ll.transforms.stack_states(
             [start] * len(lrs), same_seeds=True
         )

@@ -86,7 +86,7 @@ def main(
     log = ll.tee(ll.jsonl(Path(directory) / "log.jsonl"), ll.console())
     ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
 
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
     bar = ll.progress(loader, epochs=epochs, disable=None)

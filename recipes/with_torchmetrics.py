@@ -69,7 +69,7 @@ def main(
     log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
 
     ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1)
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
     try:

@@ -383,7 +383,7 @@ def test_events_do_not_hide_the_end_of_a_rollout():
 def test_a_loader_that_ends_at_an_unmoved_position_says_so(consumes, look, tmp_path, recwarn):
     model, optimizer = nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
     loader = ll.make_loader(torch.ones(12, 1), batch_size=4)
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     for batch in loader(state):
         state, _ = ll.apply_gradients(
             optimizer, state, {"bias": torch.ones(1)}, samples=len(batch) if consumes else None

@@ -95,7 +95,7 @@ def test_the_gradient_of_packed_rows_is_that_of_the_padded_batch(page, attention
 def test_the_first_20_steps_are_those_of_a_loop_of_transformers(page):
     names = adapted(page)
     run(names, TRAIN.partition("ckpt = ")[0])
-    state = names["ll"].init_state(names["model"], names["optimizer"], epoch_length=len(names["loader"]))
+    state = names["ll"].init_state(names["model"], names["optimizer"], loader=names["loader"])
     with InDouble():
         while state.step < 20:
             for batch in names["loader"](state):

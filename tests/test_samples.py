@@ -137,7 +137,7 @@ def test_predicates_count_images():
     model = linear()
     loader = ll.make_loader(pictures(), batch_size=4, collate_fn=detection, order=ll.data.sequential())
     train_step = ll.make_train_step(ll.make_grad_fn(model, detection_loss), SGD)
-    state = ll.init_state(model, SGD, epoch_length=len(loader))
+    state = ll.init_state(model, SGD, loader=loader)
     steps, counts = [], []
     while state.epoch < 3:
         for batch in loader(state):
@@ -156,7 +156,7 @@ def test_a_run_with_another_batch_size_continues_at_the_next_image():
     four, two = (
         ll.make_loader(samples, batch_size=size, collate_fn=detection, order=ll.data.sequential()) for size in (4, 2)
     )
-    state = ll.init_state(model, SGD, epoch_length=len(four))
+    state = ll.init_state(model, SGD, loader=four)
     for batch in four(state):
         state, _ = train_step(state, batch)
         seen += [target["id"] for target in batch[1]]

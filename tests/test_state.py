@@ -29,7 +29,7 @@ def test_it_is_frozen():
         state.other = 3
     assert [field.name for field in dataclasses.fields(state)] == [
         *("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "no_batch"),
-        *("params", "buffers", "opt_state", "seed", "extra"),
+        *("params", "buffers", "opt_state", "seed", "extra", "run"),
     ]
 
 

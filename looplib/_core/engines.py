@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from looplib._core import lease, torch_private, trees
+from looplib._core import torch_private, trees
 from looplib._core.checks import few, warn
 from looplib._core.collective import together_with_data
 from looplib._core.contracts import BatchPart
@@ -265,10 +265,9 @@ def compare(state: Any) -> None:
     """
     together_with_data().barrier()
     _warn_of_split_layers(state.params)
-    known = lease.provenance(state)
     # With another seed or order on each rank, some samples would come to several ranks, and others to none.
-    loaders = [loader for loader in (known.loaders if known else ()) if loader.get("divide", True)]
-    settings = {"the optimizer's": (known and known.optimizer) or {}}
+    loaders = [loader for loader in state.run.known_loaders if loader.get("divide", True)]
+    settings = {"the optimizer's": state.run.optimizer or {}}
     settings |= {f"loader {number}'s": loader for number, loader in enumerate(loaders, 1)}
     tensors = {**state.params, **state.buffers}
     facts = {

@@ -71,25 +71,21 @@ class Leased:
     Attributes:
         _at: time at which it was last known to be valid.
         _lease: the lease that covers everything that a step of this run writes, if that is known.
-        _provenance: what the run was made with (see `_core.provenance`), passed on from state to state.
     """
 
-    __slots__ = ("__weakref__", "_at", "_lease", "_provenance")
+    __slots__ = ("__weakref__", "_at", "_lease")
 
     _at: int
     _lease: Lease | None
-    _provenance: Any
 
     def __post_init__(self) -> None:
         """A record is valid from now on."""
         _set_time(self, clock.time)
         _set_lease(self, None)
-        _set_provenance(self, None)
 
 
-_set_time, _set_lease, _set_provenance = (
-    vars(Leased)[name].__set__ for name in ("_at", "_lease", "_provenance")
-)  # of a record that does not let its attributes be assigned
+# Of a record that does not let its attributes be assigned.
+_set_time, _set_lease = (vars(Leased)[name].__set__ for name in ("_at", "_lease"))
 
 
 class Tree(Generic[T]):
@@ -133,16 +129,9 @@ def follows(record: Any, before: Any, lease: Lease | None) -> None:
                 lease = None
                 break
     _set_lease(record, lease)
-    _set_provenance(record, before._provenance)
 
 
 lease_of = operator.attrgetter("_lease")  # that covers what a step of the state's run writes; None if it is not known
-provenance = operator.attrgetter("_provenance")  # of the state's run; None if it is not known
-
-
-def note_provenance(record: Leased, value: Any) -> None:
-    """Record what a run was made with, for this state and all that follow from it."""
-    _set_provenance(record, value)
 
 
 def last_write(tensor: Tensor) -> int:

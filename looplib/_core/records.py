@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from looplib._core.checks import check, named
+from looplib._core.checks import check, few, named
 from looplib._core.trees import leaves, map_leaves, paired
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -394,3 +394,19 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for each in (old, new)
     ]
     return [f"{' '.join(path)} was {was}, is {now}" for path, was, now in paired(*compared) if was != now]
+
+
+def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) -> str:
+    """Warning about settings that differ from those of the saved run.
+
+    Args:
+        path: path of the checkpoint.
+        changed: settings with which the run continues, each in words.
+        seed: the seed in words, if the restored state takes a different one from the checkpoint.
+    """
+    taken = {few(changed, 10, "; "): "the new ones"} if changed else {}
+    taken |= dict.fromkeys(seed, "the checkpoint's seed (state.replace(seed=...) changes it)")
+    return (
+        f"{path} was saved with other settings: {'; '.join(taken)}. The run continues from it with "
+        f"{' and '.join(taken.values())}; to start over, give checkpoint_io another directory or delete this one"
+    )

@@ -61,8 +61,8 @@ class Node(NamedTuple):
 
 LEAVES = (Tensor, str, bytes, int, float, type(None), torch.Size, type)
 
-# Dataclasses that are walked by their fields although torch's pytrees know them.
-by_fields: set[type] = set()
+# Dataclasses that are walked by these fields although torch's pytrees know them.
+by_fields: dict[type, Sequence[str]] = {}
 
 
 def node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | None:
@@ -81,7 +81,8 @@ def node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | N
         keys = range(len(children)) if with_keys is None else [_name_of(key) for key, _ in with_keys(tree)[0]]
         return Node(keys, children, lambda children: kind.unflatten_fn(children, structure))
     if dataclasses.is_dataclass(tree):
-        fields = [Attribute(field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        every_field = [field.name for field in dataclasses.fields(tree)]
+        fields = [Attribute(name) for name in by_fields.get(registered, every_field) if hasattr(tree, name)]
         rebuild = partial(_refilled, object.__setattr__, tree, fields)  # also if frozen
         return Node(fields, [getattr(tree, name) for name in fields], rebuild)
     return None

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from looplib._core import errors
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.collective import RankGroup, finish_first, together, together_with_data
+from looplib._core.iterations import warn_of_position
 from looplib._core.mappings import mapped
-from looplib._core.provenance import provenance_of, warn_of_position
 from looplib._core.ranks import is_alone, is_first
 from looplib._core.records import described
 from looplib._core.replicas import checksums_by_name, different
@@ -178,10 +178,9 @@ class CheckpointIO:
     """Checkpoints of one directory, returned by `checkpoint_io`.
 
     A checkpoint stores what its run was made with: the class and hyperparameters of the optimizer given to
-    `init_state`, the seed, the batch size and order of the looplib loaders that yielded batches, and what `describe`
-    adds. These settings travel with the state through steps, `replace`, copies and stacks. A state made from its fields has
-    none (`TrainState(...)`, `dataclasses.replace(state)`, `tree_map` over a state), and other loaders are not
-    known: use `describe` for those.
+    `init_state`, the seed, the batch size and order of the looplib loaders given to it (`loader=`), and what `describe`
+    adds. A restore compares these settings with those of the state that it is given. They are `state.run`, which all states
+    of the run share. A state made as `TrainState(...)` has none, and other loaders are not known: use `describe` for those.
 
     On several ranks, all of them call `save`, `restore` and `delete`; `restore` verifies that they read the same
     checkpoint. `steps`, `latest` and `best` read the folder, on any rank. `checkpoint_io` constructs it from a `folder`, a
@@ -448,8 +447,9 @@ class CheckpointIO:
                 print(f"Restored {title} from {shown}", flush=True)
                 if isinstance(new, TrainState) and not weights_only and is_of_another_loader(new):
                     print(
-                        f"No looplib loader gave the run's batches. A plain DataLoader starts the epoch again: skip its first "
-                        f"{new.batch} batches, or write loader = ll.make_loader(dataloader) and for batch in loader(state)",
+                        f"No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip "
+                        f"its first {new.batch} batches, or write loader = ll.make_loader(dataloader), "
+                        "ll.init_state(..., loader=loader) and for batch in loader(state)",
                         flush=True,
                     )
             return new  # type: ignore[no-any-return]
@@ -511,7 +511,7 @@ class CheckpointIO:
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
             "made_with": self._settings.description(state),
-            "loaders": provenance_of(state).loaders,
+            "loaders": state.run.known_loaders,
             "left_out": left_out,
         }
 

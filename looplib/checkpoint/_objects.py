@@ -27,9 +27,8 @@ from looplib._core.checks import named as named_value
 from looplib._core.checksums import checksums
 from looplib._core.collective import RankGroup
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.provenance import other_settings
 from looplib._core.ranks import is_sharded, local
-from looplib._core.records import differences
+from looplib._core.records import differences, other_settings
 from looplib.checkpoint._capture import RandomStreams
 from looplib.checkpoint._format import about, decoded, encoded, in_words, leaves_of, words
 from looplib.checkpoint._format import counts_of as counts_of_state

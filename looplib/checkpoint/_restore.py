@@ -20,7 +20,6 @@ from looplib._core import lease
 from looplib._core.checks import check, few
 from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.modules import check_materialized
-from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded, local
 from looplib._core.trees import map_leaves
 from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, trees_of, words
@@ -52,9 +51,9 @@ def load(
     wanted = without(wanted, _check_fit(path, wanted, reader, weights_only, optional))
     check_materialized({each: leaf for each, leaf in wanted.items() if isinstance(leaf, Tensor)})
     if weights_only:
-        counts, made_with, warning = fields_of(template, COUNTS), provenance_of(template), ""
+        counts, run, warning = fields_of(template, COUNTS), template.run, ""
     else:
-        counts, made_with, warning = settings.continued(path, manifest, template)
+        counts, run, warning = settings.continued(path, manifest, template)
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
@@ -62,9 +61,7 @@ def load(
     trees = map_leaves(lambda _: next(remaining), tree)
 
     def restored() -> TrainState:
-        state = TrainState(**{**dict.fromkeys(TREES), **trees, **counts})
-        lease.note_provenance(state, made_with)
-        return state
+        return TrainState(**{**dict.fromkeys(TREES), **trees, **counts}, run=run)
 
     return functools.partial(_write_over, writes, restored) if writes else restored, manifest["crc32"], warning
 

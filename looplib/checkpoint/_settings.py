@@ -5,7 +5,7 @@ Of the settings, what is named as a secret is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,11 @@ from torch import Tensor
 from looplib._core.checks import check, check_type, few
 from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.provenance import Provenance, other_settings, provenance_of
 from looplib._core.ranks import is_sharded
-from looplib._core.records import described, differences
+from looplib._core.records import described, differences, other_settings
 from looplib._core.secrets import without_secrets
 from looplib.checkpoint._format import counts_in, leaves_of, trees_of
-from looplib.types import TrainState
+from looplib.types import Run, TrainState
 
 T = TypeVar("T")
 
@@ -40,29 +39,50 @@ class Settings:
         self._loaders = [name for name, setting in settings.items() if hasattr(setting, "resume")]
 
     def description(self, state: TrainState) -> dict[str, Any]:
-        """Settings as stored in a manifest, without the loaders that a state knows, which are compared when called."""
-        optimizer = provenance_of(state).optimizer
+        """Settings as stored in a manifest, without the loaders of the state's run, which have an entry of their own."""
+        optimizer = state.run.optimizer
         return {**({} if optimizer is None else {"optimizer": optimizer}), **self.described}
 
     def continued(
         self, path: Path, manifest: Mapping[str, Any], template: TrainState
-    ) -> tuple[dict[str, Any], Provenance, str]:
-        """Counts and provenance of a run that continues with the settings of `template`, and a warning if they differ."""
+    ) -> tuple[dict[str, Any], Run, str]:
+        """Counts and record of a run that continues with the settings of `template`, and a warning if they differ."""
         counts, length = counts_in(manifest), template.epoch_length
-        saved, loaders = manifest["made_with"], manifest["loaders"]
+        saved, run = manifest["made_with"], template.run
         _check_position(path, counts, length)
         changed = differences(*_of_common_parts(saved, self.description(template)))
         changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
+        loaders = run.loaders or tuple(self.described[name] for name in self._loaders)
+        described_before = tuple(saved[name] for name in self._loaders if name in saved)
+        saved_loaders = tuple(manifest["loaders"]) or described_before
+        if loaders and saved_loaders and not described_before:  # else they have been compared under their names
+            changed += _differences_of_loaders(saved_loaders, loaders)
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
-        known = replace(provenance_of(template), reading=None)
-        if known.optimizer is None and isinstance(optimizer := saved.get("optimizer"), Mapping):
-            known = replace(known, optimizer=optimizer)
-        known = replace(known, loaders=tuple(loaders or known.loaders))
-        # A described loader has been compared, and need not be when it yields batches.
-        if loaders and not any(name in saved for name in self._loaders):
-            known = replace(known, restored=str(path), at_step=counts["step"])
-        return {**counts, "epoch_length": length}, known, warning
+        optimizer = saved.get("optimizer") if run.optimizer is None else run.optimizer
+        run = replace(
+            run,
+            optimizer=optimizer if isinstance(optimizer, Mapping) else None,
+            loaders=loaders,
+            restored=str(path),
+            at_step=counts["step"],
+            saved_loaders=saved_loaders,
+        )
+        return {**counts, "epoch_length": length}, run, warning
+
+
+def _differences_of_loaders(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings that differ between the loaders of a saved run and those of this one, in words.
+
+    >>> _differences_of_loaders([{"seed": 0}, {"seed": 1}], [{"seed": 0}, {"seed": 2}])
+    ['loader seed was 1, is 2']
+    >>> _differences_of_loaders([{"seed": 0}, {"seed": 1}], [{"seed": 0}])
+    ['number of loaders was 2, is 1']
+    """
+    before, after = [each for each in old if each not in new], [each for each in new if each not in old]
+    pairs = zip(before, after, strict=False)
+    words = [word for was, now in pairs for word in differences({"loader": was}, {"loader": now})]
+    return words + ([f"number of loaders was {len(old)}, is {len(new)}"] if len(old) != len(new) else [])
 
 
 def _of_common_parts(*descriptions: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -87,8 +107,8 @@ def _common(own: Any, other: Any) -> Any:
 
 
 def is_of_another_loader(state: TrainState) -> bool:
-    """True if a restored state is within an epoch, and no loader of looplib is known to have yielded its batches."""
-    return bool(state.batch and state.epoch_length and not provenance_of(state).loaders)
+    """True if a restored state is within an epoch, and no loader of looplib is known to yield its batches."""
+    return bool(state.batch and state.epoch_length and not state.run.known_loaders)
 
 
 def _check_position(path: Path, counts: Mapping[str, Any], length: int | None) -> None:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -21,41 +22,36 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from looplib._core import trees
 from looplib._core.checks import check, warn
-from looplib._core.lease import note_provenance
-from looplib._core.provenance import other_settings, provenance_of, warn_of_position
+from looplib._core.iterations import Iteration, begin_iteration, warn_of_position
 from looplib._core.ranks import rank, rank_and_size
-from looplib._core.records import Call, Code, differences, kinds_of_classes, with_repr
+from looplib._core.records import Call, Code, differences, kinds_of_classes, other_settings, with_repr
 from looplib._core.samples import as_counter
 from looplib.data import _arguments
 from looplib.data._microbatches import collate_microbatches
 from looplib.data._orders import Order, check_undivided, shuffled
 from looplib.data._plan import empty_part, plan_of
-from looplib.data._position import resumed
+from looplib.data._position import is_just_restored, loaders_of_position, resumed
 from looplib.data._readers import Counts, reader_of
 from looplib.data._sources import Samples, Stream, Streamed
 from looplib.data._workers import Engines, unchanged
 from looplib.data.remaining import Remaining
-from looplib.types import TrainState, check_state
+from looplib.types import Run, TrainState, check_state
 
 
-@dataclass(slots=True)
-class Reading:
-    """A loader's iteration over the rest of an epoch.
+class _Asked:
+    """Epochs for which a loader was asked, by run, as long as there are states of the run."""
 
-    Attributes:
-        epoch, batch, epoch_length, step: of the state at which it began.
-        drawn: number of batches drawn so far.
-        ended: True once there are no more.
-        asked: descriptions of the loaders, by identity, that were asked for batches of this epoch, this one last.
-    """
+    def __init__(self) -> None:
+        self._epochs: WeakKeyDictionary[Run, set[int]] = WeakKeyDictionary()
 
-    epoch: int = 0
-    batch: int = 0
-    epoch_length: int | None = None
-    step: int = 0
-    drawn: int = 0
-    ended: bool = False
-    asked: tuple[Mapping[str, Any], ...] = ()
+    def __contains__(self, state: TrainState) -> bool:
+        return state.epoch in self._epochs.get(state.run, ())
+
+    def add(self, state: TrainState) -> None:
+        self._epochs.setdefault(state.run, set()).add(state.epoch)
+
+    def __reduce__(self) -> tuple[type[_Asked], tuple[()]]:
+        return _Asked, ()  # a copy of the loader was asked for nothing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,10 +62,11 @@ class Loader:
     after the last batch of an epoch that `end_epoch` has not ended yet, as in a run that was restarted there: the loop then
     ends the epoch. `len(loader)` is the
     number of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
-    `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It
-    warns if the state was restored from a checkpoint made with a different loader. It also warns if two train steps
-    ran on each batch of the last iteration and none of them had `same_batch=True`, because the state has then moved
-    too far; and if the state has not moved at all, because `apply_gradients` was not given `samples=`.
+    `loader(state)` changes nothing that it is given. It warns if the state was restored from a checkpoint that was made with
+    a different loader, or that knows none: checkpoints store the settings of the loaders given to `init_state` (`loader=`).
+    It also warns if two train steps ran on each batch of the last iteration and none of them had `same_batch=True`, because
+    the state has then moved too far; and if the state has not moved at all, because `apply_gradients` was not given
+    `samples=`.
 
     Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
     of ranks are read at each call.
@@ -96,6 +93,7 @@ class Loader:
     counts: Counts
     _move: Callable[[Any], Any]
     call: Call | None = field(default=None, init=False)
+    _asked: _Asked = field(default_factory=_Asked, init=False)
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
@@ -103,17 +101,15 @@ class Loader:
         if endless and self.order and not self.order.may_vary:  # the step would not end the epochs of this new state
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
-                "ll.init_state(..., epoch_length=len(loader)), or call state = ll.state.end_epoch(state) after the for loop",
+                "ll.init_state(..., loader=loader), or call state = ll.state.end_epoch(state) after the for loop",
                 stacklevel=2,
             )
         warn_of_position(state)
-        last = provenance_of(state).reading
-        others = last.asked if last is not None and last.epoch == state.epoch else ()
-        again = any(each is self.description for each in others)
-        asked = others if again else (*others, self.description)[-_KEPT:]
-        reading = Reading(state.epoch, state.batch, state.epoch_length, state.step, asked=asked)
-        batches = self._batches(state, reading, pairs=False, again=again)
-        _note(state, reading, self.description)
+        source = self._read(state, again=state in self._asked)
+        _check_workers(state, self.description)
+        _compare(state, self.description)
+        self._asked.add(state)
+        batches = self._batches(source, begin_iteration(state))
         return Remaining(batches, state.batch, rank_and_size()[1] if self.divide else 1)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
@@ -127,7 +123,7 @@ class Loader:
         If a batch has no sample for this rank, the batch's first sample is used in its place and does not count. All
         ranks therefore make the same number of forward passes, and each sample counts once.
         """
-        return self._batches(state, Reading(), pairs=True)
+        return self._batches(self._read(state, again=True), Iteration(), pairs=True)
 
     def indices(self, state: TrainState) -> Tensor | None:
         """Dataset indices of the samples in the next batch, without reading them.
@@ -150,11 +146,12 @@ class Loader:
     def resume(self, state: TrainState) -> TrainState:
         """Continue a run with a different batch size or dataset: convert the state's position to this loader's batches.
 
-        >>> import looplib as ll
-        >>> loader = ll.make_loader(range(100), batch_size=20)
-        >>> state = ll.TrainState(step=5, batch=5, epoch_length=25, samples=20, batch_samples=4)  # batches of 4
-        >>> loader.resume(state)
-        TrainState(step=5, epoch=0, batch=1/5, samples=20, seed=0)
+        >>> import looplib as ll, torch
+        >>> of_4, of_20 = (ll.make_loader(range(100), batch_size=size) for size in (4, 20))
+        >>> state = ll.init_state(torch.nn.Linear(1, 1), loader=of_4)
+        >>> state = state.replace(step=5, batch=5, samples=20, batch_samples=4)  # after 5 steps
+        >>> of_20.resume(state)
+        TrainState(step=5, epoch=0, batch=1/5, samples=20, params=2 tensors (2 numbers), seed=0)
 
         Only the position and `epoch_length` change; weights, optimizer state, step and samples stay.
 
@@ -162,8 +159,9 @@ class Loader:
         are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
         next sample and that the order of the samples has not changed. The order changes if the dataset does, except
         with `sequential()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
-        state knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if
-        the epoch has as many batches as before. Use the same seed as before: a state does not store it, so it cannot
+        state knows the batch sizes of the loaders that `init_state` was given, or that its checkpoint stores, so a change
+        is seen even if the epoch has as many batches as before. If it knows none, it warns that the batches are taken to
+        have the size of the last one. Use the same seed as before: a state does not store it, so it cannot
         be checked.
 
         To change the batch size at any other sample, keep the old size up to there:
@@ -184,7 +182,8 @@ class Loader:
                 f"a loader over a stream ({type(self.dataset).__name__}) cannot continue a run that began with another "
                 "batch size within an epoch; at the end of one, there is nothing to change"
             )
-        return resumed(state, source.plan(state.epoch), source.length, self.batch_size, source.order)
+        converted = resumed(state, source.plan(state.epoch), source.length, self.batch_size, source.order)
+        return state if converted is state else converted.replace(run=_with_loader(state.run, self.description))
 
     @functools.cached_property
     def description(self) -> dict[str, str | int | bool | None]:
@@ -223,25 +222,29 @@ class Loader:
             return repr(order)
         return f"{order!r}, checksum {crc32(checked):08x}"
 
+    def _read(self, state: TrainState, *, again: bool) -> Iterator[tuple[Any, int]]:
+        """Remaining batches as the source gives them: this rank's part, and the samples in the batch."""
+        return self.source.read(state, *(rank_and_size() if self.divide else (0, 1)), again=again)
+
     def _batches(
-        self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True
+        self, source: Iterator[tuple[Any, int]], iteration: Iteration, *, pairs: bool = False
     ) -> Generator[Any, None, None]:
         rank, ranks = rank_and_size() if self.divide else (0, 1)
 
         def delivered(read: tuple[Any, int]) -> Any:
-            reading.drawn += 1
+            iteration.drawn += 1
             part, counts = self._move(read[0]), rank < read[1] or ranks == 1
             if pairs:
                 return part, counts
             return part if counts else empty_part(part, read[1], ranks, self.counts)
 
-        return _closable(map(delivered, self.source.read(state, rank, ranks, again=again)), reading)
+        return _closable(map(delivered, source), iteration)
 
     def __len__(self) -> int:
         if isinstance(self.source, Streamed):
             raise TypeError(
-                f"a loader over a stream ({type(self.dataset).__name__}) has no length; leave epoch_length out "
-                "of init_state, and call state = ll.state.end_epoch(state) after the for loop"
+                f"a loader over a stream ({type(self.dataset).__name__}) has no length; write ll.init_state(..., loader=loader), "
+                "and call state = ll.state.end_epoch(state) after the for loop"
             )
         return self.source.length
 
@@ -279,7 +282,7 @@ def make_loader(
     >>> import looplib as ll, torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
     >>> loader = ll.make_loader(data, batch_size=4, seed=0)
-    >>> state = ll.init_state(torch.nn.Linear(1, 1), epoch_length=len(loader))
+    >>> state = ll.init_state(torch.nn.Linear(1, 1), loader=loader)
     >>> for (x,) in loader(state):
     ...     print(x)
     tensor([...])
@@ -431,10 +434,10 @@ def make_loader(
     )
 
 
-def _closable(batches: Iterator[Any], reading: Reading) -> Generator[Any, None, None]:
+def _closable(batches: Iterator[Any], iteration: Iteration) -> Generator[Any, None, None]:
     """The batches from a generator, whose `close` ends their workers, and which holds none of them."""
     yield from batches
-    reading.ended = True
+    iteration.ended = True
 
 
 def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Callable[[Any], Any]:
@@ -455,29 +458,52 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     return functools.partial(trees.map_leaves, moved, is_leaf=lambda node: hasattr(node, "to"))
 
 
-_KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
+def _check_workers(state: TrainState, description: Mapping[str, Any]) -> None:
+    """Raise ValueError if the rest of a stream's epoch would be read by a different number of workers."""
+    now = description.get("workers")
+    for loader in loaders_of_position(state) if state.batch else ():
+        was = loader.get("workers")
+        check(
+            was == now or {**loader, "workers": now} != description,
+            f"the state is at batch {state.batch} of an epoch of a stream that was read in {was} processes, and is read in "
+            f"{now} now: its samples come in other batches, so some would come again and others never. Continue this epoch "
+            f"with num_workers={was}, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
+        )
 
 
-def _note(state: Any, reading: Reading, description: Mapping[str, Any]) -> None:
-    """Record the loader that yields batches for a state, and that it begins to.
+def _compare(state: TrainState, description: Mapping[str, Any]) -> None:
+    """Warn if a restored state continues with a loader that neither its checkpoint nor its `init_state` knows.
 
-    If the state was restored from a checkpoint, warn about a loader that differs from the last of the saved run. Later
-    states may use different loaders, as they could have without the restore.
+    The restore has compared the loaders that `init_state` was given. At the start of an epoch, a loader that is not among
+    them may be one that evaluates.
     """
-    known = provenance_of(state)
-    loaders = known.loaders
-    last = loaders[-1] if loaders else {}
-    was, now = last.get("workers"), description.get("workers")
-    check(
-        not state.batch or was == now or {**last, "workers": now} != description,
-        f"the state is at batch {state.batch} of an epoch of a stream that was read in {was} processes, and is read in "
-        f"{now} now: its samples come in other batches, so some would come again and others never. Continue this epoch "
-        f"with num_workers={was}, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
-    )
+    run, ranks = state.run, rank_and_size()[1]
+    if rank():
+        return
+    if is_just_restored(state):
+        if not run.saved_loaders and state.batch:
+            warn(
+                f"{run.restored} does not say which loader gave the batches of epoch {state.epoch}, so this one, which "
+                f"continues at batch {state.batch}, cannot be compared with it: has it the dataset, batch_size, order and "
+                "seed of before? Checkpoints of a run that begins with ll.init_state(..., loader=loader) say it"
+            )
+        is_known = not run.saved_loaders or description in (*run.saved_loaders, *run.loaders)
+        if not is_known and (state.batch or not run.loaders):
+            changed = differences({"loader": run.saved_loaders[-1]}, {"loader": description})
+            warn(
+                f"{other_settings(run.restored, changed)}. If the run has several loaders, give all of them to "
+                "ll.init_state(..., loader=[...])"
+            )
+    if not run.known_loaders and not state.step and state.opt_state is not None and ranks > 1:
+        warn(
+            "the run does not know its loader, so the ranks do not compare whether all of them have the same one: write "
+            "ll.init_state(..., loader=loader)"
+        )
+
+
+def _with_loader(run: Run, description: Mapping[str, Any]) -> Run:
+    """The record of a run whose position has been converted to the batches of a loader."""
+    loaders = run.known_loaders
     if description not in loaders:
-        if known.restored and known.at_step == state.step:
-            if rank() == 0:
-                warn(other_settings(known.restored, differences({"loader": loaders[-1]}, {"loader": description})))
-            loaders = loaders[:-1]
-        loaders = (*loaders, description)[-_KEPT:]
-    note_provenance(state, replace(known, loaders=loaders, reading=reading))
+        loaders = (description, *loaders[1:])
+    return replace(run, loaders=loaders, saved_loaders=loaders if run.restored else ())

@@ -11,10 +11,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from looplib._core.checks import check, check_type, few
+from looplib._core.checks import check, check_type, few, warn
 from looplib._core.collective import together_with_data
-from looplib._core.provenance import provenance_of
-from looplib._core.ranks import rank, world_size
+from looplib._core.ranks import is_first, rank, world_size
 from looplib.data._orders import Order
 from looplib.data._plan import Plan
 from looplib.types import TrainState, check_state
@@ -39,17 +38,17 @@ def check_position(state: TrainState, count: int, length: int, *, again: bool = 
         f"state.epoch_length is {state.epoch_length}, but this loader has {length} batches in an epoch: it has another "
         "batch_size or dataset than the run began with. To continue with this loader and keep the weights, the "
         "optimizer's state, the step and the schedules: state = loader.resume(state). For a new run: "
-        "init_state(..., epoch_length=len(loader)); to read another set from its beginning: loader(ll.TrainState())",
+        "init_state(..., loader=loader); to read another set from its beginning: loader(ll.TrainState())",
     )
     check(
         state.epoch_length in (None, count),
-        f"epoch {state.epoch} has {count} batches, but epoch 0 has {length}; for epochs of different lengths, leave "
-        "epoch_length out of init_state, and call state = ll.state.end_epoch(state) after the for loop",
+        f"epoch {state.epoch} has {count} batches, but epoch 0 has {length}; for epochs of different lengths, write "
+        "ll.init_state(..., loader=loader).replace(epoch_length=None), and call state = ll.state.end_epoch(state) after the for loop",
     )
     check(
         0 <= state.batch < count or (state.batch == count and state.epoch_length is None and not again),
         f"the state is at batch {state.batch} of epoch {state.epoch}, which has {count} batches: at the end of an epoch, "
-        "make it with init_state(..., epoch_length=len(loader)), or call state = ll.state.end_epoch(state) after the for loop "
+        "make it with init_state(..., loader=loader), or call state = ll.state.end_epoch(state) after the for loop "
         "(now, if the loop was interrupted before that line), or in a loop of your own give the next position, epoch, batch = "
         "divmod(batches_taken, len(loader)); else, is this the loader, with the data and the batch_size, that the run began "
         "with?",
@@ -74,7 +73,7 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
     consumed, count = state.batch * size, plan.drawn
     counts = f"batch={state.batch}, epoch_length={old_length}, samples={state.samples}, batch_samples={size}"
     batch, whole = bisect_right(plan.ends, consumed), count // max(size, 1)
-    drawn = {loader.get("batch_size") for loader in provenance_of(state).loaders}
+    drawn = {loader.get("batch_size") for loader in loaders_of_position(state)}
     for holds, reason in (
         (
             order.any_batch_size and (batch_size or order.whole_batches),
@@ -106,9 +105,24 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
             "it, which keeps the weights, the optimizer's state, the step and the schedules: "
             f"state.replace(epoch={epoch + 1}, batch=0, epoch_length={length})",
         )
+    if not drawn and is_first():
+        warn(
+            f"the run does not know its loader, so its batches in epoch {epoch} are taken to have had {size} samples each, as "
+            "the last one: write ll.init_state(..., loader=loader), with the loader that the run began with"
+        )
     if batch >= len(plan):
         return state.replace(epoch=epoch + 1, batch=0, epoch_length=length)
     return state.replace(batch=batch, epoch_length=length)
+
+
+def is_just_restored(state: TrainState) -> bool:
+    """True if no step has been made since the restore of a checkpoint."""
+    return bool(state.run.restored) and state.run.at_step == state.step
+
+
+def loaders_of_position(state: TrainState) -> tuple[Mapping[str, Any], ...]:
+    """Settings of the loaders in whose batches the position of a state is; none if they are not known."""
+    return state.run.saved_loaders if is_just_restored(state) else state.run.known_loaders
 
 
 def _had_another_batch_size(state: TrainState, plan: Plan, batch_size: int | None) -> bool:
@@ -119,7 +133,7 @@ def _had_another_batch_size(state: TrainState, plan: Plan, batch_size: int | Non
     """
     if state.batch <= len(plan) and state.batch_samples in (0, plan.size(state.batch - 1)):
         return False
-    sizes = {loader.get("batch_size") for loader in provenance_of(state).loaders}
+    sizes = {loader.get("batch_size") for loader in loaders_of_position(state)}
     others = sizes - {batch_size}
     return not sizes or state.batch_samples in others or sizes == others
 

@@ -230,7 +230,7 @@ class Streamed:
             check(
                 length is None or count >= length,
                 f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream longer, "
-                f"or leave epoch_length out of init_state and call state = ll.state.end_epoch(state) after the for loop{lost}",
+                f"or leave epoch_length= out of init_state and call state = ll.state.end_epoch(state) after the for loop{lost}",
             )
             check(
                 count > first or (count == first and not again),

@@ -14,9 +14,9 @@ def warn_of_misuse(on: bool) -> None:
     >>> ll.debug.warn_of_misuse(True)
 
     These warnings look at what raises no error: a loop without `state =`, a module that keeps its first weights, layers that
-    went into eval mode, `requires_grad` that changed after `make_grad_fn`, buffers that were replaced, losses that are averaged
-    over something other than they mean, packed rows. All else stays: steps compute the same bits, and what would be wrong in
-    any case is still refused.
+    went into eval mode, several steps on each batch without `same_batch`, `requires_grad` that changed after
+    `make_grad_fn`, buffers that were replaced, losses that are averaged over something other than they mean, packed rows.
+    All else stays: steps compute the same bits, and what would be wrong in any case is still refused.
 
     With them, a small step takes some 2% longer, and labels of -100 and weights of losses are read now and then (at the 1st,
     2nd, 4th, ... microbatch), which waits for an accelerator. To silence one and keep the others, use Python's own

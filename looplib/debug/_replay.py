@@ -97,7 +97,7 @@ def replay(
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
     >>> train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     >>> loader = ll.make_loader(torch.arange(12.0).reshape(12, 1) / 12, batch_size=4)
-    >>> kept = ll.copy_state(ll.init_state(model, optimizer, epoch_length=len(loader)))
+    >>> kept = ll.copy_state(ll.init_state(model, optimizer, loader=loader))
     >>> found = replay(train_step, kept, loader, 7, grad_fn=grad_fn)
     >>> found
     Replayed(step=7, epoch=2, batch=1, loss=...)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from looplib._core.provenance import provenance_of
 from looplib._core.ranks import world_size
 from looplib._core.records import described
 from looplib._core.secrets import without_secrets
@@ -42,15 +41,14 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     >>> loader = ll.make_loader(torch.ones(8, 2), batch_size=4, seed=3)
-    >>> state = ll.init_state(model, optimizer, epoch_length=len(loader))
-    >>> batch = next(iter(loader(state)))
+    >>> state = ll.init_state(model, optimizer, loader=loader)
     >>> settings = ll.log.configuration(state, args={"warmup": 100})
     >>> settings["optimizer"]["SGD"]["lr"], settings["loader"]["batch_size"], settings["model"]
     (0.1, 4, {'class': 'Linear', 'parameters': 3})
     >>> settings["args"], {"looplib", "python", "torch"} <= settings["versions"].keys()
     ({'warmup': 100}, True)
 
-    A state knows the optimizer and the model of its `init_state`, and the loaders that have yielded batches for it.
+    A state knows the optimizer, the model and the loaders that its `init_state` was given (`state.run`).
     The model's part is its class, its number of parameters and its `config` (of transformers, a dataclass, a dict or a namespace), and
     `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
     files have changed; without git or a repository there is none.
@@ -68,12 +66,12 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         Nested dicts of plain values, such as JSON holds.
     """
     check_state(state, "configuration(state)")
-    known = provenance_of(state)
-    loaders = {f"loader {n}" if n > 1 else "loader": loader for n, loader in enumerate(known.loaders, 1)}
-    found = {"optimizer": _with_defaults(known.optimizer or {}), "model": known.model, **loaders}
+    run = state.run
+    loaders = {f"loader {n}" if n > 1 else "loader": loader for n, loader in enumerate(run.known_loaders, 1)}
+    settings = {"optimizer": _with_defaults(run.optimizer or {}), "model": run.model, **loaders}
     commit = git_commit()
     return {
-        **{name: description for name, description in found.items() if description},
+        **{name: description for name, description in settings.items() if description},
         "seed": state.seed,
         "epoch_length": state.epoch_length,
         "ranks": world_size(),

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core import lease
 from looplib._core.checks import check, check_count, check_number
 from looplib._core.mappings import fields_of
 from looplib._core.records import check_kind, kinds_of_classes
@@ -311,10 +310,8 @@ kinds_of_classes[Background] = "logger"
 
 
 def _counts(state: TrainState) -> TrainState:
-    """The counts of a state, and what it was made with."""
-    counts = TrainState(**fields_of(state, (*COUNTS, "epoch_length", "seed")))
-    lease.note_provenance(counts, lease.provenance(state))
-    return counts
+    """The counts of a state, and the record of its run."""
+    return TrainState(**fields_of(state, (*COUNTS, "epoch_length", "seed", "run")))
 
 
 def _copied(value: Any) -> Any:

@@ -47,7 +47,7 @@ def assert_ranks_train_alike(
             optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
             train_step = ll.make_train_step(ll.make_grad_fn(wrapped, loss_fn), optimizer, donate=True)
             loader = ll.make_loader(data.double(), batch_size=8)
-            return train_step, ll.init_state(wrapped, optimizer, epoch_length=len(loader)), loader
+            return train_step, ll.init_state(wrapped, optimizer, loader=loader), loader
 
         def test_ranks_train_alike():
             testing.assert_ranks_train_alike(begin, ranks=2)

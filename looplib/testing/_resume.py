@@ -37,7 +37,7 @@ def assert_resumes(
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
     >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> loader = ll.make_loader(torch.randn(10, 2), batch_size=4)
-    >>> state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    >>> state = ll.init_state(model, optimizer, loader=loader)
     >>> testing.assert_resumes(step, state, loader, steps=5)
 
     One run goes through all batches and is saved after each. Every checkpoint is then restored into a template with
@@ -105,8 +105,8 @@ def run(
                 return
         check(
             at > before and state.epoch_length is not None,
-            f"the loader ended after {at - before} batches, and steps is {stop}: give a state with "
-            "epoch_length=len(loader), or, of a stream, fewer steps than it has batches",
+            f"the loader ended after {at - before} batches, and steps is {stop}: give a state of "
+            "ll.init_state(..., loader=loader), or, of a stream, fewer steps than it has batches",
         )
 
 

@@ -82,7 +82,7 @@ def make_run(epochs: int = 10, width: int = 32, dropout: float = 0.2, lr: float 
         predict_step=ll.make_predict_step(model, lambda model, batch: model(batch[0]).softmax(1)),
         loader=loader,
         test_batches=DataLoader(test_set, batch_size=256),
-        state=ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)),
+        state=ll.init_state(model, optimizer, seed=seed, loader=loader),
         batch=train_set[:16],
     )
 

@@ -298,7 +298,7 @@ def looplib_run(data: TensorDataset) -> Callable[[int], list[float]]:
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     loader = ll.make_loader(data, batch_size=16)
     state, window, log_now = (
-        ll.init_state(model, optimizer, epoch_length=len(loader)),
+        ll.init_state(model, optimizer, loader=loader),
         ll.Window(),
         ll.every_n_steps(100),
     )

@@ -1,9 +1,13 @@
 """A run that continues with other settings than it began with says so by name."""
 
 import argparse
+import contextlib
+import copy
 import dataclasses
+import itertools
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -149,7 +153,11 @@ PATHS = {
     "replace": lambda state: state.replace(step=1, extra={"note": 1}, opt_state=state.opt_state),
     "bind": lambda state: ll.bind(nn.Linear(3, 2), state),
     "stack": lambda state: ll.transforms.stack_states([state, state], same_seeds=True),
+    "member": lambda state: ll.transforms.unstack_states(ll.transforms.stack_states([state]))[0],
     "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "deepcopy": copy.deepcopy,
+    "dataclasses.replace": dataclasses.replace,
+    "tree_map": lambda state: torch.utils._pytree.tree_map(lambda leaf: leaf, state),
 }
 
 
@@ -160,7 +168,7 @@ def test_a_state_brings_its_settings_to_any_checkpoint_io(tmp_path):
         saved = ll.checkpoint_io(tmp_path / name).save(path(started()))
         assert manifest_of(saved)["made_with"] == settings
     # The limit that `CheckpointIO` states; `describe` is for such states.
-    by_hand = dataclasses.replace(started())
+    by_hand = started().replace(run=ll.types.Run())
     assert manifest_of(ll.checkpoint_io(tmp_path / "a").save(by_hand))["made_with"] == {}
     described = ll.checkpoint_io(tmp_path / "b", describe={"optimizer": adamw()})
     assert manifest_of(described.save(by_hand))["made_with"] == settings
@@ -180,15 +188,15 @@ def test_a_changed_seed_is_named_and_that_of_the_checkpoint_is_kept(tmp_path):
     assert warned(lambda: ll.checkpoint_io(tmp_path).restore(started(adamw(lr=0.5)), weights_only=True)) == []
 
 
-def trained(folder, epochs, loader, *, lr=0.1, loaders=None, describe=None):
+def trained(folder, epochs, *loaders, lr=0.1, declared=True, describe=None):
     """A script that saves at the end of each epoch; returns the settings that it warns of, and its last state."""
     ckpt, states = ll.checkpoint_io(folder, describe=describe), []
+    data = {"loader": loaders} if declared else {"epoch_length": len(loaders[0])}
 
     def run():
-        state = ckpt.restore(started(adamw(lr=lr), epoch_length=len(loader)))
+        state = ckpt.restore(started(adamw(lr=lr), **data))
         while state.epoch < epochs:
-            used = [loader] if loaders is None else loaders(state)
-            for batch in zip(*(each(state) for each in used), strict=True):
+            for batch in zip(*(loader(state) for loader in loaders), strict=True):
                 state, _ = step_of(lr)(state, torch.cat(batch))
             ckpt.save(state)
         states.append(state)
@@ -209,6 +217,7 @@ def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
     assert trained(tmp_path, 2, batches(8), lr=0.2)[0] == [
         "optimizer AdamW lr was 0.1, is 0.2",
         "epoch_length was 6, is 3",
+        "loader batch_size was 4, is 8",
     ]
     found, state = trained(tmp_path, 4, loader())
     assert found == [
@@ -221,20 +230,58 @@ def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
     assert trained(tmp_path, 6, loader(seed=1))[0] == []
     (saved,) = manifest_of(ll.checkpoint_io(tmp_path).latest().path)["loaders"]
     assert saved == loader(seed=1).description
+    # A state that does not know its loader: the first one that is called is compared.
+    assert trained(tmp_path, 7, loader(seed=2), declared=False)[0] == ["loader seed was 1, is 2"]
+    assert trained(tmp_path, 8, loader(seed=1), declared=False)[0] == []
 
 
 def test_a_run_of_several_loaders_is_compared_with_each(tmp_path):
     def pair(size=2):
-        labeled, unlabeled = batches(4), batches(size, samples=100, max_batches=6)
-        return lambda state: [labeled, unlabeled]
+        return batches(4), batches(size, samples=100, max_batches=6)
 
     for size, differences in ((2, []), (2, []), (3, ["loader batch_size was 2, is 3"]), (3, [])):
         epochs = len(ll.checkpoint_io(tmp_path).steps()) + 1
-        assert trained(tmp_path, epochs, batches(), loaders=pair(size))[0] == differences
+        assert trained(tmp_path, epochs, *pair(size))[0] == differences
+    assert trained(tmp_path, 5, batches(4))[0] == ["number of loaders was 2, is 1"]
 
 
 def test_a_described_loader_is_named_once(tmp_path):
     """By the restore, and not by the loader again."""
-    for epochs, size, expected in ((1, 4, []), (2, 8, ["epoch_length was 6, is 3", "train batch_size was 4, is 8"])):
-        loader = batches(size)
-        assert sorted(trained(tmp_path, epochs, loader, describe={"train": loader})[0]) == expected
+    changed = ["epoch_length was 6, is 3", "train batch_size was 4, is 8"]
+    for declared in (True, False):
+        for epochs, size, expected in ((1, 4, []), (2, 8, changed)):
+            loader, folder = batches(size), tmp_path / str(declared)
+            found, _ = trained(folder, epochs, loader, declared=declared, describe={"train": loader})
+            assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("at", [2, 6])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_loader_that_no_checkpoint_knows_is_said_to_be_unknown_within_an_epoch(tmp_path, at, declared):
+    loader = batches()
+    state = started(epoch_length=6)
+    for batch in itertools.islice(loader(state), at):
+        state, _ = step_of()(state, batch)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state)
+    restored = ckpt.restore(started(**({"loader": loader} if declared else {"epoch_length": 6})))
+    said = rf"step-\d+ does not say which loader gave .* at batch {at}, cannot be compared.*loader=loader"
+    with contextlib.nullcontext() if at == 6 else pytest.warns(UserWarning, match=said):
+        rest = [*loader(restored)]
+    assert len(rest) == (6 if at == 6 else 6 - at)  # it is read all the same
+
+
+def test_a_loader_that_evaluates_is_no_other_setting_of_a_restored_run(tmp_path):
+    """At the start of an epoch. Within one, another loader would continue at a batch of different samples."""
+    loader, other = batches(), batches(seed=1)
+    ckpt = ll.checkpoint_io(tmp_path)
+    for at, words in ((6, []), (2, ["loader seed was 0, is 1"])):
+        state = started(loader=loader)
+        for batch in itertools.islice(loader(state), at):
+            state, _ = step_of()(state, batch)
+        ckpt.delete(after=0)
+        ckpt.save(state)
+        restored = ckpt.restore(started(loader=loader))
+        assert warned(partial(loader, restored)) == []
+        assert warned(partial(other, restored)) == words
+        assert warned(partial(other, step_of()(restored, batch)[0])) == []

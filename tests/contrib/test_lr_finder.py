@@ -115,7 +115,7 @@ def test_a_looplib_loader_is_read_on_into_its_next_epochs():
 
     model = nn.Linear(1, 1)
     loader = ll.make_loader([torch.tensor([float(i)]) for i in range(12)], batch_size=4, seed=0)
-    state = ll.init_state(model, adamw(0.01), epoch_length=len(loader))
+    state = ll.init_state(model, adamw(0.01), loader=loader)
     find_lr(ll.make_grad_fn(model, loss_fn), adamw, state, loader, steps=12, diverged=math.inf, high=0.1)
     epochs = [seen[low : low + 12] for low in range(0, 48, 12)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 4

@@ -251,8 +251,7 @@ def test_ranks_divide_items_that_are_batches_as_they_are_counted():
 def test_a_run_with_other_samples_than_were_drawn_is_not_continued_at_a_guess():
     """With 7 of 8 samples in the last batch, 4 batches would be taken for 28 samples, where a batch of 4 begins."""
     eight, four = (make_loader(range(64), batch_size=size, order=ll.data.sequential()) for size in (8, 4))
-    state = ll.TrainState(epoch=1, epoch_length=8)
-    list(eight(state))
+    state = ll.init_state(torch.nn.Linear(1, 1), loader=eight).replace(epoch=1)
     state = state.replace(batch=4, step=12, samples=95, batch_samples=7)
     with pytest.raises(ValueError, match=r"7 samples.*batches of 8"):
         four.resume(state)

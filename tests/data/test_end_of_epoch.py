@@ -55,8 +55,8 @@ def train(kind, folder, when=""):
     if kind == COOKBOOK:
         names = {"stop": when, "Stopped": Stopped}
         run = GROWS.replace(
-            "state, done = ll.init_state(model, optimizer),",
-            "state, done = ckpt.restore(ll.init_state(model, optimizer)),",
+            "state = ll.init_state(model, optimizer, loader=loader).replace(epoch_length=None)",
+            "state = ckpt.restore(ll.init_state(model, optimizer, loader=loader).replace(epoch_length=None))",
         )
         run = run.replace("(state, batch)\n", "(state, batch); ckpt.save(state)\n")
         run = run.replace(
@@ -75,7 +75,8 @@ def train(kind, folder, when=""):
         ll.make_grad_fn(model, lambda model, x: model(x / 9).square().mean()), optimizer, donate=True
     )
     loader, ckpt, done = LOADERS[kind](), ll.checkpoint_io(folder), ll.after_epochs(3)
-    state = ckpt.restore(ll.init_state(model, optimizer, extra={"stream": ""}))
+    new = ll.init_state(model, optimizer, loader=loader, extra={"stream": ""})
+    state = ckpt.restore(new.replace(epoch_length=None))
     while not done(state):
         for batch in loader(state):
             state, _ = step(state, batch)

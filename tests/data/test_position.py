@@ -17,7 +17,7 @@ from looplib.types import TrainState
 
 def continued(loader, other, batches, epoch=1):
     """Samples of an epoch: some batches from the one loader, and the rest from the other. And where the run ended."""
-    state = TrainState(epoch_length=len(loader))
+    state = TrainState(epoch_length=len(loader), run=run_of(loader))
     seen = []
     while state.epoch <= epoch:
         for batch in loader(state):
@@ -29,6 +29,10 @@ def continued(loader, other, batches, epoch=1):
                 state = other.resume(state)
                 break
     return seen, state
+
+
+def run_of(loader):
+    return ll.types.Run(loaders=(loader.description,))
 
 
 def consume(state, samples):
@@ -109,7 +113,8 @@ def test_a_run_that_cannot_continue_within_an_epoch_is_told_what_keeps_everythin
 def test_counts_that_do_not_say_where_a_run_stands_are_not_guessed_from():
     loader = make_loader(range(100), batch_size=8)
     at_batch = {"batch": 10, "epoch_length": 25, "batch_samples": 4}
-    assert loader.resume(TrainState(samples=40, **at_batch)).batch == 5
+    with pytest.warns(UserWarning, match="does not know its loader, so its batches .* 4 samples each"):
+        assert loader.resume(TrainState(samples=40, **at_batch)).batch == 5
     for wrong in (
         TrainState(samples=39, **at_batch),  # batches of several sizes
         TrainState(samples=40, **at_batch | {"batch_samples": 0}),
@@ -131,9 +136,7 @@ def test_a_state_that_fits_is_resumed_as_it_is():
         (ten, 0),
         (make_loader(range(10), batch_size=4, order=ll.data.by_length([*range(10)])), 3),
     ):
-        state = TrainState(epoch_length=len(loader))
-        next(loader(state))  # the state knows the loader
-        state = consume(state, samples)
+        state = consume(TrainState(epoch_length=len(loader), run=run_of(loader)), samples)
         assert loader.resume(state) is state
 
 
@@ -153,19 +156,23 @@ def test_another_batch_size_is_seen_whatever_the_order_and_the_limit(count, old,
     one, two = (make_loader(range(count), order=order, **options) for options in (old, new))
     assert len(one) == len(two)
     for batches in (1, 2):
-        state = TrainState(epoch_length=len(one))
-        if known:  # a loader that has yielded batches for the run
-            next(one(state))
+        state = TrainState(epoch_length=len(one), **({"run": run_of(one)} if known else {}))
         for _ in range(len(one) + batches):
             state = consume(state, old["batch_size"])
         with pytest.raises(ValueError, match=f"cannot continue within epoch 1 at batch {batches}"):
             two.resume(state)
         assert one.resume(state) is state
         if known:
-            for name, described in (("noted", {}), ("described", {"loader": one})):
-                ll.checkpoint_io(tmp_path / name, describe=described).save(state)
             template = TrainState(epoch_length=len(two))
+            knowing = template.replace(run=run_of(two))
+            for name, saved, describe in (("known", state, one), ("described", state.replace(run=template.run), one)):
+                ll.checkpoint_io(tmp_path / name, describe={"loader": describe} if name == "described" else {}).save(
+                    saved
+                )
             with pytest.raises(ValueError, match="cannot continue within epoch 1"):
-                two.resume(ll.checkpoint_io(tmp_path / "noted").restore(template))
-            with pytest.warns(UserWarning, match="batch_size was"):
-                ll.checkpoint_io(tmp_path / "described", describe={"loader": two}).restore(template)
+                two.resume(ll.checkpoint_io(tmp_path / "known").restore(template))
+            for name, new, describe in (("known", knowing, {}), ("described", template, {"loader": two})):
+                with pytest.warns(UserWarning, match="batch_size was"):
+                    restored = ll.checkpoint_io(tmp_path / name, describe=describe).restore(new)
+                with pytest.raises(ValueError, match="cannot continue within epoch 1"):
+                    two.resume(restored)

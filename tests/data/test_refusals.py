@@ -168,7 +168,7 @@ def test_states_that_are_not_this_loaders():
         (
             lambda: loader(at(epoch_length=5)),
             ValueError,
-            r"is 5, .* 3 batches .*len\(loader\).*loader\(ll.TrainState",
+            r"is 5, .* 3 batches .*loader=loader.*loader\(ll.TrainState",
         ),
         (lambda: loader(at(1, 4)), ValueError, "batch 4 of epoch 1.* 3 batches.*end_epoch"),
         (lambda: loader(at(1, 3, 3)), ValueError, "batch 3 of epoch 1.* 3 batches.*end_epoch"),
@@ -248,7 +248,7 @@ def test_a_forgotten_epoch_length_is_said_at_the_first_call():
         (range(10), {"order": ll.data.batch_sampler([[0, 1], [2], [3], [4, 5], [6]])}),
         (theirs, {}),
     ):
-        message = r"that an epoch has 5 batches; write ll.init_state\(..., epoch_length=len"
+        message = r"that an epoch has 5 batches; write ll.init_state\(..., loader=loader"
         with pytest.warns(UserWarning, match=message) as told:
             make_loader(dataset, **options)(forgotten)
         assert told[0].filename == __file__

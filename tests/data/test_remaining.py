@@ -84,13 +84,12 @@ def test_a_restore_within_an_epoch_of_a_plain_dataloader_says_what_it_starts_aga
     assert "starts the epoch again: skip its first 3 batches, or write loader = ll.make_loader(dataloader)" in told
     for folder, batches, steps, options in (
         ("at the end", lambda state: theirs, 4, known),
-        ("taken over", ll.make_loader(theirs), 3, known),
+        ("taken over", taken_over := ll.make_loader(theirs), 3, {"loader": taken_over}),
         ("no epochs", lambda state: theirs, 3, {}),
     ):
         assert len(saved(batches, folder, steps, **options).splitlines()) == 1
-    ckpt = ll.checkpoint_io(tmp_path / "described", describe={"loader": (loader := ll.make_loader(theirs))})
-    next(loader(state := ll.init_state(model, optimizer, **known)))
-    ckpt.save(state.replace(step=1, batch=1))
+    ckpt = ll.checkpoint_io(tmp_path / "described", describe={"loader": ll.make_loader(theirs)})
+    ckpt.save(ll.init_state(model, optimizer, **known).replace(step=1, batch=1))
     ckpt.restore(ll.init_state(model, optimizer, **known))
     assert len(capsys.readouterr().out.splitlines()) == 1
 

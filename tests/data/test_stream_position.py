@@ -44,9 +44,10 @@ def first_batches(loader, state, steps):
 
 
 def test_a_resumed_run_reads_on_where_the_stream_stood(tmp_path):
-    new = ll.init_state(torch.nn.Linear(1, 1), extra={"stream": "", "mine": 7})
+    loader = ll.make_loader(Counted(22), batch_size=4)
+    new = ll.init_state(torch.nn.Linear(1, 1), loader=loader, extra={"stream": "", "mine": 7})
     whole = [batch.tolist() for batch in ll.make_loader(Counted(22), batch_size=4)(new)]
-    _, state = first_batches(loader := ll.make_loader(Counted(22), batch_size=4), new, 3)
+    _, state = first_batches(loader, new, 3)
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(ll.data.with_position(loader, state))
 

@@ -110,7 +110,7 @@ def test_a_stream_that_each_worker_reads_whole_is_named(way):
 @pytest.mark.parametrize("workers", [(2, 0), (0, 2), (0, 1)])
 def test_a_stream_is_not_continued_by_another_number_of_workers(workers, tmp_path):
     first, then = (ll.make_loader(Numbers(divided=True), batch_size=2, num_workers=count) for count in workers)
-    ckpt, new = ll.checkpoint_io(tmp_path), ll.init_state(torch.nn.Linear(1, 1))
+    ckpt, new = ll.checkpoint_io(tmp_path), ll.init_state(torch.nn.Linear(1, 1), loader=first)
     batches = first(new)
     seen, state = [next(batches)], new.replace(batch=1, step=1)
     ckpt.save(state)

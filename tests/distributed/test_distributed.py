@@ -399,7 +399,7 @@ with ll.distributed.setup(output_dir=folder, timeout=600):
     grad_fn = ll.make_grad_fn(model, loss_fn)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(40, 3)), batch_size=4)
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     clock = [0.0]
     stop, late = ll.after_signal(signal.SIGUSR1), ll.predicates.after_seconds(0.5 + 1000 * rank)
     now = ll.predicates.every_seconds(2 if rank else 1000, clock=lambda: clock[0])
@@ -483,7 +483,7 @@ with ll.distributed.setup(required=False):
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     loader = ll.make_loader(data, batch_size=8, drop_last=True)
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=2, asynchronous=engine == "fsdp")
-    state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))
+    state = ckpt.restore(ll.init_state(model, optimizer, loader=loader))
     log, done, save_now = ll.jsonl(folder / "log.jsonl"), ll.after_steps(until), ll.every_n_steps(3)
     while not done(state):
         for batch in loader(state):

@@ -44,7 +44,7 @@ def train(engine, norm=False):
         grad_fn = ll.grads.reduce_gradients(grad_fn)
     optimizer = adamw()
     step = ll.make_train_step(grad_fn, optimizer, donate=engine != "reduce")
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     log = []
     while state.epoch < 3:
         for batch in loader(state):

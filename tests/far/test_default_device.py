@@ -83,7 +83,7 @@ def test_a_run_with_evaluation_and_checkpoints(name, donate, tmp_path):
             model, lambda model, batch: {"loss": loss_fn(model, batch), "count": ll.Mean(3.0, 2)}
         )
         loader, ckpt = ll.make_loader(DATA, batch_size=6), ll.checkpoint_io(folder)
-        state, window = ll.init_state(model, optimizer, epoch_length=len(loader)), ll.Window()
+        state, window = ll.init_state(model, optimizer, loader=loader), ll.Window()
         for _ in range(2):
             for batch in loader(state):
                 state, metrics = step(state, batch)

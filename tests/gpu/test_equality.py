@@ -218,7 +218,7 @@ class Case:
         self.optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=2, total=20))
         self.step = ll.make_train_step(ll.make_grad_fn(self.model, classify), self.optimizer, donate=donate)
         self.loader = ll.make_loader(data, batch_size=6, device=device)
-        self.start = ll.init_state(self.model, self.optimizer, seed=1, epoch_length=len(self.loader))
+        self.start = ll.init_state(self.model, self.optimizer, seed=1, loader=self.loader)
 
     def train(self, state, until):
         while True:

@@ -70,7 +70,7 @@ def test_nothing_has_to_be_listed(tmp_path):
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     loader = ll.make_loader(torch.ones(8, 2), batch_size=4)
     step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     for batch in loader(state):
         state, _ = step(state, batch)
     settings = []

@@ -41,7 +41,7 @@ optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
 train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
 loader = ll.make_loader(torch.arange(64.0).reshape(32, 2) / 64, batch_size=4)
 ckpt = ll.checkpoint_io(folder / "checkpoints")
-state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))
+state = ckpt.restore(ll.init_state(model, optimizer, loader=loader))
 for batch in loader(state):
     state, metrics = train_step(state, batch)
     log(state, {"train/loss": metrics["loss"].item(), "note": f"step {state.step}"})

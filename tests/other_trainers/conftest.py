@@ -97,7 +97,7 @@ def loader(train_set):
 
 @pytest.fixture
 def state(model, optimizer, loader):
-    return ll.init_state(model, optimizer, seed=0, epoch_length=len(loader))
+    return ll.init_state(model, optimizer, seed=0, loader=loader)
 
 
 @pytest.fixture

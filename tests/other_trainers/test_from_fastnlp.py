@@ -244,7 +244,7 @@ def _(optimizer, model, loss_fn, batch):
 @shows("Trainer.accumulation_steps")
 def _(train_step, loader, optimizer, model, loss_fn, train_set):
     pieces = [train_set[first : first + 4] for first in range(0, 40, 4)]
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     for batch in loader(state):
         state, _ = train_step(state, batch)
     assert state.step == 5

@@ -203,7 +203,7 @@ def test_loops_and_donated_steps_pass_signals_on(monkeypatch, made, closed):
     loader = ll.make_loader(torch.randn(12, 2), batch_size=2)
     passed = []
     before = signal.signal(signal.SIGUSR2, lambda *_: passed.append(True))
-    state, stop_now = ll.init_state(model, optimizer, epoch_length=len(loader)), None
+    state, stop_now = ll.init_state(model, optimizer, loader=loader), None
     if made == "before the loop":
         stop_now = after_signal(signal.SIGUSR2)
     for batch in loader(state):
@@ -237,7 +237,7 @@ RUN = """
         train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
         done = ll.after_steps(30) | ll.after_signal(signal.SIGTERM, signal.SIGUSR1)
         ckpt = ll.checkpoint_io(folder)
-        state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)), quiet=True)
+        state = ckpt.restore(ll.init_state(model, optimizer, loader=loader), quiet=True)
         print("from", state.step)
         while not done(state):
             for batch in loader(state):

@@ -576,7 +576,7 @@ def begin():
     optimizer = ll.chain(ll.clip_by_global_norm(1.0), adamw())
     batch = tokens(24)
     loader = ll.make_loader([{name: column[i] for name, column in batch.items()} for i in range(24)], batch_size=7)
-    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, loader=loader)
     return ll.make_train_step(grad_fn, optimizer, donate=True), state, loader
 
 
