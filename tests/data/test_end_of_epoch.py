@@ -60,7 +60,8 @@ def train(kind, folder, when=""):
         )
         run = run.replace("(state, batch)\n", "(state, batch); ckpt.save(state)\n")
         run = run.replace(
-            "    state = ll.end", "    if stop and state.epoch:\n        raise Stopped\n    state = ll.end"
+            "    state = ll.state.end",
+            "    if stop and state.epoch:\n        raise Stopped\n    state = ll.state.end",
         )
         assert run.count("ckpt") == 2
         assert run.count("raise") == 1

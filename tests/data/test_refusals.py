@@ -179,7 +179,7 @@ def test_states_that_are_not_this_loaders():
         (
             lambda: list(stream(at(batch=4))),
             ValueError,
-            "after 3 batches.*at batch 4 of epoch 0; call state = ll.end",
+            "after 3 batches.*at batch 4 of epoch 0; call state = ll.state.end",
         ),
         (lambda: list(stream(at(batch=5))), ValueError, "after 3 batches.*at batch 5"),
         (lambda: list(stream(at(epoch_length=4))), ValueError, "after 3 batches, but state.epoch_length is 4"),
