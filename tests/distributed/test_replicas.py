@@ -1,5 +1,7 @@
 """Ranks that differ: told at the first step, and whenever their tensors are compared."""
 
+import contextlib
+
 import pytest
 import torch
 from ranks import launch
@@ -28,6 +30,7 @@ def first_step(
     engine=DistributedDataParallel,
     outputs=2,
     loaders=(),
+    declared=True,
     **at,
 ):
     """The first step of a run, of which one rank has other parts."""
@@ -37,7 +40,8 @@ def first_step(
     grad_fn = ll.make_grad_fn(model, mean_square)
     grad_fn = wrap(grad_fn if engine else ll.grads.reduce_gradients(grad_fn))
     step = ll.make_train_step(grad_fn, optimizer, donate=engine is not None)
-    state = ll.init_state(model, optimizer, epoch_length=8).replace(**at)
+    known = loaders if declared and loaders else None
+    state = ll.init_state(model, optimizer, loader=known, epoch_length=8).replace(**at)
     batch = torch.ones(3, 8)
     for batches in zip(*(loader(state) for loader in loaders), strict=True):
         batch = torch.cat(batches).expand(8, -1).T.contiguous()
@@ -98,6 +102,9 @@ def first_steps():
             assert len(found) == len(lines) or "nothing" in found[-1], found
         for parts in ALIKE:
             first_step(**parts[rank])
+        said = pytest.warns(UserWarning, match="does not know its loader, so the ranks do not compare.*loader=loader")
+        with contextlib.nullcontext() if rank else said:
+            first_step(loaders=[loader()], declared=False)
 
 
 def test_ranks_that_differ_are_told_at_the_first_step():
