@@ -56,8 +56,8 @@ GRACE = 60.0  # seconds that the last script may take beyond the whole
 TIME = "time of a step"
 PROSE = {
     r"(raw loop\'s\s+time: )[\d.]+": ("step_overhead", TIME, "MLP, batch 16", "donated"),
-    r"(MLP \()[\d.]+": ("step_overhead", TIME, "MLP, batch 16, clipping and a schedule", "donated"),
-    r"(clipping\)\s+and\s+)[\d.]+": ("step_overhead", TIME, "transformer, batch 32 x 128", "donated"),
+    r"(small MLP, )[\d.]+": ("step_overhead", TIME, "MLP, batch 16, clipping and a schedule", "donated"),
+    r"(clipping in both,\s+)[\d.]+": ("step_overhead", TIME, "transformer, batch 32 x 128", "donated"),
 }
 
 
