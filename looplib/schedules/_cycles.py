@@ -20,10 +20,11 @@ class cosine_restarts(_Schedule):
     3 cycles with a growth of 2 are cycles of 10, 20 and 40 steps.
 
     Args:
-        start, final: values at the start and end of each cycle.
+        start: value at the start of each cycle.
         total: number of steps.
         cycles: number of cycles.
         growth: ratio of the lengths of consecutive cycles, an int.
+        final: value at the end of each cycle.
 
     Raises:
         ValueError: a number is not finite, or a count is not an int of at least 1.
@@ -32,15 +33,15 @@ class cosine_restarts(_Schedule):
     """
 
     start: float
-    final: float = 0.0
     _: KW_ONLY
     total: int
     cycles: int
     growth: int = 1
+    final: float = 0.0
     _parts: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check(start=number, final=number, total=count, cycles=count, growth=count)
+        self._check(start=number, total=count, cycles=count, growth=count, final=number)
         object.__setattr__(self, "_parts", sum(self.growth**cycle for cycle in range(self.cycles)))
 
     def __call__(self, step: int) -> float:
@@ -62,12 +63,15 @@ class cyclic(_Schedule):
     """Cyclical learning rate: from `start` up to `peak` in `rise` steps and back in `fall` steps, repeated.
 
     >>> import looplib as ll
-    >>> [ll.schedules.cyclic(0.0, 1.0, rise=2, fall=4, cycle_factor=0.5)(step) for step in (0, 1, 2, 4, 6, 8)]
+    >>> lr = ll.schedules.cyclic(1.0, rise=2, fall=4, start=0.0, cycle_factor=0.5)
+    >>> [lr(step) for step in (0, 1, 2, 4, 6, 8)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
 
     Args:
-        start, peak: lowest and highest value of the first cycle.
-        rise, fall: number of steps up and down.
+        peak: highest value of the first cycle.
+        rise: number of steps up.
+        fall: number of steps down. Defaults to `rise`.
+        start: value at the start of each cycle.
         cycle_factor: factor for the height above `start` after every cycle (0.5 is torch's "triangular2").
 
     Raises:
@@ -76,17 +80,19 @@ class cyclic(_Schedule):
     Source: https://arxiv.org/abs/1506.01186
     """
 
-    start: float
     peak: float
     _: KW_ONLY
-    rise: int
-    fall: int
+    rise: int = 2000
+    fall: int | None = None
+    start: float
     cycle_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check(start=number, peak=number, rise=count, fall=count, cycle_factor=number)
+        self._default(fall=self.rise)
+        self._check(peak=number, rise=count, fall=count, start=number, cycle_factor=number)
 
     def __call__(self, step: int) -> float:
+        assert self.fall is not None
         cycle, position = divmod(step, self.rise + self.fall)
         height = min(position / self.rise, (self.rise + self.fall - position) / self.fall)
         weight = height * self.cycle_factor**cycle
@@ -98,17 +104,17 @@ class one_cycle(_Schedule):
     """One-cycle policy: from `start` to `peak`, then to `final`, which is used by the last of `total` updates.
 
     >>> import looplib as ll
-    >>> lr = ll.schedules.one_cycle(0.04, 1.0, 0.0, total=100)
+    >>> lr = ll.schedules.one_cycle(1.0, total=100)
     >>> [round(lr(step), 2) for step in (0, 29, 64, 99)]
     [0.04, 1.0, 0.5, 0.0]
-    >>> momentum = ll.schedules.one_cycle(0.95, 0.85, 0.95, total=100)
-
-    torch's defaults are `start = peak / 25` and `final = start / 1e4`.
+    >>> momentum = ll.schedules.one_cycle(0.85, total=100, start=0.95, final=0.95)
 
     Args:
-        start, peak, final: values at the start, at the peak, and at the end.
+        peak: value at the peak.
         total: number of steps.
         rise: fraction of the steps before the peak.
+        start: value at step 0. Defaults to `peak / 25`.
+        final: value of the last update. Defaults to `start / 1e4`.
         shape: "cosine", "linear" or "1-sqrt".
         three_phase: if True, return to `start` as fast as it rose before going to `final`.
 
@@ -119,22 +125,28 @@ class one_cycle(_Schedule):
     Source: https://arxiv.org/abs/1708.07120
     """
 
-    start: float
     peak: float
-    final: float
     _: KW_ONLY
     total: int
     rise: float = 0.3
+    start: float | None = None
+    final: float | None = None
     shape: Shape = "cosine"
     three_phase: bool = False
 
     def __post_init__(self) -> None:
-        self._check(start=number, peak=number, final=number, total=count, rise=number, shape=shape)
+        self._check(peak=number)
+        self._default(start=self.peak / 25)
+        self._check(total=count, rise=number, start=number, shape=shape)
+        self._default(final=self.start / 1e4)  # type: ignore[operator]
+        self._check(final=number)
         if not (0 <= self.rise <= 0.5 if self.three_phase else 0 <= self.rise < 1):
             allowed = "[0, 0.5], with three phases" if self.three_phase else "[0, 1)"
             raise ValueError(f"one_cycle: rise must be a fraction in {allowed}, got {self.rise!r}.")
 
     def __call__(self, step: int) -> float:
+        assert self.start is not None
+        assert self.final is not None
         end = self.total - 1
         if step >= end:
             return self.final

@@ -48,21 +48,24 @@ class linear(_Schedule):
     >>> [ll.schedules.linear(1.0, total=4)(step) for step in (0, 1, 2, 4, 100)]
     [1.0, 0.75, 0.5, 0.0, 0.0]
 
+    A line may also rise: torch's `LinearLR` is by default `linear(lr / 3, total=5, final=lr)`.
+
     Args:
-        start, final: values at step 0 and at step `total`.
+        start: value at step 0.
         total: number of steps.
+        final: value from step `total` on.
 
     Raises:
         ValueError: a number is not finite, or `total` is not an int of at least 1.
     """
 
     start: float
-    final: float = 0.0
     _: KW_ONLY
     total: int
+    final: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check(start=number, final=number, total=count)
+        self._check(start=number, total=count, final=number)
 
     def __call__(self, step: int) -> float:
         weight = max(0, self.total - step) / self.total
@@ -78,10 +81,11 @@ class cosine(_Schedule):
     [1.0, 0.854, 0.5, 0.0, 0.0]
 
     Args:
-        start, final: values at step 0 and at step `total`.
+        start: value at step 0.
         total: number of steps.
-        cycles: number of cosine waves, 0.5 by default. With a different number the value goes up and down between the
-            two, and keeps the value that it has at step `total`.
+        cycles: number of cosine waves, 0.5 by default. With a different number the value goes up and down between
+            `start` and `final`, and keeps the value that it has at step `total`.
+        final: value from step `total` on.
 
     Raises:
         ValueError: a number is not finite, or `total` is not an int of at least 1.
@@ -90,13 +94,13 @@ class cosine(_Schedule):
     """
 
     start: float
-    final: float = 0.0
     _: KW_ONLY
     total: int
     cycles: float = 0.5
+    final: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check(start=number, final=number, total=count, cycles=number)
+        self._check(start=number, total=count, cycles=number, final=number)
 
     def __call__(self, step: int) -> float:
         angle = 2.0 * math.pi * self.cycles * (min(step, self.total) / self.total)
@@ -113,8 +117,9 @@ class polynomial(_Schedule):
     [1.0, 0.5625, 0.25, 0.0, 0.0]
 
     Args:
-        start, final: values at step 0 and at step `total`.
+        start: value at step 0.
         total: number of steps.
+        final: value from step `total` on.
         power: exponent, above 0.
 
     Raises:
@@ -122,13 +127,13 @@ class polynomial(_Schedule):
     """
 
     start: float
-    final: float = 0.0
     _: KW_ONLY
     total: int
+    final: float = 0.0
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check(start=number, final=number, total=count, power=number)
+        self._check(start=number, total=count, final=number, power=number)
         if self.power <= 0:
             raise ValueError(f"polynomial: power must be above 0, got {self.power!r}.")
 

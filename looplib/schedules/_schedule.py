@@ -40,6 +40,12 @@ class _Schedule:
         for field, check in checks.items():
             object.__setattr__(self, field, check(f"{type(self).__name__}: {field}", getattr(self, field)))
 
+    def _default(self, **values: Any) -> None:
+        """Give each of these fields its value where it is None."""
+        for field, value in values.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+
     def _steps(self, name: str, value: Any) -> int:
         """Check for a number of steps, or a float for a share of `total`, which is checked first."""
         if type(value) is not float:

@@ -33,6 +33,7 @@ class warmup(_Schedule):
 
     schedule: Schedule
     steps: int
+    _: KW_ONLY
     start: float = 0.0
 
     def __post_init__(self) -> None:
@@ -61,9 +62,10 @@ class warmup_linear(_Schedule):
     After step `total` the value is `final`.
 
     Args:
-        peak, final: highest value, and value from step `total` on.
+        peak: highest value.
         warmup: number of warmup steps, or a float for a share of `total`.
         total: number of steps, including the warmup: `epochs * len(loader)`.
+        final: value from step `total` on.
 
     Raises:
         ValueError: a number is not finite, a count is neither an int nor a share, or `warmup` is above `total`.
@@ -110,9 +112,10 @@ class warmup_cosine(warmup_linear):
     After step `total` the value is `final`.
 
     Args:
-        peak, final: highest value, and value from step `total` on.
+        peak: highest value.
         warmup: number of warmup steps, or a float for a share of `total`.
         total: number of steps, including the warmup: `epochs * len(loader)`.
+        final: value from step `total` on.
 
     Raises:
         ValueError: a number is not finite, a count is neither an int nor a share, or `warmup` is above `total`.

@@ -190,7 +190,7 @@ def test_refusals_name_what_was_found_and_what_to_give():
 @given(step=st.integers(0, 30))
 @settings(max_examples=20, deadline=None)
 def test_a_log_is_told_what_torchs_group_would_have(step):
-    lr, beta = ll.warmup_cosine(0.1, warmup=5, total=30), ll.schedules.linear(0.8, 0.95, total=20)
+    lr, beta = ll.warmup_cosine(0.1, warmup=5, total=30), ll.schedules.linear(0.8, total=20, final=0.95)
     groups = [
         (is_vector, {"weight_decay": 0.0}),
         (
@@ -224,7 +224,7 @@ def test_a_log_is_told_what_torchs_group_would_have(step):
 
 def test_where_updates_are_skipped_or_take_turns_it_is_told_what_is_taken():
     """The rate that is logged before a step is the one that the step takes: seen in how far plain SGD goes."""
-    lr = ll.schedules.linear(1.0, 0.1, total=9)
+    lr = ll.schedules.linear(1.0, total=9, final=0.1)
     sgd = ll.chain(ll.skip_nonfinite(9), ll.optimizer(torch.optim.SGD, lr=lr))
     optimizer = ll.optim.partition({"all": ll.chain(sgd, ll.ema())}, lambda name, tensor: "all")
     step = ll.make_train_step(ll.make_grad_fn(net := nn.Linear(1, 1), lambda net, x: net(x).sum()), optimizer)

@@ -206,13 +206,18 @@ def test_training_past_the_end_at_a_rate_of_0_warns_once():
     for lr in (
         ll.warmup_cosine(0.1, warmup=2, total=6),
         ll.schedules.linear(0.1, total=6),
-        ll.schedules.one_cycle(0.1, 1.0, 0.0, total=6),
+        ll.schedules.one_cycle(1.0, total=6, start=0.1, final=0.0),
     ):
         ((step, message),) = warnings_of(lr, 9)
         assert step == 6
         assert f"{lr!r}, is 0 from step 6 on" in message
         assert warnings_of(lr, 6) == []
-    for lr in (0.0, ll.schedules.linear(0.1, 0.01, total=6), ll.schedules.step_decay(0.1, every=3), lambda step: 0.0):
+    for lr in (
+        0.0,
+        ll.schedules.linear(0.1, total=6, final=0.01),
+        ll.schedules.step_decay(0.1, every=3),
+        lambda step: 0.0,
+    ):
         assert warnings_of(lr, 9) == []
 
 

@@ -1,5 +1,6 @@
 """Schedules against the schedulers of transformers and torch, and by their definitions."""
 
+import inspect
 import pickle
 
 import pytest
@@ -52,7 +53,7 @@ def warmup_stable_decay(peak, ratio, warmup, rest, n, x):
 
 
 def cosine(peak, ratio, warmup, rest, n, x):
-    ours = S.cosine(peak, peak * ratio, total=(rest + 1) * n, cycles=n / 2)
+    ours = S.cosine(peak, total=(rest + 1) * n, cycles=n / 2, final=peak * ratio)
     # torch divides by 1 + cos, of the size 1 / rest**2 at the bottom, and climbs from there.
     theirs = lambda o: lr_scheduler.CosineAnnealingLR(o, rest + 1, peak * ratio)  # noqa: E731
     return ours, theirs, 8 * n * (rest + 1) ** 2, (rest + 1) * n + 1
@@ -61,7 +62,7 @@ def cosine(peak, ratio, warmup, rest, n, x):
 def cosine_restarts(peak, ratio, warmup, rest, n, x):
     total = rest * (2**n - 1)
     theirs = lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, rest, 2, peak * ratio)  # noqa: E731
-    return S.cosine_restarts(peak, peak * ratio, total=total, cycles=n, growth=2), theirs, 8, total
+    return S.cosine_restarts(peak, total=total, cycles=n, growth=2, final=peak * ratio), theirs, 8, total
 
 
 def cyclic(peak, ratio, warmup, rest, n, x):
@@ -70,7 +71,8 @@ def cyclic(peak, ratio, warmup, rest, n, x):
     theirs = lambda o: lr_scheduler.CyclicLR(o, peak / (1 + x), peak, rest, fall, mode)  # noqa: E731
     # torch finds the place in the cycle from step / cycle, and loses digits with every cycle before it.
     roundings = 32 * (rest + fall) / min(rest, fall)
-    return S.cyclic(peak / (1 + x), peak, rise=rest, fall=fall, **factors), theirs, roundings, 3 * (rest + fall) + 5
+    ours = S.cyclic(peak, rise=rest, fall=fall, start=peak / (1 + x), **factors)
+    return ours, theirs, roundings, 3 * (rest + fall) + 5
 
 
 def one_cycle(peak, ratio, warmup, rest, n, x):
@@ -78,13 +80,14 @@ def one_cycle(peak, ratio, warmup, rest, n, x):
     rest += rise * rest == 1  # where torch divides by zero
     form = {"rise": rise, "shape": {"cos": "cosine"}.get(strategy, strategy), "three_phase": phases}
     theirs = {"pct_start": rise, "anneal_strategy": strategy, "three_phase": phases}
-    ours = S.one_cycle(peak / 25, peak, peak / 25 / 1e4, total=rest, **form)
+    ours = S.one_cycle(peak, total=rest, **form)
     return ours, lambda o: lr_scheduler.OneCycleLR(o, peak, rest, **theirs), 8, rest
 
 
 def join(peak, ratio, warmup, rest, n, x):
     at, low, gamma = [warmup + 1, warmup + 1 + rest], 0.01 + 0.9 * ratio, 0.5 + ratio / 2
-    parts = [S.linear(peak * low, peak, total=at[0]), S.cosine(peak, total=rest), S.exponential(peak, factor=gamma)]
+    rise = S.linear(peak * low, total=at[0], final=peak)
+    parts = [rise, S.cosine(peak, total=rest), S.exponential(peak, factor=gamma)]
 
     def theirs(o):
         linear = lr_scheduler.LinearLR(o, low, 1.0, at[0])
@@ -128,7 +131,7 @@ ORACLES = {
     ),
     # 1 - step / total is a small difference near the end, and a small power magnifies its rounding by total.
     "polynomial": lambda p, r, w, m, n, x: (
-        S.warmup(S.polynomial(p, p * r * 0.99, total=m, power=x), w),
+        S.warmup(S.polynomial(p, total=m, final=p * r * 0.99, power=x), w),
         lambda o: hf.get_polynomial_decay_schedule_with_warmup(o, w, w + m, p * r * 0.99, x),
         *(4 + 4 * m, w + m + 20),
     ),
@@ -146,7 +149,7 @@ ORACLES = {
         *(60, 60),
     ),
     "linear": lambda p, r, w, m, n, x: (
-        *(S.linear(p * x / 4, p * r, total=m), lambda o: lr_scheduler.LinearLR(o, x / 4, r, m)),
+        *(S.linear(p * x / 4, total=m, final=p * r), lambda o: lr_scheduler.LinearLR(o, x / 4, r, m)),
         *(8 * m + 8, m + 20),
     ),
     "warmup_stable_decay": warmup_stable_decay,
@@ -169,12 +172,81 @@ def test_it_is_the_real_scheduler(name, peak, ratio, warmup, rest, n, x):
     assert_close(schedule, run(make, peak, steps), roundings, peak)
 
 
+DEFAULTS = {
+    "StepLR": (lambda lr: S.step_decay(lr, every=7), {"step_size": 7}),
+    "MultiStepLR": (lambda lr: S.multistep_decay(lr, boundaries=[3, 20]), {"milestones": [3, 20]}),
+    "PolynomialLR": (lambda lr: S.polynomial(lr, total=40), {"total_iters": 40}),
+    "CosineAnnealingLR": (lambda lr: S.cosine(lr, total=40), {"T_max": 40}),
+    "CosineAnnealingWarmRestarts": (lambda lr: S.cosine_restarts(lr, total=40, cycles=4), {"T_0": 10}),
+    "OneCycleLR": (lambda lr: S.one_cycle(lr, total=40), {"max_lr": 0.3, "total_steps": 40}),
+    "CyclicLR": (lambda lr: S.cyclic(lr, start=0.01), {"base_lr": 0.01, "max_lr": 0.3}),
+    "LinearLR": (lambda lr: S.linear(lr / 3, total=5, final=lr), {}),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_is_left_out_is_as_in_torch(name):
+    make, needed = DEFAULTS[name]
+    steps = 4100 if name == "CyclicLR" else 40  # its half cycles have 2000 steps by default
+    expected = run(lambda optimizer: getattr(lr_scheduler, name)(optimizer, **needed), 0.3, steps)
+    assert_close(make(0.3), expected, 20_000 if name == "CyclicLR" else 4000, 0.3)
+
+
+def test_momentum_goes_against_the_rate_as_in_torch():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3, momentum=0.9)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.3, 40)
+    momentum = S.one_cycle(0.85, total=40, start=0.95, final=0.95)
+    for step in range(40):
+        assert momentum(step) == pytest.approx(optimizer.param_groups[0]["momentum"], rel=1e-14)
+        optimizer.step()
+        if step < 39:
+            scheduler.step()
+
+
+# The value to scale, when, the values elsewhere, and the shape.
+ORDER = (
+    {"value", "peak", "schedule", "schedules"},
+    {"warmup", "decay", "total", "rise", "fall", "steps", "every", "boundaries", "timescale", "cycles", "growth"},
+    {"start", "final"},
+    {"factor", "cycle_factor", "power", "shape", "warmup_shape", "decay_shape", "three_phase"},
+)
+KINDS = {name: getattr(S, name) for name in S.__all__}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", KINDS)
+def test_arguments_come_in_one_order(name):
+    first, *rest = inspect.signature(KINDS[name]).parameters.values()
+    assert first.name in ORDER[0] | {"start"}
+    places = [next(place for place, names in enumerate(ORDER) if parameter.name in names) for parameter in rest]
+    assert 0 not in places
+    assert places == sorted(places)
+    numbers = 0 if first.name in ("schedule", "schedules") else 1
+    by_position = [parameter for parameter in rest if parameter.kind is not parameter.KEYWORD_ONLY]
+    assert len(by_position) + numbers <= 1  # so that no two numbers can change places
+
+
+def test_a_second_number_by_position_is_refused():
+    for call in (
+        lambda: S.one_cycle(0.04, 1.0, 0.0, total=100),
+        lambda: S.cyclic(0.0, 1.0, rise=2, fall=4),
+        lambda: S.linear(0.0, 1.0, total=9),
+        lambda: S.cosine(1.0, 0.1, total=9),
+        lambda: S.polynomial(1.0, 0.1, total=9),
+        lambda: S.cosine_restarts(1.0, 0.1, total=9, cycles=3),
+        lambda: S.warmup(S.constant(1.0), 9, 0.1),
+    ):
+        with pytest.raises(TypeError, match="positional arguments"):
+            call()
+
+
 # Definitions.
 
 
 @given(rates, rates, counts, st.sampled_from([S.linear, S.cosine, S.polynomial]))
 def test_a_decay_begins_and_ends_exactly_and_lies_between(start, final, total, decay):
-    schedule = decay(start, final, total=total)
+    schedule = decay(start, total=total, final=final)
     assert schedule(0) == start
     assert {schedule(step) for step in range(total, total + 20)} == {final}
     line = [*values_of(schedule, total), final]
@@ -195,11 +267,11 @@ def test_edges():
     for schedule in (S.warmup_linear, ll.warmup_cosine):  # a warmup that takes the whole run
         assert values_of(schedule(1.0, warmup=4, total=4, final=0.1), 6) == [0.0, 0.25, 0.5, 0.75, 0.1, 0.1]
     # where torch divides by zero
-    assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25)(0) == 1.0
-    assert S.one_cycle(0.1, 1.0, 0.0, total=4, rise=0.25, three_phase=True)(0) == 0.1
+    assert S.one_cycle(1.0, total=4, rise=0.25, start=0.1, final=0.0)(0) == 1.0
+    assert S.one_cycle(1.0, total=4, rise=0.25, start=0.1, final=0.0, three_phase=True)(0) == 0.1
     # cycles of 2, 6 and 18 steps
-    assert S.cosine_restarts(1.0, 0.5, total=4, cycles=2)(4) == 0.5
-    restarts = values_of(S.cosine_restarts(1.0, 0.5, total=26, cycles=3, growth=3), 26)
+    assert S.cosine_restarts(1.0, total=4, cycles=2, final=0.5)(4) == 0.5
+    restarts = values_of(S.cosine_restarts(1.0, total=26, cycles=3, growth=3, final=0.5), 26)
     assert [step for step, value in enumerate(restarts) if value == 1.0] == [0, 2, 8]
 
 
@@ -208,7 +280,7 @@ EVERY_KIND += [
     S.polynomial(1, total=5, power=2),
     S.inverse_sqrt(1, timescale=4),
     S.constant(1),
-    S.linear(1, 0, total=5),
+    S.linear(1, total=5, final=0),
     S.scaled(S.constant(1), 2),
     S.join([S.constant(1)] * 2, [2]),
 ]
@@ -257,8 +329,8 @@ def test_a_bad_value_is_named():
         ),
         (lambda: S.warmup_stable_decay(1.0, warmup=3, decay=3, total=5), "total=5"),
         (lambda: S.warmup_stable_decay(1.0, warmup=1, decay=1, total=5, decay_shape="x"), "decay_shape"),
-        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=1.0), "rise"),
-        (lambda: S.one_cycle(0.0, 1.0, 0.0, total=5, rise=0.6, three_phase=True), "rise"),
+        (lambda: S.one_cycle(1.0, total=5, rise=1.0), "rise"),
+        (lambda: S.one_cycle(1.0, total=5, rise=0.6, three_phase=True), "rise"),
     ):
         with pytest.raises(ValueError, match=named):
             make()
