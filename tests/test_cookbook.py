@@ -646,6 +646,26 @@ def mixed(names):
     return (times[:200].unique().tolist(), times[200:].unique().tolist()) == ([2, 3], [1, 2])
 
 
+def reduced_as_by_torch(names):
+    """True if the rate fell as often as torch's scheduler lowers it over the same evaluations."""
+    start, scores = at_the_start("Reduce the learning rate on a plateau 1", "optimizer = "), []
+    adamw = torch.optim.AdamW(start["model"].parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        adamw, factor=0.5, patience=1, threshold=0.05, cooldown=1, min_lr=1e-5
+    )
+    for epoch in range(20):
+        for x, y in start["loader"](ll.TrainState(epoch=epoch)):
+            adamw.zero_grad()
+            cross_entropy(start["model"](x), y).backward()
+            adamw.step()
+        with torch.no_grad():
+            x, y = start["test_set"].tensors
+            scores.append(cross_entropy(start["model"](x), y).item())
+        scheduler.step(scores[-1])
+    rates = [ll.optim.hyperparameters(names["optimizer"], names["state"])["lr"], adamw.param_groups[0]["lr"]]
+    return rates[0] == rates[1] < 1e-2
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
     SPIKES: without_spikes,
@@ -659,6 +679,7 @@ HOLDS = {
     "Set the learning rate by hand, or by the epoch 1": lambda n: (
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == {"lr": 1e-2 * 0.5**3}
     ),
+    "Reduce the learning rate on a plateau 1": reduced_as_by_torch,
     "Keep a moving average of the weights (EMA) 2": averaged,
     "Train without a schedule (schedule-free) 1": lambda n: beside(
         "Train without a schedule (schedule-free) 1", n, raw_schedule_free

@@ -217,6 +217,7 @@ def takers_of_numbers():
 
 # Counted by the record itself; or asked in each step, where torch answers.
 LEFT_ALONE = {("BestSoFar", name) for name in ("best", "best_step", "reference", "waited")}
+LEFT_ALONE |= {("Plateau", name) for name in ("reference", "waited", "cooling", "count", "reached")}
 LEFT_ALONE |= {("global_norm", "norm_type"), ("next_token_loss", "ignore_index"), ("accuracy", "ignore_index")}
 
 

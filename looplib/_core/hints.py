@@ -74,7 +74,7 @@ _INSTEAD = {
     "MultiplicativeLR": _LAMBDA,
     "OneCycleLR": "it is ll.schedules.one_cycle",
     "PolynomialLR": "it is ll.schedules.polynomial",
-    "ReduceLROnPlateau": "write lr=ll.optim.inject(...), and ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)",
+    "ReduceLROnPlateau": "write lr=ll.optim.inject(...), and ll.optim.reduce_on_plateau(state, scores) after each evaluation",
     "SequentialLR": "it is ll.schedules.join",
     "StepLR": "it is ll.schedules.step_decay",
     "get_constant_schedule": "it is ll.schedules.constant",

@@ -617,9 +617,10 @@ def _number(name: str, value: Any) -> float:
 def _warn_of_records(extra: Any, scores: Mapping[str, float]) -> None:
     """Warn of a record in a state that is saved, if it has not seen its score."""
     for key, record in extra.items() if isinstance(extra, Mapping) else ():
-        unseen = isinstance(record, BestSoFar) and record.best is None and not record.waited
+        unseen = isinstance(record, Watched) and record.reference is None and not record.waited
         if unseen and record.monitor in scores:
+            update, harm = record.USE
             warn(
                 f"the state is saved with {record.monitor!r}, but state.extra[{key!r}], which watches it, has seen no value: "
-                "early_stopping would never stop the run. Write state = ll.update_best(state, scores) before you save"
+                f"{harm}. Write state = {update}(state, scores) before you save"
             )

@@ -9,6 +9,7 @@ from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_v
 from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._part import part
+from looplib.optim._plateau import reduce_on_plateau
 from looplib.optim._recipe import inject
 from looplib.optim._scopes import every, own_steps, partition
 from looplib.optim._skipping import NonFiniteGradientsError, dynamic_loss_scale, skip_nonfinite
@@ -32,6 +33,7 @@ __all__ = [
     "own_steps",
     "part",
     "partition",
+    "reduce_on_plateau",
     "set_hyperparameters",
     "skip_nonfinite",
     "swa",

@@ -15,10 +15,12 @@ from looplib.predicates._counts import (
     every_n_steps,
 )
 from looplib.predicates._outside import after_seconds, after_signal, every_seconds
+from looplib.predicates._plateau import Plateau, at_plateau
 from looplib.predicates._predicate import Predicate, predicate
 
 __all__ = [
     "BestSoFar",
+    "Plateau",
     "Predicate",
     "after_epochs",
     "after_samples",
@@ -27,6 +29,7 @@ __all__ = [
     "after_steps",
     "at_best",
     "at_epoch_end",
+    "at_plateau",
     "at_step",
     "early_stopping",
     "every_n_epochs",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
@@ -71,8 +71,32 @@ def _direction(monitor: str) -> Mode | None:
     return "max" if named and _HIGHER.fullmatch(named[-1]) else None
 
 
+class Watched:
+    """Base of the records of a metric in `state.extra`, which `update_best` updates."""
+
+    __slots__ = ()
+    # The call that updates the record, and what is wrong without it.
+    USE: ClassVar = ("ll.update_best", "early_stopping would never stop the run")
+    monitor: str
+    mode: Mode | None
+    reference: float | None
+    waited: int
+
+    def update(self, value: float | Tensor, step: int) -> Any:
+        raise NotImplementedError
+
+    def is_nan(self, value: float, step: int) -> bool:
+        """True for NaN, which is no improvement, and gets a warning."""
+        if math.isnan(value) and is_first():
+            warn(
+                f"{self.monitor!r} is NaN at step {step}, which counts as an evaluation without an improvement: go back "
+                "to an earlier state, or leave this evaluation out (no update) if the metric may well be NaN"
+            )
+        return math.isnan(value)
+
+
 @dataclass(frozen=True, slots=True)
-class BestSoFar:
+class BestSoFar(Watched):
     """Best value of a metric so far, and the number of evaluations since the last improvement.
 
     >>> import looplib as ll
@@ -138,12 +162,7 @@ class BestSoFar:
         """
         value = float(value)
         changes: dict[str, Any] = {"waited": self.waited + 1}
-        if math.isnan(value):
-            if is_first():
-                warn(
-                    f"{self.monitor!r} is NaN at step {step}, which counts as an evaluation without an improvement: go back "
-                    "to an earlier state, or leave this evaluation out (no update) if the metric may well be NaN"
-                )
+        if self.is_nan(value, step):
             return replace(self, **changes)
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * value > sign * self.best:
@@ -155,37 +174,34 @@ class BestSoFar:
         return replace(self, **changes)
 
 
-_SETTINGS = ("monitor", "mode", "min_delta", "cumulative")
-_COUNTED = ("best", "best_step", "reference", "waited")
+def register(kind: type[Watched], settings: Sequence[str], counted: Sequence[str]) -> None:
+    """Make a record a pytree: a checkpoint holds what it has counted, and a restore keeps the settings of the new record."""
+
+    def flatten(record: Watched) -> tuple[list[Any], Any]:
+        return [{name: getattr(record, name) for name in counted}], {name: getattr(record, name) for name in settings}
+
+    def flatten_with_keys(record: Watched) -> tuple[list[Any], Any]:
+        [children], structure = flatten(record)
+        # The leaves' paths contain the metric's name, so a checkpoint of a different metric does not fit.
+        return [(pytree.MappingKey(f"{record.mode} {record.monitor}"), children)], structure
+
+    def unflatten(children: Any, structure: Any) -> Watched:
+        return kind(**structure, **next(iter(children)))
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"looplib.{kind.__name__}",
+    )
 
 
-def _flatten(record: BestSoFar) -> tuple[list[Any], Any]:
-    counted = {name: getattr(record, name) for name in _COUNTED}
-    return [counted], {name: getattr(record, name) for name in _SETTINGS}
-
-
-def _flatten_with_keys(record: BestSoFar) -> tuple[list[Any], Any]:
-    children, settings = _flatten(record)
-    # The leaves' paths contain the metric's name, so a checkpoint of a different metric does not fit.
-    return [(pytree.MappingKey(f"{record.mode} {record.monitor}"), children[0])], settings
-
-
-def _unflatten(children: Any, settings: Any) -> BestSoFar:
-    (counted,) = children
-    return BestSoFar(**settings, **counted)
-
-
-pytree.register_pytree_node(
-    BestSoFar,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="looplib.BestSoFar",
-)
+register(BestSoFar, ("monitor", "mode", "min_delta", "cumulative"), ("best", "best_step", "reference", "waited"))
 
 
 def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best") -> TrainState:
-    """Record the scores of an evaluation: return the state with its `BestSoFar` updated.
+    """Record the scores of an evaluation: return the state with its `BestSoFar` (or `Plateau`) updated.
 
     >>> import looplib as ll
     >>> state = ll.TrainState(step=100, extra={"best": ll.predicates.BestSoFar("eval/loss")})
@@ -210,7 +226,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
         ValueError: there is no record under `key`, or its metric is not among the scores.
     """
     check_state(state, "state = ll.update_best(state, scores)")
-    record = _record(state, key)
+    record = record_of(state, key, Watched)
     if record.monitor not in scores:
         raise ValueError(
             f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {few([*map(repr, scores)])}"
@@ -263,7 +279,7 @@ class early_stopping(Predicate):
             )
 
     def fires(self, state: TrainState) -> bool:
-        record = _record(state, self.key)
+        record = record_of(state, self.key, BestSoFar)
         # Said once, at the end of the first epoch after which a run that is evaluated in each could have stopped.
         if record.best is None and not record.waited and (state.epoch, state.batch) == (self.patience + 1, 0):
             if is_first():
@@ -314,7 +330,7 @@ class at_best(Predicate):
     key: str = field(default="best", kw_only=True)
 
     def fires(self, state: TrainState) -> bool:
-        record = _record(state, self.key)
+        record = record_of(state, self.key, BestSoFar)
         # A second evaluation at the step of the best, as after a restore, increases `waited`. If small improvements do
         # not count as such, `waited` shows nothing.
         return record.best_step == state.step and (record.waited == 0 or record.min_delta > 0)
@@ -323,10 +339,14 @@ class at_best(Predicate):
         return "at_best()" if self.key == "best" else f"at_best(key={self.key!r})"
 
 
-def _record(state: TrainState, key: str) -> BestSoFar:
+W = TypeVar("W", bound=Watched)
+
+
+def record_of(state: TrainState, key: str, kind: type[W]) -> W:
+    """The record of a kind under a key of `state.extra`."""
     extra = state.extra
     record = extra.get(key) if isinstance(extra, Mapping) else None
-    if isinstance(record, BestSoFar):
+    if isinstance(record, kind):
         return record
     if record is not None:
         description = f"it is {named(record)}"
@@ -334,7 +354,8 @@ def _record(state: TrainState, key: str) -> BestSoFar:
         description = f"state.extra has {few([*map(repr, extra)])}"
     else:
         description = f"state.extra is {named(extra)}"
+    name = "BestSoFar" if kind is Watched else kind.__name__
     raise ValueError(
-        f"there is no BestSoFar in state.extra[{key!r}]: {description}; begin with "
-        f'll.init_state(..., extra={{{key!r}: ll.predicates.BestSoFar("eval/loss")}})'
+        f"there is no {name} in state.extra[{key!r}]: {description}; begin with "
+        f'll.init_state(..., extra={{{key!r}: ll.predicates.{name}("eval/loss")}})'
     )

@@ -325,6 +325,16 @@ def _(device):
     return state, metrics, ll.optim.hyperparameters(optimizer, state)
 
 
+@case("optim.reduce_on_plateau")
+def _(device):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.optim.inject(0.01))
+    state, metrics = train(device, optimizer=optimizer)
+    state = state.replace(extra={"plateau": ll.predicates.Plateau("loss", patience=0)})
+    for _ in range(2):
+        state = ll.optim.reduce_on_plateau(state, ll.compute(metrics), factor=0.5)
+    return state, ll.optim.hyperparameters(optimizer, state)
+
+
 @case("optim.where")
 def _(device):
     return ll.optim.where(torch.tensor(True, device=device), {"x": data(device)[0]}, {"x": data(device)[0] * 2})
@@ -586,5 +596,6 @@ ON_THE_HOST = {
     "optim.own_steps": _COUNTS,
     "optim.every": _COUNTS,
     "optim.inject": "numbers that the host reads at each step",
+    "optim.reduce_on_plateau": "numbers that the host reads at each step",
     "optim.swa": _COUNTS,
 }

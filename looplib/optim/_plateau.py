@@ -1,0 +1,69 @@
+"""Reduce the learning rate on a plateau of a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from looplib._core.checks import check_number
+from looplib.optim._optimizer import set_hyperparameters
+from looplib.predicates._best import update_best
+from looplib.predicates._plateau import at_plateau
+from looplib.types import TrainState
+
+
+def reduce_on_plateau(
+    state: TrainState,
+    scores: Mapping[str, float],
+    *,
+    factor: float = 0.1,
+    min_lr: float = 0.0,
+    eps: float = 1e-8,
+    key: str = "plateau",
+) -> TrainState:
+    """Reduce the learning rate on a plateau: record an evaluation, and lower the rate if the metric has stopped improving.
+
+    >>> import looplib as ll, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1))
+    >>> plateau = ll.predicates.Plateau("eval/loss", patience=1)
+    >>> state = ll.init_state(model, optimizer, extra={"plateau": plateau})
+    >>> for loss in [0.9, 0.5, 0.5, 0.5]:  # in a run, one evaluation each
+    ...     state = ll.optim.reduce_on_plateau(state, {"eval/loss": loss}, factor=0.5)
+    >>> ll.optim.hyperparameters(optimizer, state)
+    {'lr': 0.05}
+
+    The rate and the record are in the state, so a checkpoint holds both, and a resumed run lowers the rate where an
+    uninterrupted one would. All groups are lowered by the same factor. `ll.predicates.at_plateau()` says afterwards whether
+    this evaluation made a plateau.
+
+    For a rate that also warms up or decays, multiply a schedule: call `ll.update_best(state, scores, key="plateau")`, and
+    before each step set `schedule(state.step) * factor ** state.extra["plateau"].count`.
+
+    Args:
+        state: a state with `lr=ll.optim.inject(...)` and a `Plateau` in `extra`. Call this once per evaluation, before
+            saving.
+        scores: name -> value, as returned by `evaluate`; the same on all ranks.
+        factor: factor for the learning rate, from 0 to below 1.
+        min_lr: lower bound of the learning rate, in all groups.
+        eps: changes of the learning rate that are not above this are left out.
+        key: key of the record in `state.extra`.
+
+    Raises:
+        ValueError: there is no `Plateau` under `key`, its metric is not among the scores, an argument is out of range, or the
+            learning rate is not injected.
+
+    Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`, whose bits the rates of torch's classes have.
+    """
+    check_number("factor", factor, lambda factor: 0 <= factor < 1, "give a number of at least 0 and below 1")
+    for name, value in (("min_lr", min_lr), ("eps", eps)):
+        check_number(name, value, lambda value: value >= 0, "give a number of at least 0")
+
+    def reduced(lr: Tensor) -> Tensor:
+        new = (lr * factor).clamp(min=min_lr)
+        return torch.where(lr - new > eps, new, lr) if now(state) else lr
+
+    # Set in any case, so that a rate that is not injected is refused now, and not at the first plateau.
+    state, now = update_best(state, scores, key), at_plateau(key=key)
+    return set_hyperparameters(state, lr=reduced)
