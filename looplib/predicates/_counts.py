@@ -1,4 +1,4 @@
-"""Predicates on counts: steps, samples and epochs.
+"""Predicates on counts: steps, batches, samples and epochs.
 
 Ask a predicate once per batch, after the step. It uses only the counts in the state and keeps none of its own, so one
 predicate can serve many runs, and a resumed run gets the same answers as an uninterrupted one.
@@ -144,6 +144,38 @@ class every_n_samples(_EveryCount):
                 "ll.TrainState(samples=samples, batch_samples=len(x))."
             )
         return not state.no_batch and _crossed(state.samples, state.batch_samples, self.n, self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_batches(_EveryCount):
+    """Fires every n batches of an epoch: after its n-th batch, its 2n-th, and so on, counted from 1 in each epoch.
+
+    >>> import looplib as ll
+    >>> log_now = ll.predicates.every_n_batches(4)
+    >>> [batch for batch in range(1, 10) if log_now(ll.TrainState(batch=batch, epoch_length=10))]
+    [4, 8]
+    >>> log_now(ll.TrainState(epoch=1, batch=0, epoch_length=8))  # after the last batch, the eighth
+    True
+
+    These are the batches for which `index % n == 0` in `for index, batch in enumerate(batches, 1)`. `state.batch` is 0 after
+    the last batch of an epoch, and the predicate counts it as number `epoch_length`. It fires there only if that is a
+    multiple of n. For the end of every epoch as well, write `every_n_batches(4) | at_epoch_end()`.
+
+    A batch counts even if its update was skipped. For a stream, ask before `ll.end_epoch`; the state that `end_epoch` returns
+    has no batch, so the predicate does not fire for it. In a loop of your own, ask
+    `every_n_batches(4)(ll.TrainState(batch=index))`, counted from 1.
+
+    Args:
+        n: number of batches between firings, at least 1.
+        first, last: see `between`, in batches of the epoch.
+
+    Raises:
+        ValueError: a value is not an int or is out of range.
+    """
+
+    def fires(self, state: TrainState) -> bool:
+        number = state.batch or (state.epoch_length or 0 if state.epoch else 0)
+        return not state.no_batch and _crossed(number, 1, self.n, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

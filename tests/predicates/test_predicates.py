@@ -127,6 +127,55 @@ def test_a_predicate_fires_where_a_counter_does_however_often_resumed(made, batc
 
 
 @quick
+@given(some_batches, epoch_lengths, st.integers(1, 14), some_resumes, st.integers(0, 8), st.integers(0, 8))
+def test_batches_are_counted_within_the_epoch_as_enumerate_does(batches, epoch_length, n, resumes, first, more):
+    expected, windowed = [], []
+    for begin in range(0, len(batches), epoch_length):
+        for index, _ in enumerate(batches[begin : begin + epoch_length], 1):
+            expected.append(index % n == 0)
+            windowed.append(index % n == 0 and first <= index <= first + more)
+    predicate = ll.predicates.every_n_batches(n)
+    assert answers(predicate, batches, epoch_length, resumes) == expected
+    assert answers(predicate.between(first, first + more), batches, epoch_length, resumes) == windowed
+    at_ends = [fired or index % epoch_length == 0 for index, fired in enumerate(expected, 1)]
+    assert answers(predicate | ll.at_epoch_end(), batches, epoch_length, resumes) == at_ends
+
+
+@quick
+@given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 4))
+def test_batches_of_a_stream_are_counted_before_end_epoch(lengths, n):
+    state, fires = TrainState(), ll.predicates.every_n_batches(n)
+    assert not fires(state)
+    for length in lengths:
+        for index in range(1, length + 1):
+            state = consume(state, 4, 1)
+            assert fires(state) == (index % n == 0)
+        state = end_epoch(state)
+        assert not fires(state)
+
+
+def test_batches_of_a_real_run_are_counted_beside_a_plain_loop():
+    model = torch.nn.Linear(2, 1)
+    optimizer = ll.chain(ll.skip_nonfinite(), ll.optimizer(torch.optim.SGD, lr=0.1))
+    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=True)
+    data = torch.ones(12, 2)
+    data[5] = math.inf  # its update is skipped, and its batch counts
+    loader = ll.make_loader(data, batch_size=2, order=ll.data.sequential())
+    state, fires = ll.init_state(model, optimizer, epoch_length=len(loader)), ll.predicates.every_n_batches(3)
+    fired = []
+    for _ in range(2):
+        for index, batch in enumerate(loader(state), 1):
+            state, _ = train_step(state, batch)
+            assert fires(state) == (index % 3 == 0)
+            fired.append(fires(state))
+            # an update that belongs to no batch
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in state.params.items()}
+            state = ll.apply_gradients(optimizer, state, zeros, donate=True)[0]
+            assert not fires(state)
+    assert fired == [False, False, True] * 4
+
+
+@quick
 @given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 4))
 def test_epochs_of_a_stream_end_with_end_epoch(lengths, n):
     state = TrainState()
