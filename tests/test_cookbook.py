@@ -1,6 +1,7 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
 import copy
+import math
 import random
 import re
 import signal
@@ -43,6 +44,7 @@ CLIENTS = f"{MEMBERS} 1"
 SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batch size (gradient noise scale) 1"
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 INTERRUPT = "Interrupt and continue (Ctrl-C, the stop button)"
+SWA = "Average the last weights (SWA) of a model with BatchNorm"
 GRADIENTS_OF = "Take gradients of hyperparameters"
 RETRY = "Retry a batch in smaller microbatches 1"
 HISTOGRAMS = "Log histograms of the gradients 1"
@@ -666,6 +668,28 @@ def reduced_as_by_torch(names):
     return rates[0] == rates[1] < 1e-2
 
 
+def with_statistics_of_the_average(names):
+    """True if torch's averaged model has these weights and, after update_bn, these statistics."""
+    start = at_the_start(f"{SWA} 1", "sgd = ")
+    net = start["model"]
+    raw = torch.optim.SGD(net.parameters(), lr=0.5, fused=True)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    for epoch in range(4):
+        for number, (x, y) in enumerate(start["loader"](ll.TrainState(epoch=epoch)), 1):
+            step = 8 * epoch + number
+            raw.param_groups[0]["lr"] = 0.1 if step > 8 else 0.1 + 0.2 * (1 + math.cos(math.pi * (step - 1) / 8))
+            raw.zero_grad()
+            cross_entropy(net(x), y).backward()
+            raw.step()
+            if step >= 8 and step % 2 == 0:
+                average.update_parameters(net)
+    torch.optim.swa_utils.update_bn(start["loader"](ll.TrainState()), average)
+    expected = {name.removeprefix("module."): tensor for name, tensor in average.state_dict().items()}
+    expected.pop("n_averaged")
+    found = names["averaged"]
+    return close({**found.params, **found.buffers}, expected)
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
     SPIKES: without_spikes,
@@ -681,6 +705,7 @@ HOLDS = {
     ),
     "Reduce the learning rate on a plateau 1": reduced_as_by_torch,
     "Keep a moving average of the weights (EMA) 2": averaged,
+    f"{SWA} 1": with_statistics_of_the_average,
     "Train without a schedule (schedule-free) 1": lambda n: beside(
         "Train without a schedule (schedule-free) 1", n, raw_schedule_free
     ),

@@ -34,7 +34,7 @@ from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
 from looplib.checkpoint._write import Parts
-from looplib.predicates import BestSoFar
+from looplib.predicates import BestSoFar, Plateau
 from looplib.types import TrainState, check_state
 
 _unheard: set[Future[None]] = set()  # saves whose errors no later call has raised yet
@@ -617,7 +617,7 @@ def _number(name: str, value: Any) -> float:
 def _warn_of_records(extra: Any, scores: Mapping[str, float]) -> None:
     """Warn of a record in a state that is saved, if it has not seen its score."""
     for key, record in extra.items() if isinstance(extra, Mapping) else ():
-        unseen = isinstance(record, Watched) and record.reference is None and not record.waited
+        unseen = isinstance(record, (BestSoFar, Plateau)) and record.reference is None and not record.waited
         if unseen and record.monitor in scores:
             update, harm = record.USE
             warn(

@@ -185,7 +185,7 @@ def swa(*, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
     The weights are averaged after `start`, `start + every`, `start + 2 * every`, ... updates. Evaluate with
     `eval_state`, which returns the weights themselves before `start`. For a learning rate that is constant from
     `start` on, combine schedules with `ll.schedules.join(...)`. BatchNorm's statistics belong to the weights that
-    produced them, so pass `buffers=True` to average them too.
+    produced them: compute them again by `ll.evaluation.recompute_batch_norm`, or pass `buffers=True` to average them too.
 
     Args:
         start: number of updates before the first average.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from looplib._core.checks import check_number
 from looplib.optim._optimizer import set_hyperparameters
-from looplib.predicates._best import update_best
-from looplib.predicates._plateau import at_plateau
+from looplib.predicates import at_plateau, update_best
 from looplib.types import TrainState
 
 

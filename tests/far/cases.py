@@ -416,6 +416,12 @@ def _(device):
     return ll.evaluate(step, state, batches(device)), ll.evaluation.evaluate_records(step, state, batches(device))
 
 
+@case("evaluation.recompute_batch_norm")
+def _(device):
+    model, state = started(device)
+    return ll.evaluation.recompute_batch_norm(model, state, batches(device))
+
+
 def predict_fn(model, batch):
     logits = model(batch[0])
     return {"logits": logits, "class": logits.argmax(1)}
