@@ -45,6 +45,7 @@ SLOW, NOISE = "Average with slow weights (Lookahead) 1", "Estimate a useful batc
 TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 INTERRUPT = "Interrupt and continue (Ctrl-C, the stop button)"
 SWA = "Average the last weights (SWA) of a model with BatchNorm"
+PRIORITY = "Sample by priority (prioritized replay)"
 GRADIENTS_OF = "Take gradients of hyperparameters"
 RETRY = "Retry a batch in smaller microbatches 1"
 HISTOGRAMS = "Log histograms of the gradients 1"
@@ -690,6 +691,35 @@ def with_statistics_of_the_average(names):
     return close({**found.params, **found.buffers}, expected)
 
 
+def replayed_by_priority(names):
+    """True if a raw loop has the weights and priorities, and if a run that continues at step 40 has their bits."""
+    start = at_the_start(f"{PRIORITY} 1", "def draw")
+    q, columns, priorities = start["q"], start["replay"], torch.ones(320)
+    adam = torch.optim.Adam(q.parameters(), lr=1e-3, fused=True)
+    for step in range(50):
+        generator = torch.Generator().manual_seed(ll.state.fold_in(ll.TrainState(), step).seed)
+        probabilities = priorities**0.6 / (priorities**0.6).sum()
+        index = torch.multinomial(probabilities, 32, replacement=True, generator=generator)
+        weights = (320 * probabilities[index]) ** -0.4
+        s, a, r, following, done = [column[index] for column in columns]
+        with torch.no_grad():
+            target = r + 0.99 * q(following).max(1).values * (1 - done.float())
+        errors = target - q(s)[torch.arange(32), a]
+        adam.zero_grad()
+        (weights / weights.max() * errors**2).mean().backward()
+        adam.step()
+        for i in index.unique():
+            priorities[i] = errors.detach().abs()[index == i].max() + 1e-6
+    state = names["state"]
+    again = {}
+    exec(SETUP + TASKS[f"{PRIORITY} 1"].replace("after_steps(50)", "after_steps(40)"), again)  # restored as it was
+    assert again["state"].step == 40
+    exec(SETUP + TASKS[f"{PRIORITY} 1"], again)
+    expected = {**dict(q.named_parameters()), "priorities": priorities}
+    resumed, whole = [{**run.params, **run.extra} for run in (again["state"], state)]
+    return close(whole, expected) and all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
     SPIKES: without_spikes,
@@ -728,6 +758,7 @@ HOLDS = {
     "Train only some rows of an embedding 1": rows_stay,
     "Use mixed precision on a GPU 2": lambda n: logged_without_overflows(),
     TRIALS: lambda n: n["losses"] == pytest.approx(searched_alone(n), rel=1e-4),
+    f"{PRIORITY} 1": replayed_by_priority,
     OF_CRITIC: lambda n: close(with_its_target(n), of_actor_and_critic(n)),
     "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
     "Train in float8 1": lambda n: (
