@@ -720,6 +720,15 @@ def replayed_by_priority(names):
     return close(whole, expected) and all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+def agrees_with_the_count(names):
+    """True if the utilization is that of the operations that are counted, within 3%, and the batches are of three lengths."""
+    costs, batches = names["costs"], names["batches"][1:]
+    assert len({batch.shape for batch in batches}) == 3
+    counts = [ll.log.count_flops(names["grad_fn"], names["state"], batch) for batch in batches]
+    timed = costs["mfu"] * 1e11 * costs["step_seconds"] * len(batches)
+    return timed == pytest.approx(sum(counts), rel=0.03)
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
     SPIKES: without_spikes,
@@ -778,7 +787,8 @@ HOLDS = {
     HISTOGRAMS: lambda n: histograms() == {name: [4, 8, 12] for name in GRADIENTS} and logged_in_front_of_clipping(),
     "Profile a step 1": lambda n: len(list(Path("runs/profile").glob("*.pt.trace.json"))) == 1,
     "Find who is slow 1": lambda n: n["slow"] == {"slow_rank": 0, "slow_part": "data", "slow_seconds": 0.0},
-    "Count parameters and operations 1": lambda n: n["counter"].get_total_flops() == operations(n["model"], 32),
+    "Count parameters and operations 1": lambda n: n["flops"] == operations(n["model"], 32),
+    "Measure model FLOPs utilization (MFU) 1": agrees_with_the_count,
     "Make predictions 1": lambda n: n["probabilities"].shape == (64, 3),
     "Debug a NaN 1": lambda n: n["worst"].index == 17,
     "Cross-validate (k-fold) 1": lambda n: len(n["accuracies"]) == 4,

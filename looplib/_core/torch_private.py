@@ -16,15 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
 
-__all__ = ["disable_current_modes", "fused_devices", "pytree", "wraps_tensors"]
+__all__ = ["TorchDispatchMode", "disable_current_modes", "fused_devices", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled = torch._C._set_grad_enabled
 # The function behind `Tensor.backward`, without its checks.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+def in_backward() -> bool:
+    """True within a backward pass of this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from looplib._core.hints import in_room as _in_room
 from looplib.log._clients import TrackerClient
 from looplib.log._configuration import configuration
+from looplib.log._flops import count_flops
 from looplib.log._loggers import console, jsonl, read_columns, read_jsonl, record, tee
+from looplib.log._peaks import peak_flops
 from looplib.log._plots import live_plot, plot
 from looplib.log._progress import progress
 from looplib.log._step_timer import memory, slowest_rank, step_timer
@@ -17,11 +19,13 @@ __all__ = [
     "TrackerClient",
     "configuration",
     "console",
+    "count_flops",
     "every_rank",
     "in_background",
     "jsonl",
     "live_plot",
     "memory",
+    "peak_flops",
     "plot",
     "progress",
     "read_columns",

@@ -1,4 +1,4 @@
-"""Step timer: throughput, the time of each part of a step, and the rank that the others wait for.
+"""Step timer: throughput, utilization, the time of each part of a step, and the rank that the others wait for.
 
 A step timer wraps the parts of a loop and leaves their results unchanged, so one line adds it and one line removes it. An
 accelerator's times are read only when you ask for them; nothing waits for it in between.
@@ -10,6 +10,7 @@ fast rank as on a slow one, and says nothing about who is slow; the others do.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,10 +21,11 @@ from typing import Any, TypeVar
 import torch
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check, check_type, separated
+from looplib._core.checks import check, check_number, check_type, separated, warn
 from looplib._core.collective import together_with_data
 from looplib._core.records import Made, check_kind, made, mark
 from looplib.grads.wrapping import check_grad_fn
+from looplib.log._peaks import peak_flops
 from looplib.types import GradFn, LossFn, Optimizer, Part, TrainState
 
 T = TypeVar("T")
@@ -34,6 +36,10 @@ _ALONE = ("data", "forward", "update", "rest")  # in which ranks do not wait for
 
 
 _END = object()
+
+
+def _is_above_0(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 class step_timer:
@@ -61,22 +67,48 @@ class step_timer:
     Args:
         tokens: `tokens(batch)`, number of tokens in a batch as passed to the gradient function: a number, or a tensor
             with one element, which stays on its device until `read()`.
+        flops: number of floating-point operations in one call of the gradient function, as counted by `count_flops`. Give a
+            function `flops(batch)` if batches differ in size or length; like `tokens`, it may return a tensor.
+        peak: operations per second of this process's device, for `mfu`. Defaults to `peak_flops(device)`, in bfloat16; give
+            the number for another dtype, or for a device that is not known.
         device: device whose clock to use. Defaults to the current accelerator, or the CPU if there is none. An
             accelerator runs asynchronously, so its times are measured between events in its queue, and the data time
             is the time that it was idle.
+
+    Raises:
+        TypeError: `tokens` is not a function, or `flops` neither a number nor a function.
+        ValueError: `flops` or `peak` is not above 0 and finite.
+
+    Source of `mfu`: model FLOPs utilization, Chowdhery et al., "PaLM", 2022, appendix B.
     """
 
     def __init__(
         self,
         *,
         tokens: Callable[[Any], Any] | None = None,
+        flops: float | Callable[[Any], Any] | None = None,
+        peak: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         chosen = (
             torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
         )
         self._device = None if chosen is None or chosen.type == "cpu" else chosen
+        check(tokens is None or callable(tokens), f"tokens is {tokens!r}; give a function of the batch", TypeError)
+        advice = "give a number above 0, such as"
+        if not (flops is None or callable(flops)):
+            check_number(
+                "flops",
+                flops,
+                _is_above_0,
+                f"{advice} count_flops(grad_fn, state, batch), or a function of the batch",
+            )
+        if peak is not None:
+            check_number("peak", peak, _is_above_0, f"{advice} 312e12 for an A100 in bfloat16")
         self._count_tokens = tokens
+        self._count_flops = flops
+        self._peak = peak_flops(self._device or "cpu") if peak is None else peak
+        self._sizes: list[int] = []  # numbers of samples that batches have had
         self._began: float | None = None
         self._clear()
 
@@ -86,6 +118,7 @@ class step_timer:
         self._events: list[tuple[str, Any, Any]] = []  # of an accelerator, until they are read
         self._samples = 0
         self._tokens: Any = 0
+        self._flops: Any = 0
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Time data loading: yield the batches unchanged and measure the wait for each.
@@ -124,10 +157,25 @@ class step_timer:
             self._samples += out.samples
             if self._count_tokens is not None:
                 self._tokens = self._tokens + self._count_tokens(batch)
+            if self._count_flops is not None:
+                self._flops = self._flops + self._flops_of(batch, out.samples)
             return out
 
         record = made(grad_fn) or Made("grad_fn", "step_timer.grad_fn")
         return mark(metered, record._replace(microbatches=None))  # accumulate calls it for each
+
+    def _flops_of(self, batch: Any, samples: int) -> Any:
+        """Operations of one call. A number is that of batches of one size."""
+        if callable(self._count_flops):
+            return self._count_flops(batch)
+        if samples not in self._sizes:
+            self._sizes.append(samples)
+            if len(self._sizes) == 2:
+                warn(
+                    f"step_timer has one number of flops for batches of {self._sizes[0]} and of {samples} samples, so the "
+                    "utilization is not right for one of them: give a function of the batch, flops=lambda batch: ..."
+                )
+        return self._count_flops
 
     def loss_fn(self, loss_fn: LossFn) -> LossFn:
         """Time a loss function, the forward pass. `gradients_seconds` is then without it.
@@ -177,12 +225,14 @@ class step_timer:
         Returns:
             `step_seconds`, the time of a step, and its parts `data_seconds`, `gradients_seconds`, `update_seconds`
                 and `rest_seconds`; `forward_seconds` with `step_timer.loss_fn`; `samples_per_second` with `step_timer.grad_fn`,
-                and `tokens_per_second` if tokens are counted, both for this process alone. A step is an update;
-                without `step_timer.optimizer`, it is a call for gradients, or otherwise a batch. The dict is empty if
-                there were no steps.
+                and `tokens_per_second` if tokens are counted, both for this process alone. With `flops=` and
+                `step_timer.grad_fn`, also `flops_per_second` of this process's device, and `mfu`, model FLOPs utilization:
+                their share of the device's peak, from 0 to 1. There is no `mfu` for a device whose peak is not known, such as a
+                CPU. A step is an update; without `step_timer.optimizer`, it is a call for gradients, or otherwise a batch. The
+                dict is empty if there were no steps.
 
-        Evaluation between two readings counts as rest. To leave it out, call `read` before it for the log and after
-        it to reset.
+        Evaluation between two readings counts as rest, and lowers all rates. To leave it out, call `read` before it for the
+        log and after it to reset.
         """
         prefix = separated(prefix)
         if self._device is not None:
@@ -206,6 +256,10 @@ class step_timer:
                 costs[f"{prefix}samples_per_second"] = self._samples / elapsed
                 if self._count_tokens is not None:
                     costs[f"{prefix}tokens_per_second"] = float(self._tokens) / elapsed
+                if self._count_flops is not None:
+                    costs[f"{prefix}flops_per_second"] = rate = float(self._flops) / elapsed
+                    if self._peak is not None:
+                        costs[f"{prefix}mfu"] = rate / self._peak
         self._began = now
         self._clear()
         return costs

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from harness import Report
-from on_gpu.device import name_of, peak_of
+from on_gpu.device import name_of
 from on_gpu.rows import ROWS, Settings
 
 import looplib as ll
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
         options.seconds = 1e6 if options.dry_run else 330.0
     options.json = options.out / "gpu.json"
     report = Report("gpu", options, about)
-    peak = options.peak * 1e12 if options.peak else peak_of(device)
+    peak = options.peak * 1e12 if options.peak else ll.log.peak_flops(device)
     small = options.dry_run
     settings = Settings(
         device,

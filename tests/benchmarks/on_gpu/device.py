@@ -9,31 +9,12 @@ from typing import Any
 
 import torch
 
-# Dense bfloat16 peaks in FLOP/s, from the vendors' data sheets, by a part of the device's name.
-PEAKS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-    "MI300X": 1307e12,
-}
-
 
 def name_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
     module: Any = torch.get_device_module(device)
     return str(module.get_device_name(device))
-
-
-def peak_of(device: torch.device) -> float | None:
-    name = name_of(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def wait(device: torch.device) -> None:
