@@ -85,7 +85,6 @@ def of_nanogpt(model, tokens):
     [
         # attention is a fifth of it
         ({"vocab_size": 300, "n_positions": 256, "n_embd": 96, "n_head": 4, "n_layer": 3}, (2, 256)),
-        pytest.param({}, (1, 64), id="124M with a short text"),
         pytest.param({}, (1, 1024), marks=pytest.mark.slow, id="124M"),
     ],
 )
