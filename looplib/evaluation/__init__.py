@@ -9,7 +9,15 @@ from looplib.evaluation._oom import split_on_oom
 from looplib.evaluation._predict import predict
 from looplib.evaluation._predict_to import predict_to, read_predictions
 
-__all__ = ["evaluate", "evaluate_records", "predict", "predict_to", "read_predictions", "recompute_batch_norm", "split_on_oom"]
+__all__ = [
+    "evaluate",
+    "evaluate_records",
+    "predict",
+    "predict_to",
+    "read_predictions",
+    "recompute_batch_norm",
+    "split_on_oom",
+]
 
 if not _TYPE_CHECKING:  # type checkers would take any name for one that there is
     __getattr__ = _in_room(__name__)

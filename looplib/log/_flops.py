@@ -13,7 +13,7 @@ from torch.utils import checkpoint, flop_counter
 
 from looplib._core.checks import check, few, warn
 from looplib._core.engines import engine_of
-from looplib._core.lease import put_back, with_copies
+from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.ranks import is_sharded
 from looplib._core.records import chain, check_kind, made
 from looplib._core.torch_private import TorchDispatchMode, in_backward, pytree
