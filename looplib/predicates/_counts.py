@@ -161,7 +161,7 @@ class every_n_batches(_EveryCount):
     the last batch of an epoch, and the predicate counts it as number `epoch_length`. It fires there only if that is a
     multiple of n. For the end of every epoch as well, write `every_n_batches(4) | at_epoch_end()`.
 
-    A batch counts even if its update was skipped. For a stream, ask before `ll.end_epoch`; the state that `end_epoch` returns
+    A batch counts even if its update was skipped. For a stream, ask before `ll.state.end_epoch`; the state that `end_epoch` returns
     has no batch, so the predicate does not fire for it. In a loop of your own, ask
     `every_n_batches(4)(ll.TrainState(batch=index))`, counted from 1.
 
