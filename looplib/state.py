@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -26,7 +26,7 @@ from looplib.types import (
     check_state,
 )
 
-__all__ = ["bind", "copy_state", "end_epoch", "fold_in", "init_state"]
+__all__ = ["bind", "copy_state", "end_epoch", "fold_in", "fresh", "init_state"]
 
 
 def init_state(
@@ -87,20 +87,7 @@ def init_state(
     if optimizer is not None:
         check_kind(optimizer, "init_state", "optimizer")
         names = _modules.trainable_names(model, trainable)
-        trained = pick(params, names)
-        _modules.check_materialized(trained)
-        with torch.inference_mode(False):  # steps take no tensors made there
-            opt_state = optimizer.init(trained, buffers=buffers)
-        plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
-        written = named_tensors("opt_state", opt_state)
-        for one, other in overlaps({**plain, **written}):
-            check(
-                not {one, other} & {*trained, *written},
-                f"{one} and {other} are two tensors that share memory: training one in place would change the "
-                "other, and a copy of the state would part them. Register one tensor under both names "
-                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
-                "an optimizer's init)",
-            )
+        opt_state = _first_opt_state(optimizer, params, buffers, names)
     run = Run(
         optimizer=None if optimizer is None else described(optimizer) or None,
         model=described_model(model),
@@ -135,6 +122,96 @@ def _length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # as of a DataLoader over a dataset without a length
         return None
+
+
+def _first_opt_state(
+    optimizer: Optimizer, params: dict[str, Tensor], buffers: dict[str, Tensor], names: Iterable[str]
+) -> Any:
+    """The optimizer's state before its first update of the parameters with these names."""
+    trained = pick(params, names)
+    _modules.check_materialized(trained)
+    with torch.inference_mode(False):  # steps take no tensors made there
+        opt_state = optimizer.init(trained, buffers=buffers)
+    plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
+    written = named_tensors("opt_state", opt_state)
+    for one, other in overlaps({**plain, **written}):
+        check(
+            not {one, other} & {*trained, *written},
+            f"{one} and {other} are two tensors that share memory: training one in place would change the "
+            "other, and a copy of the state would part them. Register one tensor under both names "
+            "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
+            "an optimizer's init)",
+        )
+    return opt_state
+
+
+def fresh(
+    state: TrainState,
+    optimizer: Optimizer | None = None,
+    *,
+    seed: int,
+    trainable: Callable[[str, Tensor], bool] | None = None,
+    extra: Any = None,
+) -> TrainState:
+    """Start a new run from the weights of a state: its counts, position, optimizer state and `extra` begin again.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pretraining, finetuning = ll.optimizer(torch.optim.SGD, lr=0.1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), pretraining)
+    >>> trained, metrics = train_step(ll.init_state(model, pretraining), torch.ones(4, 2))
+    >>> state = ll.state.fresh(trained, finetuning, seed=1)
+    >>> state
+    TrainState(step=0, epoch=0, batch=0, samples=0, params=2 tensors (3 numbers), seed=1)
+    >>> list(state.opt_state), state.params["weight"] is trained.params["weight"]
+    (['AdamW'], True)
+
+    The result is what `init_state` makes of a module that has the state's weights and buffers. `epoch_length` is the
+    state's; for other data, add `.replace(epoch_length=len(loader))`.
+
+    Parameters and buffers are shared, not copied, so a donated step of either run spends the state of the other. To
+    continue both, start from a copy: `ll.state.fresh(ll.copy_state(state), optimizer, seed=1)`. To start from averages,
+    give `ll.eval_state(optimizer, state)`.
+
+    Args:
+        state: the state whose weights to start from.
+        optimizer: the optimizer of the new run, as in `init_state`.
+        seed: int from which the new run draws. The seed of the old run gives the same order of samples and the same
+            dropout masks again.
+        trainable: `(name, tensor) -> bool`, as in `init_state`. Defaults to the parameters that require a gradient.
+        extra: the new run's pytree, as in `init_state`. That of `state` belongs to the old run and is left out.
+
+    Raises:
+        TypeError: `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
+        ValueError: no parameter is trainable, a trained one is on the meta device or shares memory with another tensor, or
+            the state is a stack.
+        DonatedStateError: the state was donated to a step.
+    """
+    check_state(state, "ll.state.fresh(state, optimizer, seed=...)")
+    check_type("seed is", seed, SupportsIndex, "give an int")
+    check(
+        not isinstance(state.seed, tuple),
+        "this state is a stack, whose members have a seed and an optimizer state each: give one of "
+        "ll.transforms.unstack_states(stack), and stack the results",
+    )
+    opt_state = None
+    if optimizer is not None:
+        check_kind(optimizer, "fresh", "optimizer")
+        names = _modules.trainable_in(state.params, trainable, "this state")
+        opt_state = _first_opt_state(optimizer, state.params, state.buffers, names)
+    return TrainState(
+        epoch_length=state.epoch_length,
+        params=state.params,
+        buffers=state.buffers,
+        opt_state=opt_state,
+        seed=operator.index(seed),
+        extra=extra,
+        run=Run(
+            optimizer=None if optimizer is None else described(optimizer) or None,
+            model=state.run.model,
+            loaders=state.run.known_loaders,
+        ),
+    )
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:

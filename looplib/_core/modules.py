@@ -132,15 +132,21 @@ def check_materialized(params: Mapping[str, Tensor]) -> None:
 
 
 def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
+    """Names of the trained parameters of a module."""
+    return trainable_in(tensors(members(model).params), predicate, f"this {type(model).__name__}")
+
+
+def trainable_in(
+    params: Mapping[str, Tensor], predicate: Callable[[str, Tensor], bool] | None, owner: str
+) -> list[str]:
     """Names of the trained parameters: those selected by `predicate`, or those that require a gradient."""
-    params = tensors(members(model).params)
     chosen = [
         name
         for name, tensor in params.items()
         if (tensor.requires_grad if predicate is None else predicate(name, tensor))
     ]
     reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
-    check(chosen, f"no parameter of this {type(model).__name__} is trainable: {reason}")
+    check(chosen, f"no parameter of {owner} is trainable: {reason}")
     return chosen
 
 

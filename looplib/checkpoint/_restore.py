@@ -100,7 +100,7 @@ def _check_fit(
     if misfits and all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
             "Restore into a state with the extra that was saved, ll.init_state(..., extra={...}), and change it afterwards: "
-            "state = state.replace(extra={**state.extra, key: value}). Later checkpoints then hold it"
+            "state = state.with_extra(key=value). Later checkpoints then hold it"
         )
     # Names as they are, not those of a JSON pointer
     misfits = [misfit.replace("~1", "/").replace("~0", "~") for misfit in misfits]
