@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from looplib._core import lease, misuse
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, check_type, is_plain, named
+from looplib._core import random as draws
+from looplib._core.checks import check, check_optional_count, check_type, few, is_plain, named
+from looplib._core.engines import engine_of
 from looplib._core.forward_writes import put_back
 from looplib._core.mappings import fields_of, pick
 from looplib._core.memory import named_tensors, overlaps
@@ -26,7 +28,7 @@ from looplib.types import (
     check_state,
 )
 
-__all__ = ["bind", "copy_state", "end_epoch", "fold_in", "fresh", "init_state"]
+__all__ = ["apply", "bind", "copy_state", "end_epoch", "fold_in", "fresh", "init_state"]
 
 
 def init_state(
@@ -323,6 +325,106 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     put_back(writes)
     taken.step = state.step
     return bound.replace(params=params, buffers=buffers)
+
+
+def apply(
+    model: nn.Module, weights: TrainState | Mapping[str, Tensor], /, *args: Any, method: str = "", **kwargs: Any
+) -> Any:
+    """Functional call: run a module, a submodule or a method with other weights, and leave the module as it is.
+
+    >>> import looplib as ll, torch
+    >>> networks = torch.nn.ModuleDict({"actor": torch.nn.Linear(2, 1), "critic": torch.nn.Linear(2, 1)})
+    >>> kept = ll.copy_state(ll.init_state(networks))
+    >>> x = torch.ones(3, 2)
+    >>> expected = networks["critic"](x)
+    >>> _ = torch.nn.init.zeros_(networks["critic"].weight)
+    >>> torch.equal(ll.state.apply(networks, kept, x, method="critic"), expected)
+    True
+
+    Use it in a loss that needs two versions of one network, such as a target network (`ll.optim.average`), a reference
+    policy, or a member of a population. For whole batches, `make_predict_step` runs a state in eval mode.
+
+    The module runs in the modes that it is in, and gradients flow into the weights if they require them; take targets under
+    `torch.no_grad()`. Buffers are copied first, so neither the module's nor the given ones change. It draws from torch's
+    random streams, in a loss those of the step.
+
+    Args:
+        model: the `nn.Module`, with or without torch's wrappers, which are not called.
+        weights: a state of the model, or name -> tensor under the names of the whole model: parameters, and buffers if they
+            are not to be the model's. Frozen parameters that are not there are the model's own.
+        args, kwargs: for the call.
+        method: path of a submodule or a method within the model, such as "critic" or "actor.get_action". "" calls the model.
+
+    Raises:
+        ValueError: the names or shapes are not the model's, a trained parameter of what is called is missing, there is no such
+            method, or the module is sharded by FSDP2, which runs its own parameters.
+        TypeError: `weights` is neither a state nor a mapping.
+        DonatedStateError: the state was donated to a step.
+
+    Source: `torch.func.functional_call`, `flax.linen.Module.apply`.
+    """
+    slots = _modules.members(model)
+    if isinstance(weights, TrainState):
+        _modules.check_names("parameters", weights.params, slots.params, model)
+        _modules.check_names("buffers", weights.buffers, slots.buffers, model)
+        weights = {**weights.params, **weights.buffers}
+    check_type("weights is", weights, Mapping, "give a state, or a mapping of names to tensors")
+    held = _modules.tensors([*slots.params, *slots.buffers])
+    inner = dict(_modules.named_modules(model))  # without wrappers, of which each name's last one is in the others
+    steps = method.split(".") if method else []
+    parents = [".".join(steps[:end]) for end in range(len(steps) + 1)]
+    called = next(name for name in reversed(parents) if name in inner)
+    path = method.removeprefix(called).removeprefix(".")
+    _check_weights(model, weights, held, called)
+    function: Any = inner[called]
+    try:
+        function = operator.attrgetter(path)(function) if path else function
+    except AttributeError:
+        function = None
+    check(callable(function), f"this {type(model).__name__} has no submodule or method {method!r}")
+    engine = engine_of(inner[called])
+    check(
+        engine is None,
+        f"{engine and engine.name} within this {type(model).__name__} runs its own parameters, whatever others are given: run "
+        "it on a state by ll.make_predict_step",
+    )
+    with draws.turn:  # while no other thread runs the module
+        swaps = [(slot, slot.owner[slot.key], weights.get(slot.name)) for slot in slots.params]
+        copies: dict[str, Tensor] = {}
+        for slot in slots.buffers:
+            buffer = weights.get(slot.name, held[slot.name])
+            swaps.append((slot, slot.owner[slot.key], copies.setdefault(slot.name, buffer.clone())))
+        swaps += [(slot, None, None) for slot in slots.empty]
+        try:
+            for slot, _, tensor in swaps:
+                if tensor is not None:
+                    slot.owner[slot.key] = tensor
+            return function(*args, **kwargs)
+        finally:
+            for slot, own, _ in swaps:
+                slot.owner[slot.key] = own
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mapping[str, Tensor], called: str) -> None:
+    """Raise ValueError unless these are weights of a model, with all that the called submodule trains."""
+    title, beginning = f"the weights are not those of this {type(model).__name__}", f"{called}." if called else ""
+    missing = [
+        name
+        for name, tensor in held.items()
+        if name.startswith(beginning) and tensor.requires_grad and name not in weights
+    ]
+    unexpected = [name for name in weights if name not in held]
+    check(
+        not (missing or unexpected),
+        f"{title}: missing {few(missing) if missing else 'none'}, unexpected {few(unexpected) if unexpected else 'none'}; give "
+        "them under the names of the whole model, and a part of it as method='name'. To keep the others of a state: "
+        "{**state.params, **weights}",
+    )
+    for name, tensor in weights.items():
+        check(
+            tensor.shape == held[name].shape,
+            f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(held[name].shape)}",
+        )
 
 
 def same_value(tensor: Tensor, value: Tensor) -> bool:

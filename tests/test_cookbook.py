@@ -172,13 +172,13 @@ def bootstrapped(names):
 def of_actor_and_critic(names):
     """Both networks, and the critic's target, after a raw loop that moves it after each update of the critic."""
     networks, follower = (at_the_start(OF_CRITIC, "adam = ")["networks"] for _ in range(2))
-    target = follower["critic"]
+    target, of_target = follower["critic"], dict(follower["critic"].named_parameters(prefix="critic"))
     of_actor, of_critic = (torch.optim.Adam(networks[name].parameters(), lr=1e-3, fused=True) for name in networks)
     state = ll.init_state(networks, epoch_length=10)
     for step in range(10):
         batch = next(iter(names["transitions"](state.replace(batch=step))))
         networks.zero_grad()
-        names["critic_loss"](networks, (*batch, dict(target.named_parameters()))).backward()
+        names["critic_loss"](networks, (*batch, of_target)).backward()
         of_critic.step()
         for slow, fast in zip(target.parameters(), networks["critic"].parameters(), strict=True):
             slow.data.lerp_(fast.detach(), 1 - 0.995)
@@ -186,7 +186,7 @@ def of_actor_and_critic(names):
             networks.zero_grad()
             names["actor_loss"](networks, batch).backward()
             of_actor.step()
-    return {**dict(networks.named_parameters()), **{f"target {k}": v for k, v in target.named_parameters()}}
+    return {**dict(networks.named_parameters()), **{f"target {k}": v for k, v in of_target.items()}}
 
 
 def with_its_target(names):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from looplib._core.hints import in_room as _in_room
 from looplib._core.tracing import where
-from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
+from looplib.optim._averaging import average, ema, ema_warmup, eval_state, swa
 from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
@@ -16,6 +16,7 @@ from looplib.optim.chains import chain
 
 __all__ = [
     "NonFiniteGradientsError",
+    "average",
     "chain",
     "clip_by_global_norm",
     "clip_by_norm",
