@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from looplib._core import lease, misuse
+from looplib._core import interrupts, lease, misuse
 from looplib._core import modules as _modules
 from looplib._core import random as draws
 from looplib._core.checks import check, check_optional_count, check_type, few, is_plain, named
@@ -279,7 +279,7 @@ def copy_state(state: TrainState) -> TrainState:
     return copied
 
 
-def bind(model: nn.Module, state: TrainState) -> TrainState:
+def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainState:
     """Copy a state's values into the module and return a state that is bound to it.
 
     >>> import looplib as ll, torch
@@ -300,16 +300,22 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
         state: a state with the module's parameter names and shapes, in any dtype and on any device.
+        resize: if True, parameters and buffers whose shape is not the state's get it, and stay the same objects. For a run
+            that adds and prunes rows (`ll.optim.take_rows`). Steps and gradient functions of the module need not be made again.
 
     Raises:
         ValueError: names or shapes differ from the module's, the module is on the meta device, or the state is a stack.
-            Nothing is copied then.
+            Nothing is copied then. With `resize`, the module is within DDP or FSDP2, which were made for the old shapes.
         DonatedStateError: the state was donated to a step.
     """
     check_state(state, "ll.bind(model, state)")
     slots = _modules.members(model)
-    _modules.check_names("parameters", state.params, slots.params, model)
-    _modules.check_names("buffers", state.buffers, slots.buffers, model)
+    _modules.check_names("parameters", state.params, slots.params, model, shapes=not resize)
+    _modules.check_names("buffers", state.buffers, slots.buffers, model, shapes=not resize)
+    check(
+        not (resize and isinstance(state.seed, tuple)),
+        "this state is a stack: bind one of ll.transforms.unstack_states(stack)",
+    )
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     targets, held = {**params, **buffers}, {**state.params, **state.buffers}
     if all(held[name] is tensor for name, tensor in targets.items()):
@@ -320,10 +326,23 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     values = {**bound.params, **bound.buffers}
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.
     writes = [(tensor, values[name]) for name, tensor in targets.items() if not same_value(tensor, values[name])]
-    taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
-    taken.write()
-    put_back(writes)
-    taken.step = state.step
+    reshaped = [(tensor, value) for tensor, value in writes if tensor.shape != value.shape]
+    engine = engine_of(model) if reshaped else None
+    check(
+        engine is None,
+        f"{engine and engine.name} has been made for the parameters' old shapes: bind the module before it is wrapped",
+    )
+    interrupts.install()
+    interrupts.waits.depth += 1  # until no state that is spent can be read
+    try:
+        for tensor, value in reshaped:
+            tensor.data, tensor.grad = torch.empty_like(value, dtype=tensor.dtype, device=tensor.device), None
+        taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
+        taken.write()
+        put_back(writes)
+        taken.step = state.step
+    finally:
+        interrupts.waits.depth -= 1
     return bound.replace(params=params, buffers=buffers)
 
 
@@ -429,7 +448,11 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mappin
 
 def same_value(tensor: Tensor, value: Tensor) -> bool:
     """True for a tensor that is not trained and has this value already, so that it need not be written."""
-    if tensor.requires_grad or tensor.dtype != value.dtype or not (is_plain(tensor) and is_plain(value)):
+    if (
+        tensor.requires_grad
+        or (tensor.dtype, tensor.shape) != (value.dtype, value.shape)
+        or not (is_plain(tensor) and is_plain(value))
+    ):
         return False
     return tensor is value or torch.equal(tensor, value.to(tensor.device))
 
