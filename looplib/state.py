@@ -20,6 +20,7 @@ from looplib._core.memory import named_tensors, overlaps
 from looplib._core.random import mix
 from looplib._core.records import MANY, check_kind, described, kind_of, settings_of
 from looplib._core.torch_private import pytree
+from looplib._graft import Grafted, graft
 from looplib.types import (
     TREES,
     Optimizer,
@@ -28,7 +29,7 @@ from looplib.types import (
     check_state,
 )
 
-__all__ = ["apply", "bind", "copy_state", "end_epoch", "fold_in", "fresh", "init_state"]
+__all__ = ["Grafted", "apply", "bind", "copy_state", "end_epoch", "fold_in", "fresh", "graft", "init_state"]
 
 
 def init_state(
@@ -347,7 +348,7 @@ def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainS
 
 
 def apply(
-    model: nn.Module, weights: TrainState | Mapping[str, Tensor], /, *args: Any, method: str = "", **kwargs: Any
+    model: nn.Module, weights: TrainState | Mapping[str, Tensor], *args: Any, method: str = "", **kwargs: Any
 ) -> Any:
     """Functional call: run a module, a submodule or a method with other weights, and leave the module as it is.
 

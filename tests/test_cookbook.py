@@ -683,6 +683,17 @@ HOLDS = {
     "Use mixed precision on a GPU 2": lambda n: logged_without_overflows(),
     TRIALS: lambda n: n["losses"] == pytest.approx(searched_alone(n), rel=1e-4),
     OF_CRITIC: lambda n: close(with_its_target(n), of_actor_and_critic(n)),
+    "Change the model in the middle of a run 1": lambda n: (
+        (n["state"].step, n["state"].epoch, n["grafted"].dropped) == (16, 2, [])
+        and {name.removeprefix("params.") for name in n["grafted"].fresh if "params" in name}
+        == {"third.weight", "third.bias"}
+    ),
+    "Add and prune rows (Gaussian splats) 1": lambda n: (
+        len(n["state"].extra["counts"]) == n["state"].step // 4
+        and n["means"].weight.shape == n["state"].opt_state["Adam"]["state"]["weight"]["exp_avg"].shape
+    ),
+    "Log the mean loss since the last line 2": lambda n: len(n["state"].extra["window"]) == 0,
+    "Start from saved weights 2": lambda n: (n["state"].step, n["state"].epoch) == (8, 1),
     "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
     "Train in float8 1": lambda n: (
         beside("Train in float8 1", n, raw_adamw) and type(n["model"][0]).__name__ == "Float8Linear"

@@ -10,6 +10,7 @@ from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._part import part
 from looplib.optim._recipe import inject
+from looplib.optim._rows import take_rows
 from looplib.optim._scopes import every, own_steps, partition
 from looplib.optim._skipping import NonFiniteGradientsError, dynamic_loss_scale, skip_nonfinite
 from looplib.optim.chains import chain
@@ -36,6 +37,7 @@ __all__ = [
     "set_hyperparameters",
     "skip_nonfinite",
     "swa",
+    "take_rows",
     "where",
 ]
 
