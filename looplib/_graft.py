@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from looplib._core import lease, trees
+from looplib._core import trees
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import fields_of
-from looplib._core.provenance import provenance_of
 from looplib._core.ranks import is_sharded
 from looplib.types import COUNTS, TrainState, check_state
 
@@ -137,9 +136,8 @@ def graft(
     grafted = {name: trees.map_leaves(lambda _: next(rest), getattr(new_state, name)) for name in _GRAFTED}
     length = old_state.epoch_length if new_state.epoch_length is None else new_state.epoch_length
     counts = {**fields_of(old_state, COUNTS), "epoch_length": length}
-    state = TrainState(**{**grafted, **counts, "extra": old_state.extra})
-    known = dataclasses.replace(provenance_of(new_state), loaders=provenance_of(old_state).loaders)
-    lease.note_provenance(state, known)
+    run = dataclasses.replace(new_state.run, loaders=new_state.run.loaders or old_state.run.known_loaders)
+    state = TrainState(**{**grafted, **counts, "extra": old_state.extra, "run": run})
     carried = {title_of(path): title_of(source) for path, source in sources.items()}
     return Grafted(state, carried, begun, [*map(title_of, gone)])
 

@@ -27,7 +27,7 @@ def run(folder, log_now, save_now, stop=None):
     loader = ll.make_loader(X, batch_size=2)
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     ckpt, done, lines = ll.checkpoint_io(folder), ll.after_epochs(EPOCHS), {}
-    state = ll.init_state(model, optimizer, epoch_length=len(loader), extra={"window": ll.Window()})
+    state = ll.init_state(model, optimizer, loader=loader, extra={"window": ll.Window()})
     state = ckpt.restore(state, quiet=True)
     while not done(state):
         for batch in loader(state):
