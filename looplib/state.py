@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 
-from looplib._core import lease, misuse
+from looplib._core import interrupts, lease, misuse
 from looplib._core import modules as _modules
-from looplib._core.checks import check, check_optional_count, check_type, is_plain, named
+from looplib._core import random as draws
+from looplib._core.checks import check, check_optional_count, check_type, few, is_plain, named
+from looplib._core.engines import engine_of
 from looplib._core.forward_writes import put_back
 from looplib._core.mappings import fields_of, pick
 from looplib._core.memory import named_tensors, overlaps
 from looplib._core.random import mix
 from looplib._core.records import MANY, check_kind, described, kind_of, settings_of
 from looplib._core.torch_private import pytree
+from looplib._graft import Grafted, graft
 from looplib.types import (
     TREES,
     Optimizer,
@@ -26,7 +29,7 @@ from looplib.types import (
     check_state,
 )
 
-__all__ = ["bind", "copy_state", "end_epoch", "fold_in", "init_state"]
+__all__ = ["Grafted", "apply", "bind", "copy_state", "end_epoch", "fold_in", "fresh", "graft", "init_state"]
 
 
 def init_state(
@@ -87,20 +90,7 @@ def init_state(
     if optimizer is not None:
         check_kind(optimizer, "init_state", "optimizer")
         names = _modules.trainable_names(model, trainable)
-        trained = pick(params, names)
-        _modules.check_materialized(trained)
-        with torch.inference_mode(False):  # steps take no tensors made there
-            opt_state = optimizer.init(trained, buffers=buffers)
-        plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
-        written = named_tensors("opt_state", opt_state)
-        for one, other in overlaps({**plain, **written}):
-            check(
-                not {one, other} & {*trained, *written},
-                f"{one} and {other} are two tensors that share memory: training one in place would change the "
-                "other, and a copy of the state would part them. Register one tensor under both names "
-                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
-                "an optimizer's init)",
-            )
+        opt_state = _first_opt_state(optimizer, params, buffers, names)
     run = Run(
         optimizer=None if optimizer is None else described(optimizer) or None,
         model=described_model(model),
@@ -135,6 +125,96 @@ def _length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # as of a DataLoader over a dataset without a length
         return None
+
+
+def _first_opt_state(
+    optimizer: Optimizer, params: dict[str, Tensor], buffers: dict[str, Tensor], names: Iterable[str]
+) -> Any:
+    """The optimizer's state before its first update of the parameters with these names."""
+    trained = pick(params, names)
+    _modules.check_materialized(trained)
+    with torch.inference_mode(False):  # steps take no tensors made there
+        opt_state = optimizer.init(trained, buffers=buffers)
+    plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
+    written = named_tensors("opt_state", opt_state)
+    for one, other in overlaps({**plain, **written}):
+        check(
+            not {one, other} & {*trained, *written},
+            f"{one} and {other} are two tensors that share memory: training one in place would change the "
+            "other, and a copy of the state would part them. Register one tensor under both names "
+            "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
+            "an optimizer's init)",
+        )
+    return opt_state
+
+
+def fresh(
+    state: TrainState,
+    optimizer: Optimizer | None = None,
+    *,
+    seed: int,
+    trainable: Callable[[str, Tensor], bool] | None = None,
+    extra: Any = None,
+) -> TrainState:
+    """Start a new run from the weights of a state: its counts, position, optimizer state and `extra` begin again.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pretraining, finetuning = ll.optimizer(torch.optim.SGD, lr=0.1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), pretraining)
+    >>> trained, metrics = train_step(ll.init_state(model, pretraining), torch.ones(4, 2))
+    >>> state = ll.state.fresh(trained, finetuning, seed=1)
+    >>> state
+    TrainState(step=0, epoch=0, batch=0, samples=0, params=2 tensors (3 numbers), seed=1)
+    >>> list(state.opt_state), state.params["weight"] is trained.params["weight"]
+    (['AdamW'], True)
+
+    The result is what `init_state` makes of a module that has the state's weights and buffers. `epoch_length` is the
+    state's; for other data, add `.replace(epoch_length=len(loader))`.
+
+    Parameters and buffers are shared, not copied, so a donated step of either run spends the state of the other. To
+    continue both, start from a copy: `ll.state.fresh(ll.copy_state(state), optimizer, seed=1)`. To start from averages,
+    give `ll.eval_state(optimizer, state)`.
+
+    Args:
+        state: the state whose weights to start from.
+        optimizer: the optimizer of the new run, as in `init_state`.
+        seed: int from which the new run draws. The seed of the old run gives the same order of samples and the same
+            dropout masks again.
+        trainable: `(name, tensor) -> bool`, as in `init_state`. Defaults to the parameters that require a gradient.
+        extra: the new run's pytree, as in `init_state`. That of `state` belongs to the old run and is left out.
+
+    Raises:
+        TypeError: `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
+        ValueError: no parameter is trainable, a trained one is on the meta device or shares memory with another tensor, or
+            the state is a stack.
+        DonatedStateError: the state was donated to a step.
+    """
+    check_state(state, "ll.state.fresh(state, optimizer, seed=...)")
+    check_type("seed is", seed, SupportsIndex, "give an int")
+    check(
+        not isinstance(state.seed, tuple),
+        "this state is a stack, whose members have a seed and an optimizer state each: give one of "
+        "ll.transforms.unstack_states(stack), and stack the results",
+    )
+    opt_state = None
+    if optimizer is not None:
+        check_kind(optimizer, "fresh", "optimizer")
+        names = _modules.trainable_in(state.params, trainable, "this state")
+        opt_state = _first_opt_state(optimizer, state.params, state.buffers, names)
+    return TrainState(
+        epoch_length=state.epoch_length,
+        params=state.params,
+        buffers=state.buffers,
+        opt_state=opt_state,
+        seed=operator.index(seed),
+        extra=extra,
+        run=Run(
+            optimizer=None if optimizer is None else described(optimizer) or None,
+            model=state.run.model,
+            loaders=state.run.known_loaders,
+        ),
+    )
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:
@@ -200,7 +280,7 @@ def copy_state(state: TrainState) -> TrainState:
     return copied
 
 
-def bind(model: nn.Module, state: TrainState) -> TrainState:
+def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainState:
     """Copy a state's values into the module and return a state that is bound to it.
 
     >>> import looplib as ll, torch
@@ -221,16 +301,22 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
         state: a state with the module's parameter names and shapes, in any dtype and on any device.
+        resize: if True, parameters and buffers whose shape is not the state's get it, and stay the same objects. For a run
+            that adds and prunes rows (`ll.optim.take_rows`). Steps and gradient functions of the module need not be made again.
 
     Raises:
         ValueError: names or shapes differ from the module's, the module is on the meta device, or the state is a stack.
-            Nothing is copied then.
+            Nothing is copied then. With `resize`, the module is within DDP or FSDP2, which were made for the old shapes.
         DonatedStateError: the state was donated to a step.
     """
     check_state(state, "ll.bind(model, state)")
     slots = _modules.members(model)
-    _modules.check_names("parameters", state.params, slots.params, model)
-    _modules.check_names("buffers", state.buffers, slots.buffers, model)
+    _modules.check_names("parameters", state.params, slots.params, model, shapes=not resize)
+    _modules.check_names("buffers", state.buffers, slots.buffers, model, shapes=not resize)
+    check(
+        not (resize and isinstance(state.seed, tuple)),
+        "this state is a stack: bind one of ll.transforms.unstack_states(stack)",
+    )
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     targets, held = {**params, **buffers}, {**state.params, **state.buffers}
     if all(held[name] is tensor for name, tensor in targets.items()):
@@ -241,16 +327,133 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     values = {**bound.params, **bound.buffers}
     # Frozen parameters and masks, which states of pure steps share with the module, are not written.
     writes = [(tensor, values[name]) for name, tensor in targets.items() if not same_value(tensor, values[name])]
-    taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
-    taken.write()
-    put_back(writes)
-    taken.step = state.step
+    reshaped = [(tensor, value) for tensor, value in writes if tensor.shape != value.shape]
+    engine = engine_of(model) if reshaped else None
+    check(
+        engine is None,
+        f"{engine and engine.name} has been made for the parameters' old shapes: bind the module before it is wrapped",
+    )
+    interrupts.install()
+    interrupts.waits.depth += 1  # until no state that is spent can be read
+    try:
+        for tensor, value in reshaped:
+            tensor.data, tensor.grad = torch.empty_like(value, dtype=tensor.dtype, device=tensor.device), None
+        taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
+        taken.write()
+        put_back(writes)
+        taken.step = state.step
+    finally:
+        interrupts.waits.depth -= 1
     return bound.replace(params=params, buffers=buffers)
+
+
+def apply(
+    model: nn.Module, weights: TrainState | Mapping[str, Tensor], *args: Any, method: str = "", **kwargs: Any
+) -> Any:
+    """Functional call: run a module, a submodule or a method with other weights, and leave the module as it is.
+
+    >>> import looplib as ll, torch
+    >>> networks = torch.nn.ModuleDict({"actor": torch.nn.Linear(2, 1), "critic": torch.nn.Linear(2, 1)})
+    >>> kept = ll.copy_state(ll.init_state(networks))
+    >>> x = torch.ones(3, 2)
+    >>> expected = networks["critic"](x)
+    >>> _ = torch.nn.init.zeros_(networks["critic"].weight)
+    >>> torch.equal(ll.state.apply(networks, kept, x, method="critic"), expected)
+    True
+
+    Use it in a loss that needs two versions of one network, such as a target network (`ll.optim.average`), a reference
+    policy, or a member of a population. For whole batches, `make_predict_step` runs a state in eval mode.
+
+    The module runs in the modes that it is in, and gradients flow into the weights if they require them; take targets under
+    `torch.no_grad()`. Buffers are copied first, so neither the module's nor the given ones change. It draws from torch's
+    random streams, in a loss those of the step.
+
+    Args:
+        model: the `nn.Module`, with or without torch's wrappers, which are not called.
+        weights: a state of the model, or name -> tensor under the names of the whole model: parameters, and buffers if they
+            are not to be the model's. Frozen parameters that are not there are the model's own.
+        args, kwargs: for the call.
+        method: path of a submodule or a method within the model, such as "critic" or "actor.get_action". "" calls the model.
+
+    Raises:
+        ValueError: the names or shapes are not the model's, a trained parameter of what is called is missing, there is no such
+            method, or the module is sharded by FSDP2, which runs its own parameters.
+        TypeError: `weights` is neither a state nor a mapping.
+        DonatedStateError: the state was donated to a step.
+
+    Source: `torch.func.functional_call`, `flax.linen.Module.apply`.
+    """
+    slots = _modules.members(model)
+    if isinstance(weights, TrainState):
+        _modules.check_names("parameters", weights.params, slots.params, model)
+        _modules.check_names("buffers", weights.buffers, slots.buffers, model)
+        weights = {**weights.params, **weights.buffers}
+    check_type("weights is", weights, Mapping, "give a state, or a mapping of names to tensors")
+    held = _modules.tensors([*slots.params, *slots.buffers])
+    inner = dict(_modules.named_modules(model))  # without wrappers, of which each name's last one is in the others
+    steps = method.split(".") if method else []
+    parents = [".".join(steps[:end]) for end in range(len(steps) + 1)]
+    called = next(name for name in reversed(parents) if name in inner)
+    path = method.removeprefix(called).removeprefix(".")
+    _check_weights(model, weights, held, called)
+    function: Any = inner[called]
+    try:
+        function = operator.attrgetter(path)(function) if path else function
+    except AttributeError:
+        function = None
+    check(callable(function), f"this {type(model).__name__} has no submodule or method {method!r}")
+    engine = engine_of(inner[called])
+    check(
+        engine is None,
+        f"{engine and engine.name} within this {type(model).__name__} runs its own parameters, whatever others are given: run "
+        "it on a state by ll.make_predict_step",
+    )
+    with draws.turn:  # while no other thread runs the module
+        swaps = [(slot, slot.owner[slot.key], weights.get(slot.name)) for slot in slots.params]
+        copies: dict[str, Tensor] = {}
+        for slot in slots.buffers:
+            buffer = weights.get(slot.name, held[slot.name])
+            swaps.append((slot, slot.owner[slot.key], copies.setdefault(slot.name, buffer.clone())))
+        swaps += [(slot, None, None) for slot in slots.empty]
+        try:
+            for slot, _, tensor in swaps:
+                if tensor is not None:
+                    slot.owner[slot.key] = tensor
+            return function(*args, **kwargs)
+        finally:
+            for slot, own, _ in swaps:
+                slot.owner[slot.key] = own
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mapping[str, Tensor], called: str) -> None:
+    """Raise ValueError unless these are weights of a model, with all that the called submodule trains."""
+    title, beginning = f"the weights are not those of this {type(model).__name__}", f"{called}." if called else ""
+    missing = [
+        name
+        for name, tensor in held.items()
+        if name.startswith(beginning) and tensor.requires_grad and name not in weights
+    ]
+    unexpected = [name for name in weights if name not in held]
+    check(
+        not (missing or unexpected),
+        f"{title}: missing {few(missing) if missing else 'none'}, unexpected {few(unexpected) if unexpected else 'none'}; give "
+        "them under the names of the whole model, and a part of it as method='name'. To keep the others of a state: "
+        "{**state.params, **weights}",
+    )
+    for name, tensor in weights.items():
+        check(
+            tensor.shape == held[name].shape,
+            f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(held[name].shape)}",
+        )
 
 
 def same_value(tensor: Tensor, value: Tensor) -> bool:
     """True for a tensor that is not trained and has this value already, so that it need not be written."""
-    if tensor.requires_grad or tensor.dtype != value.dtype or not (is_plain(tensor) and is_plain(value)):
+    if (
+        tensor.requires_grad
+        or (tensor.dtype, tensor.shape) != (value.dtype, value.shape)
+        or not (is_plain(tensor) and is_plain(value))
+    ):
         return False
     return tensor is value or torch.equal(tensor, value.to(tensor.device))
 

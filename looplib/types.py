@@ -167,6 +167,26 @@ class TrainState(lease.Leased):
         lease.follows(new, self, self._lease if same else None)
         return new
 
+    def with_extra(self, **entries: Any) -> TrainState:
+        """Return a copy with these entries of the dict `extra` added or changed. The other entries stay.
+
+        >>> TrainState().with_extra(best=0.5).with_extra(tokens=100).extra
+        {'best': 0.5, 'tokens': 100}
+
+        Names that Python's arguments cannot have are given as `state.with_extra(**{"eval/loss": 0.5})`.
+
+        Raises:
+            TypeError: `extra` is neither None nor a dict.
+            DonatedStateError: a step has written over a tensor in `extra` or in another field.
+        """
+        extra = self.extra
+        if extra is not None and not isinstance(extra, dict):
+            raise TypeError(
+                f"with_extra changes entries of a dict, and the state's extra is a {type(extra).__name__}: write "
+                "state.replace(extra=...), or keep it in a dict, extra={'name': value}"
+            )
+        return self.replace(extra={**(extra or {}), **entries})
+
     def __repr__(self) -> str:
         """Position and size, in one line."""
         position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"

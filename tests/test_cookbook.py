@@ -175,13 +175,13 @@ def bootstrapped(names):
 def of_actor_and_critic(names):
     """Both networks, and the critic's target, after a raw loop that moves it after each update of the critic."""
     networks, follower = (at_the_start(OF_CRITIC, "adam = ")["networks"] for _ in range(2))
-    target = follower["critic"]
+    target, of_target = follower["critic"], dict(follower["critic"].named_parameters(prefix="critic"))
     of_actor, of_critic = (torch.optim.Adam(networks[name].parameters(), lr=1e-3, fused=True) for name in networks)
     state = ll.init_state(networks, epoch_length=10)
     for step in range(10):
         batch = next(iter(names["transitions"](state.replace(batch=step))))
         networks.zero_grad()
-        names["critic_loss"](networks, (*batch, dict(target.named_parameters()))).backward()
+        names["critic_loss"](networks, (*batch, of_target)).backward()
         of_critic.step()
         for slow, fast in zip(target.parameters(), networks["critic"].parameters(), strict=True):
             slow.data.lerp_(fast.detach(), 1 - 0.995)
@@ -189,7 +189,7 @@ def of_actor_and_critic(names):
             networks.zero_grad()
             names["actor_loss"](networks, batch).backward()
             of_actor.step()
-    return {**dict(networks.named_parameters()), **{f"target {k}": v for k, v in target.named_parameters()}}
+    return {**dict(networks.named_parameters()), **{f"target {k}": v for k, v in of_target.items()}}
 
 
 def with_its_target(names):
@@ -769,6 +769,17 @@ HOLDS = {
     TRIALS: lambda n: n["losses"] == pytest.approx(searched_alone(n), rel=1e-4),
     f"{PRIORITY} 1": replayed_by_priority,
     OF_CRITIC: lambda n: close(with_its_target(n), of_actor_and_critic(n)),
+    "Change the model in the middle of a run 1": lambda n: (
+        (n["state"].step, n["state"].epoch, n["grafted"].dropped) == (16, 2, [])
+        and {name.removeprefix("params.") for name in n["grafted"].fresh if "params" in name}
+        == {"third.weight", "third.bias"}
+    ),
+    "Add and prune rows (Gaussian splats) 1": lambda n: (
+        len(n["state"].extra["counts"]) == n["state"].step // 4
+        and n["means"].weight.shape == n["state"].opt_state["Adam"]["state"]["weight"]["exp_avg"].shape
+    ),
+    "Log the mean loss since the last line 2": lambda n: len(n["state"].extra["window"]) == 0,
+    "Start from saved weights 2": lambda n: (n["state"].step, n["state"].epoch) == (8, 1),
     "Train matrices with Muon 1": lambda n: beside("Train matrices with Muon 1", n, raw_muon, raw_rest),
     "Train in float8 1": lambda n: (
         beside("Train in float8 1", n, raw_adamw) and type(n["model"][0]).__name__ == "Float8Linear"

@@ -120,6 +120,8 @@ FILLERS = {
     "other": BATCH,
     "folder": "runs/none",
     "index": 0,
+    "seed": 0,
+    "rows": {},
     "predictions": torch.ones(2, 3, 5),
     "scores": {"eval/loss": 1.0},
     "source": MODEL.state_dict(),

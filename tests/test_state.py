@@ -216,6 +216,76 @@ def test_each_member_of_a_stack_gets_the_stream_that_it_gets_alone():
     assert folded.seed == tuple(ll.state.fold_in(state, 7).seed for state in states)
 
 
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def fields_over(model, state, optimizer, data, donate):
+    """All fields of a state, with numbers in place of tensors: before the first step, and after each."""
+    step = make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=donate)
+    for batch in (None, *data):
+        if batch is not None:
+            state, _ = step(state, batch)
+        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        yield pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, fields)
+
+
+@both_steps
+def test_a_fresh_run_is_that_of_a_new_module_with_these_weights(donate):
+    model, copied, data = network(0), network(1), torch.randn(5, 8, 3, generator=torch.Generator().manual_seed(0))
+    model[0].bias.requires_grad_(False)
+    copied[0].bias.requires_grad_(False)
+    first, second = SGD, ll.chain(adamw(lambda step: 0.1 / (step + 1)), ll.ema(0.9))
+    state = ll.init_state(model, first, seed=3, epoch_length=2, extra={"best": 0.5})
+    step = make_train_step(ll.make_grad_fn(model, mean_square), first, donate=donate)
+    for batch in data:
+        state, _ = step(state, batch)
+    state = state.replace(no_batch=True, batch_steps=0)
+    copied.load_state_dict({**state.params, **state.buffers})
+    fresh = ll.state.fresh(state, second, seed=7)
+    expected = ll.init_state(copied, second, seed=7, epoch_length=2)
+    assert [*fields_over(model, fresh, second, data, donate)] == [
+        *fields_over(copied, expected, second, data, donate)
+    ]
+
+
+def test_a_fresh_run_takes_the_parameters_that_are_chosen_and_refuses_what_cannot_begin():
+    _, state = made()
+    begun = ll.state.fresh(state, adamw(0.1), seed=1, trainable=lambda name, tensor: name == "0.bias", extra=[1])
+    assert [*begun.opt_state["AdamW"]["state"]] == ["0.bias"]
+    assert begun.extra == [1]
+    assert ll.state.fresh(state, seed=1).opt_state is None
+    frozen = state.replace(params={name: tensor.detach() for name, tensor in state.params.items()})
+    stack = ll.transforms.stack_states([state, ll.state.fold_in(state, 1)])
+    with pytest.raises(ValueError, match="no parameter of this state is trainable: none requires a gradient"):
+        ll.state.fresh(frozen, SGD, seed=1)
+    with pytest.raises(ValueError, match="this state is a stack"):
+        ll.state.fresh(stack, SGD, seed=1)
+    with pytest.raises(TypeError, match="seed is a float; give an int"):
+        ll.state.fresh(state, SGD, seed=0.5)
+
+
+def test_a_checkpoint_of_a_fresh_run_is_described_by_its_optimizer(tmp_path):
+    model, state = made()
+    begun = ll.state.fresh(state.replace(step=9), SGD, seed=1)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(begun)
+    with pytest.warns(UserWarning, match=r"optimizer SGD lr was 0.1, is 0.2"):
+        ckpt.restore(ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.2), seed=1, epoch_length=10), quiet=True)
+
+
+def test_with_extra_changes_entries_of_a_dict():
+    state = ll.TrainState(step=2, extra={"kept": 1, "changed": 2})
+    changed = state.with_extra(changed=3, added=4)
+    assert changed.extra == {"kept": 1, "changed": 3, "added": 4}
+    assert (changed.step, state.extra) == (2, {"kept": 1, "changed": 2})
+    assert ll.TrainState().with_extra(added=4).extra == {"added": 4}
+    for extra in ([1], (1,), torch.ones(2), 0, ""):
+        with pytest.raises(TypeError, match=f"the state's extra is a {type(extra).__name__}: "):
+            ll.TrainState(extra=extra).with_extra(added=4)
+
+
 def shares_memory(kind):
     model = nn.Module()
     memory = torch.randn(6, 4)

@@ -105,8 +105,10 @@ def tensors(slots: Iterable[Slot]) -> dict[str, Tensor]:
     return found
 
 
-def check_names(what: str, of_state: Mapping[str, Tensor], slots: list[Slot], model: nn.Module) -> None:
-    """Raise unless these tensors of a state have the names and shapes of the model's."""
+def check_names(
+    what: str, of_state: Mapping[str, Tensor], slots: list[Slot], model: nn.Module, shapes: bool = True
+) -> None:
+    """Raise unless these tensors of a state have the names and, with `shapes`, the shapes of the model's."""
     of_model = tensors(slots)
     title = f"the state's {what} are not those of this {type(model).__name__}"
     advice = "make the state with ll.init_state from the same model"
@@ -115,9 +117,12 @@ def check_names(what: str, of_state: Mapping[str, Tensor], slots: list[Slot], mo
         raise ValueError(f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; {advice}")
     for name, tensor in of_state.items():
         shape, of_tensor = tuple(of_model[name].shape), tuple(tensor.shape)
-        if shape != of_tensor:
+        if shapes and shape != of_tensor:
             stack = "; for a stack of states, ll.vmap_step(step)" * (of_tensor[1:] == shape)
-            raise ValueError(f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}{stack}")
+            rows = "; to give the module the state's, ll.bind(model, state, resize=True)" * (
+                of_tensor[1:] == shape[1:]
+            )
+            raise ValueError(f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}{stack}{rows}")
 
 
 def check_materialized(params: Mapping[str, Tensor]) -> None:
@@ -132,15 +137,21 @@ def check_materialized(params: Mapping[str, Tensor]) -> None:
 
 
 def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
+    """Names of the trained parameters of a module."""
+    return trainable_in(tensors(members(model).params), predicate, f"this {type(model).__name__}")
+
+
+def trainable_in(
+    params: Mapping[str, Tensor], predicate: Callable[[str, Tensor], bool] | None, owner: str
+) -> list[str]:
     """Names of the trained parameters: those selected by `predicate`, or those that require a gradient."""
-    params = tensors(members(model).params)
     chosen = [
         name
         for name, tensor in params.items()
         if (tensor.requires_grad if predicate is None else predicate(name, tensor))
     ]
     reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
-    check(chosen, f"no parameter of this {type(model).__name__} is trainable: {reason}")
+    check(chosen, f"no parameter of {owner} is trainable: {reason}")
     return chosen
 
 

@@ -28,7 +28,6 @@ from looplib._core.checks import check
 from looplib._core.mappings import fields_of, without
 from looplib._core.ranks import is_sharded
 from looplib._core.replicas import checksums_by_name
-from looplib.metrics import Window
 from looplib.types import COUNTS, TREES, TrainState
 
 FORMAT = 9
@@ -53,8 +52,7 @@ class CheckpointVersionError(ValueError):
 def leaves_of(tree: Any) -> dict[str, Any]:
     """Leaves of a tree by path, a JSON pointer such as /params/0.weight."""
     leaves: dict[str, Any] = {}
-    # A window's records come and go, so that no state has the structure that was saved: `encoded` refuses it.
-    for path, leaf in trees.leaves(tree, lambda node: isinstance(node, Window)):
+    for path, leaf in trees.leaves(tree):
         leaf_path = trees.pointer(path)
         if leaf_path in leaves:
             raise ValueError(f"two leaves of the state are both at {leaf_path}: give their keys different names")

@@ -33,6 +33,7 @@ from looplib.checkpoint._objects import check_objects, load_objects, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
+from looplib.checkpoint._structure import structure_of
 from looplib.checkpoint._write import Parts
 from looplib.predicates import BestSoFar, Plateau
 from looplib.types import TrainState, check_state
@@ -293,6 +294,7 @@ class CheckpointIO:
         weights_only: bool = False,
         required: bool = False,
         optional: Collection[str] = (),
+        resized: Collection[str] = (),
         quiet: bool = False,
     ) -> TrainState: ...
 
@@ -315,6 +317,7 @@ class CheckpointIO:
         weights_only: bool = False,
         required: bool = False,
         optional: Collection[str] = (),
+        resized: Collection[str] = (),
         quiet: bool = False,
     ) -> TrainState | dict[str, Any]:
         """Restore a checkpoint into the structure of a state and onto its devices, or into objects by name.
@@ -355,6 +358,8 @@ class CheckpointIO:
             optional: names of objects that the checkpoint or the mapping may lack, or that a different number of ranks has
                 saved. Objects that are not in the checkpoint keep their state, and values are as given. Of a state, names
                 of parts of its update that the checkpoint or the state may lack: see **Other parts of the update**.
+            resized: of a state, names or patterns of leaves whose shape, and of lists and dicts in `extra` whose size, is to be
+                the checkpoint's, such as `("params.means", "extra.history")`: see **Shapes that change during a run**.
             quiet: if True, print nothing.
 
         Returns:
@@ -393,6 +398,24 @@ class CheckpointIO:
         come and go without it. To continue the state of a part under another class, give it the old name,
         `ll.chain(("AdamW", ll.optimizer(torch.optim.Adam, lr=1e-3)))`.
 
+        **Shapes that change during a run.** A tensor of a different shape is refused by its name. `resized` says that it is
+        meant, for rows that were added or pruned, and for what grows in `extra`:
+
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ckpt, params = ll.checkpoint_io(folder), {"means": torch.ones(5, 3, requires_grad=True)}
+        ...     opt_state = adamw.init(params)
+        ...     path = ckpt.save(ll.TrainState(params=params, opt_state=opt_state, extra={"counts": [3, 5]}))
+        ...     params = {"means": torch.zeros(3, 3, requires_grad=True)}
+        ...     start = ll.TrainState(params=params, opt_state=adamw.init(params), extra={"counts": []})
+        ...     state = ckpt.restore(start, resized=("params.means", "extra.counts"), quiet=True)
+        >>> state.params["means"].shape, state.opt_state["AdamW"]["state"]["means"]["exp_avg"].shape, state.extra
+        (torch.Size([5, 3]), torch.Size([5, 3]), {'counts': [3, 5]})
+
+        What the update keeps of a parameter follows it. A name is that of a leaf or of what it is in, with `*` as in file names.
+        Lists, tuples and dicts of tensors and plain values are made as they were saved; a `Window` needs no name. Dtypes stay
+        the state's. A state that is restored with a parameter of another shape than the module's is not bound to it:
+        `state = ll.bind(model, state, resize=True)` gives the module its shapes.
+
         **A different batch size, or more data.** Between two epochs, a run may continue with a different
         `epoch_length`, which is taken from `state`. Within an epoch, `Loader.resume` converts the position:
         `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`. Without that it is refused.
@@ -401,6 +424,10 @@ class CheckpointIO:
         separated: the module's leaves keep their tensors, and the others get new ones.
         """
         reading: Callable[[Path], Any]
+        for_state = "resized= names leaves of a state; objects by name take the shapes that they are given"
+        check(not (resized and isinstance(state, Mapping)), for_state, TypeError)
+        is_several = isinstance(resized, Collection) and not isinstance(resized, str)
+        check(is_several, f"resized is {resized!r}; give names, such as resized=('params.means',)", TypeError)
         is_several = isinstance(optional, Collection) and not isinstance(optional, str)
         check(is_several, f"optional is {optional!r}; give names, such as optional=('ema',)", TypeError)
         if isinstance(state, Mapping):
@@ -418,7 +445,12 @@ class CheckpointIO:
             reading = partial(load_objects, objects=state, optional=optional, settings=self._settings, ranks=ranks)
         else:
             reading = partial(
-                load, template=state, weights_only=weights_only, optional=optional, settings=self._settings
+                load,
+                template=state,
+                weights_only=weights_only,
+                optional=optional,
+                settings=self._settings,
+                resized=resized,
             )
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
@@ -506,6 +538,7 @@ class CheckpointIO:
         scores = self._scores(metrics)
         if metrics is not None:
             _warn_of_records(state.extra, scores)
+        structure = structure_of(state.extra, ("extra",))
         trees, left_out = trees_to_save(state, self._select)
         return self._parts(trees, first), {
             "counts": counts_of(state),
@@ -513,6 +546,7 @@ class CheckpointIO:
             "made_with": self._settings.description(state),
             "loaders": state.run.known_loaders,
             "left_out": left_out,
+            "structure": structure,
         }
 
     def _objects_taken_apart(

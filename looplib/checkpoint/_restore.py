@@ -25,17 +25,24 @@ from looplib._core.trees import map_leaves
 from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, trees_of, words
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings, check_left_out
+from looplib.checkpoint._structure import with_saved_shapes
 from looplib.checkpoint._write import same_memory
 from looplib.state import same_value
 from looplib.types import COUNTS, TREES, TrainState
 
 
 def load(
-    path: Path, template: TrainState, weights_only: bool, optional: Collection[str], settings: Settings
+    path: Path,
+    template: TrainState,
+    weights_only: bool,
+    optional: Collection[str],
+    settings: Settings,
+    resized: Collection[str] = (),
 ) -> tuple[Callable[[], TrainState], int, str]:
     """Read and verify all that this process needs to restore a checkpoint into the structure of `template`.
 
-    Parts of the update that one of the two lacks have to be named in `optional`.
+    Parts of the update that one of the two lacks have to be named in `optional`, and leaves whose shape is the checkpoint's
+    in `resized`.
 
     Returns a function for the restored state, which cannot fail; the manifest's checksum, which shows if all ranks have
     read the same checkpoint; and a warning about settings that differ from those saved, or "".
@@ -44,7 +51,9 @@ def load(
     objects = manifest.get("objects", {})
     advice = f"give ckpt.restore(...) a mapping of the objects {few(objects)}"
     check(not objects, f"{path} was saved from objects by name and not from a state: {advice}")
-    reader, tree = Reader(path, manifest), trees_of(template)
+    reader, structure = Reader(path, manifest), manifest.get("structure")
+    template = with_saved_shapes(template, structure, reader, dict.fromkeys(resized), weights_only)
+    tree = trees_of(template)
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
     wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
@@ -100,8 +109,10 @@ def _check_fit(
     if misfits and all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
             "Restore into a state with the extra that was saved, ll.init_state(..., extra={...}), and change it afterwards: "
-            "state = state.replace(extra={**state.extra, key: value}). Later checkpoints then hold it"
+            "state = state.with_extra(key=value). Later checkpoints then hold it. A list or a dict whose size changes during "
+            "the run is named, ckpt.restore(state, resized=('extra.history',))"
         )
+    advice += _advice_on_shapes(subset(wanted, saved), reader)
     # Names as they are, not those of a JSON pointer
     misfits = [misfit.replace("~1", "/").replace("~0", "~") for misfit in misfits]
     if unnamed := without(parts, optional):
@@ -149,6 +160,19 @@ def _ways(
         way += ". A new average begins with the state's weights, or with start=1, with those after the next update"
     unknown = [name for name in optional if name not in has_part]
     return f"{way}. Of optional, {few(unknown)} is no part that one of them alone has" if unknown else way
+
+
+def _advice_on_shapes(leaves: Mapping[str, Any], reader: Reader) -> str:
+    """The line to write if leaves may have other shapes than the state's."""
+    titles = [
+        ".".join(each.replace("~1", "/").replace("~0", "~") for each in leaf_path.split("/")[1:])
+        for leaf_path, leaf in leaves.items()
+        if isinstance(leaf, Tensor) and not leaf_path.startswith("/opt_state/")
+        if (about_saved := reader.tensors.get(reader.root(leaf_path))) and about_saved["shape"] != [*leaf.shape]
+    ]
+    listed = ", ".join(map(repr, titles[:3])) + ", ..." * (len(titles) > 3) + "," * (len(titles) == 1)
+    way = f". If their shapes are to be those of the checkpoint: ckpt.restore(state, resized=({listed}))"
+    return way if titles else ""
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader) -> str:

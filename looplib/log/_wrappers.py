@@ -105,8 +105,8 @@ def windowed(logger: Logger, when: Predicate, prefix: str = "") -> Logger:
     Nothing waits for the device between two lines of the log. On several ranks, all of them call it, and the metrics
     are those of all ranks, as by `ll.distributed.reduce`.
 
-    Use a `Window` instead to add values of your own to the line, or to log before you save: the window is not part of
-    checkpoints, so a resumed run starts with an empty one.
+    Use a `Window` instead to add values of your own to the line, or to save between two lines: a window in `state.extra` is
+    part of checkpoints, and this one is not, so a resumed run starts with an empty one.
 
     Args:
         logger: the logger that gets the means.

@@ -245,8 +245,14 @@ class Window:
 
     In a loop of your own, add records: `window.add({"loss": ll.Mean(loss, 1, times=len(x))})` of a mean over the batch.
 
-    A window is not part of checkpoints, so log when you save, and a resumed run starts with an empty window:
-    `log_now = ll.every_n_steps(50) | save_now`.
+    A window in `state.extra` is part of checkpoints, so the log of a run that was stopped is that of an unbroken one:
+
+        state = ckpt.restore(ll.init_state(model, optimizer, extra={"window": ll.Window()}))
+        ...
+        state = state.with_extra(window=state.extra["window"].add(metrics))
+
+    It must hold `Mean`s alone then, which are the same on all ranks. Of any other window, a resumed run starts with an empty
+    one: log when you save, `log_now = ll.every_n_steps(50) | save_now`.
 
     It is an immutable record, so an interrupt leaves either the old window or the new one. Adding the same metrics
     again counts them twice. Up to 64 records wait unmerged: merging costs a few operations every 64 steps, and a

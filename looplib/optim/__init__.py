@@ -4,19 +4,21 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from looplib._core.hints import in_room as _in_room
 from looplib._core.tracing import where
-from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
+from looplib.optim._averaging import average, ema, ema_warmup, eval_state, swa
 from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from looplib.optim._norms import global_norm
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._part import part
 from looplib.optim._plateau import reduce_on_plateau
 from looplib.optim._recipe import inject
+from looplib.optim._rows import take_rows
 from looplib.optim._scopes import every, own_steps, partition
 from looplib.optim._skipping import NonFiniteGradientsError, dynamic_loss_scale, skip_nonfinite
 from looplib.optim.chains import chain
 
 __all__ = [
     "NonFiniteGradientsError",
+    "average",
     "chain",
     "clip_by_global_norm",
     "clip_by_norm",
@@ -37,6 +39,7 @@ __all__ = [
     "set_hyperparameters",
     "skip_nonfinite",
     "swa",
+    "take_rows",
     "where",
 ]
 

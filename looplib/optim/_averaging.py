@@ -7,7 +7,7 @@ interrupted and checkpointed with them. It counts the updates of its chain, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -118,12 +118,20 @@ def ema(
 
 def _evaluated(start: int, params: Params, buffers: Tensors, state: Any) -> tuple[Params, Tensors]:
     """The averages, or before the first average, the weights that the parts before evaluate with."""
-    begun, average = state["updates"] >= start, state["average"]
-    if not begun.any():
+    average = state["average"]
+    if start and not on_host(partial(_has_begun, start), state["updates"]):
         return params, buffers
-    check(begun.all(), "only some members of this stack have an average so far: ask for one of unstack_states(stack)")
     statistics = in_dtypes_of(average.get("buffers", {}), buffers)
     return {**params, **in_dtypes_of(average["params"], params)}, {**buffers, **statistics}
+
+
+def _has_begun(start: int, updates: Tensor) -> bool:
+    begun = updates >= start
+    check(
+        bool(begun.all()) or not begun.any(),
+        "only some members of this stack have an average so far: ask for one of unstack_states(stack)",
+    )
+    return bool(begun.all())
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -242,3 +250,80 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     if params is state.params and buffers is state.buffers:
         return state
     return state.replace(params=params, buffers=buffers)
+
+
+def average(optimizer: Optimizer, state: TrainState, name: str = "") -> Tensors:
+    """Read a moving average of the weights, by the name of its part.
+
+    >>> import looplib as ll, torch
+    >>> networks = torch.nn.ModuleDict({"actor": torch.nn.Linear(2, 1), "critic": torch.nn.Linear(2, 1)})
+    >>> adam = ll.optimizer(torch.optim.Adam, lr=1e-3)
+    >>> optimizer = ll.optim.partition(
+    ...     {"actor": adam, "critic": ll.chain(adam, ll.ema(0.995))}, lambda name, tensor: name.split(".")[0]
+    ... )
+    >>> target = ll.optim.average(optimizer, ll.init_state(networks, optimizer), "critic")
+    >>> list(target)
+    ['critic.weight', 'critic.bias']
+    >>> ll.state.apply(networks, target, torch.ones(3, 2), method="critic").shape
+    torch.Size([3, 1])
+
+    These are the weights that `eval_state` takes from this part: in the dtypes of the state's, with averaged buffers if the
+    part has them (`buffers=True`), and the state's own weights before the part's `start`. They are shared with the state,
+    not copied.
+
+    Args:
+        optimizer: the optimizer that created `state.opt_state`, with all of its parts.
+        state: a training state.
+        name: name of the part (`ema`, or as given, `("slow", ll.ema(0.9999))`), or label of a partition that has one
+            average. Where this is not enough, names from the outside to the inside, "critic/slow". It may be left out if there
+            is one average.
+
+    Returns:
+        Name -> tensor, under the names of the whole model.
+
+    Raises:
+        ValueError: there is no average of this name, or several, or the state was created by a different optimizer.
+    """
+    check_kind(optimizer, "average", "optimizer")
+    check_state(state, "ll.optim.average(optimizer, state)")
+    if not optimizer.fits(state.opt_state):
+        raise of_another(optimizer, state)
+    averages = dict(_averages(state.opt_state, optimizer.description))
+    titles = {"/".join(path): path for path in averages}
+    chosen = [title for title, path in titles.items() if _within(name.split("/") if name else [], path)]
+    chosen = [name] if name in titles else chosen
+    known = ", ".join(map(repr, titles)) or "none"
+    check(
+        len(chosen) == 1,
+        f"{len(chosen) or 'no'} averages{f' are called {name!r}' * bool(name)} in this state, which keeps {known}: give the "
+        "name of one, and put ll.ema or ll.optim.swa into the chain of what is to be averaged",
+    )
+    kept, start = averages[titles[chosen[0]]]
+    params, buffers = (
+        pick(tensors, kept["average"].get(kind, ()))
+        for kind, tensors in (("params", state.params), ("buffers", state.buffers))
+    )
+    params, buffers = _evaluated(start, params, buffers, kept)
+    return {**params, **buffers}
+
+
+def _averages(
+    opt_state: Any, description: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], tuple[Any, int]]]:
+    """The averages in an optimizer's state, each with the names of the parts that it is in, and its `start`."""
+    if not (isinstance(opt_state, dict) and isinstance(description, Mapping)):
+        return
+    if opt_state.keys() == {"average", "updates"} and "start" in description:
+        yield path, (opt_state, description["start"])
+        return
+    for key, part in opt_state.items():
+        if key == "inner":  # of a part around an optimizer, which is described in its place
+            yield from _averages(part, description, path)
+        else:
+            yield from _averages(part, description.get(key), (*path, key))
+
+
+def _within(names: Iterable[str], path: Iterable[str]) -> bool:
+    """True if these names are in a path, in this order."""
+    rest = iter(path)
+    return all(name in rest for name in names)

@@ -231,7 +231,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
         raise ValueError(
             f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {few([*map(repr, scores)])}"
         )
-    return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
+    return state.with_extra(**{key: record.update(scores[record.monitor], state.step)})
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -96,7 +96,7 @@ def test_what_cannot_be_kept_is_refused_with_its_path(tmp_path):
         ({1, 2}, "set"),
         (np.True_, "bool"),
         (torch.float32, "dtype"),
-        (ll.Window().add({"loss": ll.Mean(1.0)}), "Window"),
+        (ll.Window().add({"x": ll.metrics.perplexity(ll.Mean(1.0))}), r"Window of x \(Reading\)"),
     ]:
         with pytest.raises(TypeError, match=rf"/extra/0/it is a .*{words}"):
             save(tmp_path, [{"it": leaf}])

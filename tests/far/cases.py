@@ -161,6 +161,22 @@ def _(device):
     return ll.state.end_epoch(bound), model[0].weight
 
 
+@case("state.fresh", "state.graft", "state.apply", "optim.average", "optim.take_rows")
+def _(device):
+    model, _ = started(device)
+    optimizer = ll.chain(ll.optimizer(torch.optim.Adam, lr=0.1), ll.ema(0.9))
+    state = ll.state.fresh(ll.init_state(model), optimizer, seed=1)
+    name = next(iter(state.params))
+    taken = ll.optim.take_rows(
+        optimizer, state, {name: torch.tensor([1, 0])}, append={name: torch.ones_like(state.params[name][:2])}
+    )
+    grafted = ll.state.graft(state, ll.init_state(model, optimizer))
+    average = ll.optim.average(optimizer, grafted.state)
+    with torch.no_grad():
+        out = ll.state.apply(model.eval(), {**state.params, **average}, data(device)[0])
+    return state, taken, grafted.state, average, out
+
+
 # Gradients.
 
 
@@ -571,7 +587,7 @@ COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.record_steps
     debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
     debug.step_seed debug.warn_of_misuse evaluation.split_on_oom grads.map_batch optim.global_norm losses.model_inputs
-    losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.fold_in
+    losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.Grafted state.fold_in
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
     testing.assert_samples_independent
@@ -593,6 +609,7 @@ EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
 # Results with tensors on the CPU.
 _COUNTS = "the number of updates, which the host reads at each step, and waits for nothing"
 ON_THE_HOST = {
+    "state.fresh": _COUNTS,
     "checkpoint.checkpoint_io": _COUNTS,
     "checkpoint.optimizer_state_dict": "the number of updates, where torch.optim has it",
     "transforms.vmap_step": _COUNTS,

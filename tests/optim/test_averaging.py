@@ -182,6 +182,49 @@ def test_refusals_name_what_was_found_and_what_to_give():
         assert "KeyError" not in str(error.value)
 
 
+@pytest.mark.parametrize("around", [lambda chain: chain, ll.optim.own_steps, lambda chain: ll.optim.every(chain, 2)])
+@pytest.mark.parametrize("start", [3, 0])
+def test_an_average_is_read_by_its_name_and_is_what_eval_state_takes(start, around):
+    def averaged(*averages):
+        return around(ll.chain(adamw(), *averages))
+
+    vectors = averaged(("slow", ll.ema(0.99, start=start)), ("fast", ll.ema(0.5, start=start, buffers=True)))
+    optimizer = ll.optim.partition(
+        {"vectors": vectors, "matrices": averaged(ll.optim.swa(start=start))},
+        lambda name, tensor: "vectors" if tensor.ndim < 2 else "matrices",
+    )
+    model = net().to(torch.bfloat16)
+    step, state = step_of(model, optimizer), begin(model, optimizer)
+    for batch in batches(9, torch.bfloat16):
+        chosen = ll.eval_state(optimizer, state)  # of the last average of each label
+        fast = ll.optim.average(optimizer, state, "fast")
+        matrices = ll.optim.average(optimizer, state, "matrices")
+        assert equal(
+            fast | matrices,
+            {name: tensor for name, tensor in (chosen.params | chosen.buffers).items() if name in fast | matrices},
+        )
+        assert {*fast, *matrices} == {*chosen.params, "1.running_mean", "1.running_var"}
+        for name in ("slow", "vectors/slow", "partition/vectors/slow"):
+            slow = ll.optim.average(optimizer, state, name)
+            assert equal(slow, ll.optim.average(optimizer, state, "slow"))
+            assert {tensor.dtype for tensor in slow.values()} == {torch.bfloat16}
+        assert [*slow] == [name for name in fast if "running" not in name]
+        state, _ = step(state, batch)
+    assert not equal(slow, {name: fast[name] for name in slow})
+    kept = r"'partition/vectors/slow', 'partition/vectors/fast', 'partition/matrices/swa'"
+    for name, words in (
+        ("", "3 averages"),
+        ("vectors", "2 averages are called 'vectors'"),
+        ("ema", "no averages are called"),
+    ):
+        with pytest.raises(ValueError, match=f"{words}.* in this state, which keeps {kept}"):
+            ll.optim.average(optimizer, state, name)
+    with pytest.raises(ValueError, match="no averages in this state, which keeps none"):
+        ll.optim.average(adamw(), begin(net(), adamw()))
+    with pytest.raises(ValueError, match="is not that of"):
+        ll.optim.average(adamw(), state)
+
+
 # Schedule-free
 
 

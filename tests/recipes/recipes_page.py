@@ -27,6 +27,7 @@ ORDER = [
     "language_model_fsdp",
     "language_model_mesh",
     "lose_a_rank",
+    "change_halfway",
     "sweep_lr",
     "optuna_pruning",
     "ensemble_digits",

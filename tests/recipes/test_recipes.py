@@ -22,6 +22,10 @@ each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path
 LANGUAGE = {"steps": 60, "warmup": 2, "batch_size": 8, "length": 32, "width": 32, "depth": 1, "heads": 2, "lr": 1e-2}
 LANGUAGE |= {"eval_every": 30, "log_every": 2}
 SMALL = {
+    "change_halfway": (
+        {"steps": 30, "width": 16, "depth": 1, "log_every": 10, "save_every": 25},
+        {"bits_per_byte": (0, 8), "apart": (1e-6, 1)},
+    ),
     "classify_digits": ({"epochs": 4, "width": 16}, {"accuracy": (0.9, 1)}),
     "click_through": (
         {"impressions": 3_000, "epochs": 2, "batch_size": 64, "dimension": 4, "width": 8, "eval_every": 20},

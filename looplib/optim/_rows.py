@@ -1,0 +1,154 @@
+"""Rows of parameters that are pruned and added during a run, with what the update keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core import trees
+from looplib._core.checks import check, check_type, few
+from looplib._core.mappings import pick
+from looplib._core.ranks import is_sharded
+from looplib._core.records import check_kind
+from looplib.optim.chains import of_another
+from looplib.types import Optimizer, TrainState, check_state
+
+
+def take_rows(
+    optimizer: Optimizer,
+    state: TrainState,
+    rows: Mapping[str, Tensor],
+    append: Mapping[str, Tensor] | None = None,
+) -> TrainState:
+    """Prune and add rows of parameters, with their moments, as in the densification of Gaussian splats.
+
+    >>> import looplib as ll, torch
+    >>> adam, params = ll.optimizer(torch.optim.Adam, lr=0.1), {"means": torch.ones(4, 3, requires_grad=True)}
+    >>> state = ll.TrainState(params=params, opt_state=adam.init(params))
+    >>> visible = torch.tensor([True, False, True, True])
+    >>> state = ll.optim.take_rows(adam, state, {"means": visible}, append={"means": torch.zeros(2, 3)})
+    >>> state.params["means"].shape, state.opt_state["Adam"]["state"]["means"]["exp_avg"].shape
+    (torch.Size([5, 3]), torch.Size([5, 3]))
+
+    What the update keeps for each row is taken with the row: moments, sums of `every`, averages. For a row that is added, it
+    is what `optimizer.init` gives: zero moments, and an average that begins at the row. Counts, such as Adam's `step`, are
+    those of the whole parameter and stay.
+
+    The result has new tensors, so `state` stays valid, and it is not bound to a module: write
+    `state = ll.bind(model, state, resize=True)` before the next step. A restore needs `resized=("params.means",)`.
+
+    Args:
+        optimizer: the optimizer that created `state.opt_state`, with all of its parts.
+        state: the state to change.
+        rows: name of a parameter -> the rows to keep: a mask of (rows,), or their indices, in their new order.
+        append: name of a parameter -> rows to add behind these, of (added, ...). Parameters that are not in `rows` keep all.
+
+    Raises:
+        ValueError: there is no such parameter, a mask or rows have the wrong shape, an index occurs twice or is out of range,
+            the optimizer keeps something of a parameter that has no rows, or the state was created by a different optimizer.
+        TypeError: `rows` or `append` is not a mapping.
+        DonatedStateError: the state was donated to a step.
+
+    Source: Kerbl et al., "3D Gaussian Splatting", 2023: `_prune_optimizer` and `cat_tensors_to_optimizer`.
+    """
+    check_kind(optimizer, "take_rows", "optimizer")
+    check_state(state, "ll.optim.take_rows(optimizer, state, rows)")
+    added = {} if append is None else append
+    for title, mapping in (("rows is", rows), ("append is", added)):
+        check_type(title, mapping, Mapping, "give a dict of names of parameters to tensors")
+    unknown = [*({*rows, *added} - state.params.keys())]
+    check(not unknown, f"the state has no parameter {few(sorted(unknown))}: it has {few(state.params)}")
+    check(
+        not isinstance(state.seed, tuple), "this state is a stack: change one of ll.transforms.unstack_states(stack)"
+    )
+    if not optimizer.fits(state.opt_state):
+        raise of_another(optimizer, state)
+    kept: dict[str, Tensor] = {}
+    params = dict(state.params)
+    with torch.no_grad():
+        for name in dict.fromkeys([*rows, *added]):
+            before = params[name]
+            check(before.ndim and not is_sharded(before), f"{name} is a scalar or sharded, and has no rows to take")
+            kept[name] = _indices(name, rows.get(name), before)
+            extra = added.get(name, before.detach()[:0])
+            check(
+                extra.shape[1:] == before.shape[1:] and extra.ndim == before.ndim,
+                f"append gives {name} rows of shape {tuple(extra.shape[1:])}, and it has rows of {tuple(before.shape[1:])}",
+            )
+            new = torch.cat([before.detach()[kept[name]], extra.detach().to(before)])
+            params[name] = new.requires_grad_(before.requires_grad)
+        trained = [name for name, tensor in params.items() if tensor.requires_grad]
+        begun = optimizer.init(pick(params, trained), buffers=state.buffers)
+        longer = {name: _longer(tensor) if name in kept else tensor for name, tensor in pick(params, trained).items()}
+        probe = dict(trees.leaves(optimizer.init(longer, buffers=state.buffers)))
+        fresh = dict(trees.leaves(begun))
+        leaves = iter(
+            [
+                _taken(path, leaf, state.params, params, kept, fresh.get(path), probe.get(path))
+                for path, leaf in trees.leaves(state.opt_state)
+            ]
+        )
+        opt_state = trees.map_leaves(lambda _: next(leaves), state.opt_state)
+    return state.replace(params=params, opt_state=opt_state)
+
+
+def _indices(name: str, rows: Tensor | None, before: Tensor) -> Tensor:
+    """Rows to keep as indices."""
+    count = len(before)
+    if rows is None:
+        return torch.arange(count, device=before.device)
+    advice = f"give a mask of {count} bools, or different indices from 0 to {count - 1}"
+    check_type(f"rows[{name!r}] is", rows, Tensor, advice)
+    check(rows.ndim == 1, f"rows[{name!r}] has shape {tuple(rows.shape)}; {advice}")
+    if rows.dtype == torch.bool:
+        check(len(rows) == count, f"rows[{name!r}] has {len(rows)} entries, and {name} {count} rows; {advice}")
+        return rows.to(before.device).nonzero().squeeze(1)
+    check(not (rows.is_floating_point() or rows.is_complex()), f"rows[{name!r}] is of {rows.dtype}; {advice}")
+    indices = rows.to(before.device, torch.int64)
+    inside = bool(((indices >= 0) & (indices < count)).all()) and len({*indices.tolist()}) == len(indices)
+    check(inside, f"rows[{name!r}] has an index twice or outside of {name}; {advice}")
+    return indices
+
+
+def _longer(tensor: Tensor) -> Tensor:
+    """A parameter with one more row, for which the optimizer's state shows what it keeps by row."""
+    return torch.cat([tensor.detach(), tensor.detach().new_zeros(1, *tensor.shape[1:])]).requires_grad_()
+
+
+def _taken(
+    path: trees.Path,
+    leaf: Any,
+    params: Mapping[str, Tensor],
+    new_params: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    fresh: Any,
+    probe: Any,
+) -> Any:
+    """A leaf of the optimizer's state, of which a parameter's rows are taken if it has them."""
+    name = next((each for each in path if each in kept), None)
+    if name is None or not isinstance(leaf, Tensor):
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    indices, before, where = kept[name], params[name], trees.pointer(path)
+    if not (
+        isinstance(fresh, Tensor) and isinstance(probe, Tensor)
+    ):  # made by an update, so `init` has none for new rows
+        check(
+            leaf.shape == before.shape and len(new_params[name]) == len(indices),
+            f"/opt_state{where} was made by the first update, and what it is for rows that are added, or for a leaf that is "
+            f"not of the shape of {name}, is not known: use an optimizer whose state is made by its init, such as Adam",
+        )
+        return leaf.detach()[indices]
+    if fresh.shape == probe.shape:  # of the whole parameter
+        return leaf.detach().clone()
+    by_row = (
+        leaf.ndim == fresh.ndim and len(leaf) == len(before) and leaf.shape[1:] == fresh.shape[1:] == probe.shape[1:]
+    )
+    check(
+        by_row,
+        f"/opt_state{where} of shape {tuple(leaf.shape)} depends on the rows of {name}, and has none of its own to take: use an "
+        "optimizer that keeps a value for each element or row, such as Adam",
+    )
+    return torch.cat([leaf.detach()[indices], fresh.detach()[len(indices) :].to(leaf)])

@@ -1,0 +1,189 @@
+"""A module, a submodule or a method with other weights: beside torch's functional_call, raw copies and raw loops."""
+
+import copy
+
+import pytest
+import torch
+from problem import WAYS
+from shared import assert_each_refused, bits, make_train_step
+from torch import nn
+from torch.func import functional_call
+
+import looplib as ll
+
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+class Agent(nn.Module):
+    """An actor and a critic, with a method beside forward, tied weights, batch norm, dropout and a frozen layer."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.critic[2].weight = self.critic[0].weight
+        self.embedding = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x):
+        return self.critic(self.body(self.embedding(x)))
+
+    def get_value(self, x, scale=1.0):
+        return scale * self(x).sum(1)
+
+
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+
+def tensors(agent):
+    return {**dict(agent.named_parameters()), **dict(agent.named_buffers())}
+
+
+def seeded(call):
+    torch.manual_seed(5)
+    return call()
+
+
+@pytest.mark.parametrize("of_state", [True, False], ids=["a state", "a mapping"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("wrap", [lambda agent: agent, torch.compile], ids=["plain", "wrapped"])
+def test_it_computes_what_a_module_with_these_weights_does(of_state, training, wrap):
+    agent, other = Agent(0).train(training), Agent(1).train(training)
+    weights = ll.copy_state(ll.init_state(other)) if of_state else tensors(copy.deepcopy(other))
+    before = bits((tensors(agent), weights))
+    calls = [
+        (lambda: ll.state.apply(wrap(agent), weights, X), lambda: other(X)),
+        (lambda: ll.state.apply(agent, weights, X, method="body"), lambda: other.body(X)),
+        (lambda: ll.state.apply(agent, weights, X, method="body.0"), lambda: other.body[0](X)),
+        (
+            lambda: ll.state.apply(agent, weights, X, method="get_value", scale=2.0),
+            lambda: other.get_value(X, scale=2.0),
+        ),
+        (lambda: ll.state.apply(agent, weights, X, method="body.forward"), lambda: other.body.forward(X)),
+    ]
+    for call, expected in calls:
+        start = copy.deepcopy(other.state_dict())
+        wanted = seeded(expected)
+        other.load_state_dict(start)
+        assert torch.equal(seeded(call), wanted)
+        assert bits((tensors(agent), weights)) == before
+
+
+def test_gradients_are_those_of_functional_call():
+    agent, weights = Agent(0), {name: tensor.clone() for name, tensor in tensors(Agent(1)).items()}
+    given = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in weights.items()}
+    agent.body[2].p = 0.0
+    names = [name for name, tensor in weights.items() if tensor.requires_grad]
+    copies = {**given, **{name: tensor.clone() for name, tensor in given.items() if "running" in name}}
+    expected = functional_call(agent, copies, (X,)).square().sum()
+    actual = ll.state.apply(agent, given, X).square().sum()
+    pairs = [torch.autograd.grad(loss, [given[name] for name in names]) for loss in (actual, expected)]
+    assert all(map(torch.equal, *pairs))
+
+
+def test_a_part_may_be_given_and_the_rest_is_the_modules():
+    agent, other = Agent(0).eval(), Agent(1).eval()
+    part = {name: tensor for name, tensor in other.named_parameters() if name.startswith("critic.")}
+    inputs = torch.ones(2, 4)
+    assert torch.equal(ll.state.apply(agent, part, inputs, method="critic"), other.critic(inputs))
+    trained = {name: tensor for name, tensor in other.named_parameters() if tensor.requires_grad}
+    mixed = copy.deepcopy(other)
+    mixed.embedding.load_state_dict(agent.embedding.state_dict())
+    assert torch.equal(ll.state.apply(agent, trained, X), mixed(X))
+
+
+def test_the_module_is_left_as_it_was_when_the_call_fails():
+    agent = Agent(0)
+    before = bits(tensors(agent))
+    with pytest.raises(RuntimeError, match="shapes"):
+        ll.state.apply(agent, tensors(Agent(1)), torch.ones(2, 7))
+    assert bits(tensors(agent)) == before
+    assert all(agent.get_parameter(name) is tensor for name, tensor in agent.named_parameters())
+
+
+def test_wrong_weights_and_methods_are_refused():
+    agent, good = Agent(0), tensors(Agent(1))
+    without = {name: tensor for name, tensor in good.items() if name != "critic.0.bias"}
+    spent = ll.init_state(Agent(1))
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    state = ll.init_state(agent, optimizer)
+    step = ll.make_train_step(ll.make_grad_fn(agent, lambda agent, x: agent(x).mean()), optimizer, donate=True)
+    step(state, X)
+    assert_each_refused(
+        (lambda: ll.state.apply(agent, without, X), ValueError, r"missing critic\.0\.bias, unexpected none"),
+        (lambda: ll.state.apply(agent, {**good, "other": X}, X), ValueError, "missing none, unexpected other"),
+        (
+            lambda: ll.state.apply(agent, {**good, "critic.0.bias": X}, X),
+            ValueError,
+            r"critic\.0\.bias has shape \(8, 3\), the model's has \(4,\)",
+        ),
+        (
+            lambda: ll.state.apply(agent, good, X, method="get_action"),
+            ValueError,
+            "no submodule or method 'get_action'",
+        ),
+        (lambda: ll.state.apply(agent, good, X, method="body.9"), ValueError, "no submodule or method 'body.9'"),
+        (lambda: ll.state.apply(agent, [good], X), TypeError, "weights is a list; give a state, or a mapping"),
+        (lambda: ll.state.apply(agent, state, X), ll.DonatedStateError, "was donated"),
+        (
+            lambda: ll.state.apply(nn.Linear(3, 2), spent, X),
+            ValueError,
+            "the state's parameters are not those of this Linear",
+        ),
+    )
+    assert ll.state.apply(agent, without, X, method="body").shape == (8, 4)
+
+
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor, self.q = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def best(self, x):
+        return self.q(x).amax(1)
+
+
+def q_loss(agent, batch):
+    x, target = batch
+    with torch.no_grad():
+        best = ll.state.apply(agent, target, x.roll(1, 0), method="best")
+    return (agent.q(x)[:, 0] - best).square().mean()
+
+
+def test_a_target_network_follows_a_raw_loop_with_a_copied_module():
+    raw = ActorCritic()
+    target, raw_adam = copy.deepcopy(raw), torch.optim.Adam(raw.q.parameters(), lr=0.1, fused=True)
+    data = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(1))
+    for x in data:
+        with torch.no_grad():
+            best = target.best(x.roll(1, 0))
+        raw_adam.zero_grad()
+        (raw.q(x)[:, 0] - best).square().mean().backward()
+        raw_adam.step()
+        for slow, fast in zip(target.q.parameters(), raw.q.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 1 - 0.9)
+    for way in WAYS.values():
+        agent = ActorCritic()
+        adam = ll.optimizer(torch.optim.Adam, lr=0.1)
+        optimizer = ll.optim.partition(
+            {"actor": adam, "q": ll.chain(adam, ll.ema(0.9))}, lambda name, tensor: name.split(".")[0]
+        )
+
+        def with_target(state, x, optimizer=optimizer):
+            return x, {**state.params, **ll.optim.average(optimizer, state, "q")}
+
+        grad_fn = ll.make_grad_fn(
+            agent,
+            q_loss,
+            trainable=lambda name, tensor: name.startswith("q."),
+            count_samples=lambda batch: len(batch[0]),
+        )
+        step = make_train_step(ll.grads.map_batch(grad_fn, with_target), optimizer, **way)
+        state = ll.init_state(agent, optimizer)
+        for x in data:
+            state, _ = step(state, x)
+        slow = ll.optim.average(optimizer, state, "q")
+        exact = {} if "compile" not in way else {"rtol": 1e-6, "atol": 1e-7}  # a graph may order a sum differently
+        for name, tensor in target.q.named_parameters():
+            torch.testing.assert_close(slow[f"q.{name}"], tensor.detach(), **(exact or {"rtol": 0, "atol": 0}))

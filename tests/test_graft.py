@@ -1,0 +1,411 @@
+"""Runs that are changed half way: beside raw loops that change torch's own module and optimizer in the same way."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared import assert_each_refused, bits, both_steps, make_train_step
+from torch import nn
+
+import looplib as ll
+
+X = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0, tied=False, names=("first", "second"), extra=False, frozen=()):
+        super().__init__()
+        torch.manual_seed(seed)
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        if extra:
+            self.extra = nn.Linear(4, 4)
+        if tied:
+            self.second.weight = self.first.weight
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+
+    def forward(self, x):
+        *layers, norm = (layer for name, layer in self.named_children() if name != "extra")
+        for layer in layers:
+            x = layer(x).tanh()
+        return self.extra(norm(x)) if hasattr(self, "extra") else norm(x)
+
+
+def loss_fn(model, x):
+    return (model(x) - x).square().mean()
+
+
+ADAM = ll.optimizer(torch.optim.Adam, lr=0.1)
+
+
+def trained(model, optimizer, data=X[:4], donate=False, state=None):
+    step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer, seed=3) if state is None else state
+    for x in data:
+        state, _ = step(state, x)
+    return state
+
+
+def raw_adam(model):
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+
+
+def raw_steps(model, adam, data):
+    for x in data:
+        adam.zero_grad()
+        loss_fn(model, x).backward()
+        adam.step()
+
+
+def weights(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+# The change, what graft is told, and where each of the new parameters' moments come from; None for fresh ones.
+SAME = ("first.bias", "second.bias", "norm.weight", "norm.bias")
+CHANGES = {
+    "untied": (
+        {"tied": True},
+        {},
+        {"rename": {"second.weight": "first.weight"}},
+        {"first.weight": "first.weight", "second.weight": "first.weight", **{name: name for name in SAME}},
+    ),
+    "added": (
+        {},
+        {"extra": True},
+        {"fresh": ("extra.*",)},
+        {
+            **{name: name for name in ("first.weight", "second.weight", *SAME)},
+            "extra.weight": None,
+            "extra.bias": None,
+        },
+    ),
+    "renamed": (
+        {"names": ("one", "second")},
+        {},
+        {"rename": lambda name: name.replace("first", "one")},
+        {
+            "first.weight": "one.weight",
+            "first.bias": "one.bias",
+            **{name: name for name in ("second.weight", *SAME[1:])},
+        },
+    ),
+    "frozen": (
+        {},
+        {"frozen": ("first.weight",)},
+        {},
+        {name: name for name in ("second.weight", *SAME)},
+    ),
+    "thawed": (
+        {"frozen": ("first.weight",)},
+        {},
+        {},
+        {**{name: name for name in ("second.weight", *SAME)}, "first.weight": None},
+    ),
+    "dropped": (
+        {"extra": True},
+        {},
+        {"drop": ("extra.*",)},
+        {name: name for name in ("first.weight", "second.weight", *SAME)},
+    ),
+}
+
+
+@both_steps
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_run_is_that_of_a_raw_loop_whose_optimizer_is_changed_by_hand(change, donate):
+    before, after, told, sources = CHANGES[change]
+    state = trained(Net(**before), ADAM, donate=donate)
+    model = Net(1, **after)
+    new = ll.init_state(model, ADAM)
+    grafted = ll.state.graft(state, new, **told)
+    assert sorted(name.removeprefix("params.") for name in grafted.fresh if name.startswith("params.")) == sorted(
+        name for name, source in sources.items() if source is None and name.startswith("extra")
+    )
+    state = ll.bind(model, grafted.state)
+    state = trained(model, ADAM, X[4:], donate, state)
+
+    raw = Net(**before)
+    adam = raw_adam(raw)
+    raw_steps(raw, adam, X[:4])
+    changed = Net(1, **after)
+    rename = told.get("rename", {})
+    with torch.no_grad():
+        for name, tensor in weights(changed).items():
+            source = rename(name) if callable(rename) else rename.get(name, name)
+            if source in weights(raw):
+                tensor.copy_(weights(raw)[source])
+    new_adam, of_raw = raw_adam(changed), dict(raw.named_parameters())
+    for name, parameter in changed.named_parameters():
+        if sources.get(name):
+            new_adam.state[parameter] = copy.deepcopy(adam.state[of_raw[sources[name]]])
+    raw_steps(changed, new_adam, X[4:])
+    assert bits({**state.params, **state.buffers}) == bits(weights(changed))
+    assert (state.step, state.batch, state.samples, state.seed) == (8, 8, 40, 3)
+
+
+def test_every_leaf_is_carried_fresh_or_dropped_and_the_states_stay_as_they_are():
+    optimizer = ll.chain(ll.optim.own_steps(ADAM), ll.ema(0.9))
+    state, new = trained(Net(extra=True), optimizer), ll.init_state(Net(1, frozen=("first.bias",)), optimizer)
+    before = bits(state), bits(new)
+    grafted = ll.state.graft(state, new, drop=("extra.*",))
+    assert isinstance(grafted, ll.state.Grafted)
+    assert (bits(state), bits(new)) == before
+
+    def leaves(state):
+        trees = {name: getattr(state, name) for name in ("params", "buffers", "opt_state")}
+        paths = torch.utils._pytree.tree_flatten_with_path(trees)[0]
+        return [".".join(str(key.key) for key in path) for path, _ in paths]
+
+    assert sorted([*grafted.carried, *grafted.fresh]) == sorted(leaves(new))
+    assert sorted([*grafted.carried.values(), *grafted.dropped]) == sorted(leaves(state))
+    assert not grafted.fresh
+    assert {name.split(".")[0] for name in grafted.dropped} == {"params", "opt_state"}
+    assert int(grafted.state.opt_state["own_steps"]["updates"]) == int(grafted.state.opt_state["ema"]["updates"]) == 4
+
+
+def test_a_part_that_has_moved_is_found_where_it_was():
+    state = trained(Net(), ADAM)
+    one = ll.optim.partition({"all": ll.chain(ADAM, ll.ema(0.9))}, lambda name, tensor: "all")
+    moved = {"opt_state.partition.all.Adam": "opt_state.Adam"}
+    new = ll.init_state(Net(1), one)
+    grafted = ll.state.graft(state, new, moved, fresh=("opt_state.partition.all.ema",)).state
+    assert bits(grafted.opt_state["partition"]["all"]["Adam"]) == bits(state.opt_state["Adam"])
+    assert bits(grafted.opt_state["partition"]["all"]["ema"]) == bits(new.opt_state["partition"]["all"]["ema"])
+
+
+def test_what_differs_and_is_not_named_is_refused_by_name():
+    state, same = trained(Net(), ADAM), ll.init_state(Net(1), ADAM)
+    graft = ll.state.graft
+    sgd = ll.init_state(Net(1), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9))
+    stack = ll.transforms.stack_states([state, ll.state.fold_in(state, 1)])
+    wide = Net(1)
+    wide.second = nn.Linear(4, 6)
+    within = state.replace(epoch_length=9)
+    assert_each_refused(
+        (
+            lambda: graft(state, ll.init_state(Net(1, extra=True), ADAM)),
+            ValueError,
+            "params.extra.weight is new: name it",
+        ),
+        (
+            lambda: graft(trained(Net(extra=True), ADAM), same),
+            ValueError,
+            "params.extra.weight is in the old state alone",
+        ),
+        (
+            lambda: graft(state, ll.init_state(wide, ADAM)),
+            ValueError,
+            r"second.weight is .*\(6, 4\) in the new.*\(4, 4\)",
+        ),
+        (
+            lambda: graft(state, ll.init_state(Net(1).double(), ADAM)),
+            ValueError,
+            "params.first.weight is a float64 .* in the new state, a float32",
+        ),
+        (
+            lambda: graft(state, sgd),
+            ValueError,
+            "opt_state.SGD.state.first.weight.momentum_buffer is in the new state alone",
+        ),
+        (
+            lambda: graft(state, sgd, fresh=("opt_state",)),
+            ValueError,
+            "opt_state.Adam.state.first.weight.* old state alone",
+        ),
+        (
+            lambda: graft(state, same, {"third.weight": "first.weight"}),
+            ValueError,
+            "third.weight is named, and neither",
+        ),
+        (lambda: graft(state, same, fresh=("third.*",)), ValueError, r"third\.\* is named, and neither"),
+        (lambda: graft(state, same, drop=("third.*",)), ValueError, r"third\.\* is named, and neither"),
+        (
+            lambda: graft(trained(Net(tied=True), ADAM), same, {"second.weight": "frist.weight"}),
+            ValueError,
+            "params.second.weight is new",
+        ),
+        (lambda: graft(stack, same), ValueError, "a state is a stack"),
+        (lambda: graft(state, same.replace(extra=1)), ValueError, "the new state has an extra"),
+        (lambda: graft(within, same.replace(epoch_length=5)), ValueError, "within an epoch of 9 batches, at batch 4"),
+        (lambda: graft(state, same, fresh="first"), TypeError, "fresh is 'first'; give names"),
+        (lambda: graft(state, same, rename=3), TypeError, "rename is an int"),
+    )
+    assert graft(state, sgd, fresh=("opt_state",), drop=("opt_state.Adam",)).state.step == 4
+
+
+# Rows, as 3D Gaussian Splatting adds and prunes them (gaussian_model.py: replace, prune, cat), around torch's Adam
+
+
+class Splats(nn.Module):
+    def __init__(self, means, colors):
+        super().__init__()
+        self.means, self.colors = nn.Parameter(means), nn.Parameter(colors)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        near = (-(x[:, None] - self.means).square().sum(-1)).softmax(1)
+        return (near @ self.colors) * self.scale
+
+
+def splats(count=5):
+    torch.manual_seed(0)
+    return Splats(torch.randn(count, 3), torch.rand(count, 3))
+
+
+POINTS = torch.randn(20, 6, 3, generator=torch.Generator().manual_seed(1))
+
+
+def splat_loss(model, x):
+    return (model(x) - x.sigmoid()).square().mean()
+
+
+def prune_raw(model, adam, mask):
+    for group in adam.param_groups:
+        if group["name"] != "scale":
+            stored = adam.state.pop(group["params"][0])
+            stored["exp_avg"] = stored["exp_avg"][mask]
+            stored["exp_avg_sq"] = stored["exp_avg_sq"][mask]
+            group["params"][0] = nn.Parameter(group["params"][0][mask].detach())
+            adam.state[group["params"][0]] = stored
+            setattr(model, group["name"], group["params"][0])
+
+
+def cat_raw(model, adam, extension):
+    for group in adam.param_groups:
+        if group["name"] != "scale":
+            added = extension[group["name"]]
+            stored = adam.state.pop(group["params"][0])
+            stored["exp_avg"] = torch.cat((stored["exp_avg"], torch.zeros_like(added)))
+            stored["exp_avg_sq"] = torch.cat((stored["exp_avg_sq"], torch.zeros_like(added)))
+            group["params"][0] = nn.Parameter(torch.cat((group["params"][0].detach(), added)))
+            adam.state[group["params"][0]] = stored
+            setattr(model, group["name"], group["params"][0])
+
+
+def masks(draw_rows, count):
+    return torch.arange(count) % draw_rows != 0
+
+
+@both_steps
+@settings(max_examples=10, deadline=None)
+@given(plan=st.lists(st.tuples(st.integers(2, 6), st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=3))
+def test_rows_that_come_and_go_have_the_bits_of_3d_gaussian_splatting(plan, donate):
+    model, raw = splats(), splats()
+    rates = {"means": 0.05, "colors": 0.1, "scale": 0.01}
+    optimizer = ll.optim.partition(
+        {name: ll.optimizer(torch.optim.Adam, lr=rate) for name, rate in rates.items()}, lambda name, tensor: name
+    )
+    groups = [{"params": [getattr(raw, name)], "lr": rate, "name": name} for name, rate in rates.items()]
+    adam = torch.optim.Adam(groups, fused=True)
+    step = make_train_step(ll.make_grad_fn(model, splat_loss), optimizer, donate=donate)
+    state, data = ll.init_state(model, optimizer), iter(POINTS)
+    for every, added, steps in (*plan, (9, 0, 2)):
+        for _ in range(steps):
+            x = next(data)
+            state, _ = step(state, x)
+            adam.zero_grad()
+            splat_loss(raw, x).backward()
+            adam.step()
+        mask = masks(every, len(raw.means))
+        extension = {"means": raw.means.detach()[:1].repeat(added, 1), "colors": torch.ones(added, 3)}
+        cat_raw(raw, adam, extension)
+        prune_raw(raw, adam, torch.cat([mask, torch.ones(added, dtype=torch.bool)]))
+        rows = {"means": mask, "colors": mask.nonzero().squeeze(1)}
+        state = ll.bind(model, ll.optim.take_rows(optimizer, state, rows, append=extension), resize=True)
+    assert bits(state.params) == bits(dict(raw.named_parameters()))
+    for name in rates:
+        moments = state.opt_state["partition"][name]["Adam"]["state"][name]
+        assert bits(moments) == bits(dict(adam.state[getattr(raw, name)]))
+
+
+@pytest.mark.parametrize("added", [2, 0, 3])  # as many as are pruned, which no shape shows
+def test_rows_of_averages_and_sums_are_taken_with_those_of_the_weights(added):
+    optimizer = ll.chain(ll.optim.every(ll.optimizer(torch.optim.Adam, lr=0.1), 2), ll.ema(0.9))
+    model = splats(3 + 2)
+    step = make_train_step(ll.make_grad_fn(model, splat_loss), optimizer)
+    state = ll.init_state(model, optimizer)
+    for x in POINTS[:3]:
+        state, _ = step(state, x)
+    before, order, new = bits(state), torch.tensor([4, 0, 2]), torch.randn(added, 3)
+    changed = ll.optim.take_rows(optimizer, state, {"means": order}, append={"means": new})
+    assert bits(state) == before
+    slow, total = (tree["ema"]["average"]["params"] for tree in (changed.opt_state, state.opt_state))
+    assert torch.equal(slow["means"], torch.cat([total["means"][order], new]))  # an average begins at its row
+    assert torch.equal(slow["scale"], total["scale"])
+    sums = changed.opt_state["every"]["sum"]["means"], state.opt_state["every"]["sum"]["means"]
+    assert torch.equal(sums[0], torch.cat([sums[1][order], torch.zeros(added, 3)]))
+    assert int(changed.opt_state["every"]["steps"]) == int(state.opt_state["every"]["steps"]) == 1
+
+
+def test_rows_that_cannot_be_taken_are_refused_by_name():
+    optimizer, model = ll.optimizer(torch.optim.Adam, lr=0.1), splats()
+    state = ll.init_state(model, optimizer)
+    shampoo = ll.optim.part(
+        "shampoo",
+        role="weights",
+        init=lambda params: {name: torch.eye(len(tensor)) for name, tensor in params.items() if tensor.ndim == 2},
+        update_=lambda grads, state, params, step: (params, state),
+    )
+    take = ll.optim.take_rows
+    mask = torch.ones(5, dtype=torch.bool)
+    assert_each_refused(
+        (lambda: take(optimizer, state, {"mean": mask}), ValueError, "no parameter mean: it has means"),
+        (
+            lambda: take(optimizer, state, {"means": mask[:4]}),
+            ValueError,
+            r"rows\['means'\] has 4 entries, and means 5",
+        ),
+        (lambda: take(optimizer, state, {"means": torch.tensor([0, 0])}), ValueError, "an index twice or outside"),
+        (lambda: take(optimizer, state, {"means": torch.tensor([5])}), ValueError, "an index twice or outside"),
+        (
+            lambda: take(optimizer, state, {"means": torch.tensor([0.5])}),
+            ValueError,
+            "is of torch.float32; give a mask",
+        ),
+        (lambda: take(optimizer, state, {"means": [True]}), TypeError, "is a list; give a mask of 5 bools"),
+        (lambda: take(optimizer, state, mask), TypeError, "rows is a Tensor; give a dict"),
+        (
+            lambda: take(optimizer, state, {}, append={"means": torch.ones(2, 4)}),
+            ValueError,
+            r"append gives means rows of shape \(4,\), and it has rows of \(3,\)",
+        ),
+        (
+            lambda: take(shampoo, ll.init_state(model, shampoo), {"means": mask}, append={"means": torch.ones(1, 3)}),
+            ValueError,
+            "/opt_state/shampoo/means of shape .* depends on the rows of means, and has none of its own",
+        ),
+        (lambda: take(shampoo, state, {"means": mask}), ValueError, "is not that of"),
+    )
+
+
+def test_a_run_with_rows_that_come_and_go_is_resumed_with_its_shapes(tmp_path):
+    optimizer = ll.optimizer(torch.optim.Adam, lr=0.1)
+
+    def run(folder, stop=None):
+        model = splats()
+        step = ll.make_train_step(ll.make_grad_fn(model, splat_loss), optimizer, donate=True)
+        ckpt = ll.checkpoint_io(folder)
+        state = ll.init_state(model, optimizer, extra={"counts": []})
+        state = ckpt.restore(state, resized=("params.means", "params.colors", "extra.counts"), quiet=True)
+        state = ll.bind(model, state, resize=True)
+        for x in POINTS[state.step : stop]:
+            state, _ = step(state, x)
+            if state.step % 4 == 0:
+                mask = masks(3, len(state.params["means"]))
+                added = {"means": torch.zeros(3, 3), "colors": torch.ones(3, 3)}
+                state = ll.optim.take_rows(optimizer, state, {"means": mask, "colors": mask}, append=added)
+                state = ll.bind(
+                    model, state.with_extra(counts=[*state.extra["counts"], int(mask.sum())]), resize=True
+                )
+        ckpt.save(state)
+        return bits((state.params, state.opt_state, state.extra)), state.step
+
+    expected = run(tmp_path / "unbroken")
+    for stop in (3, 4, 11, None):
+        found = run(tmp_path / "stopped", stop)
+    assert found == expected
