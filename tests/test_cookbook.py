@@ -50,6 +50,7 @@ GRADIENTS_OF = "Take gradients of hyperparameters"
 RETRY = "Retry a batch in smaller microbatches 1"
 HISTOGRAMS = "Log histograms of the gradients 1"
 SPIKES, SELDOM = "Skip spikes of the gradient norm 1", "Update some parameters less often (Adam beside Muon) 1"
+GOLDEN = "Guard a golden run in CI 1"
 BITS, ONE_PASS = "Keep the optimizer's state in 8 bits", "Update two networks from one forward pass"
 RATES = ["lr/generator", "lr/critic"]
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
@@ -327,6 +328,13 @@ def logged_in_front_of_clipping():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         raw.step()
     return True
+
+
+def guarded(names):
+    """True if the guard fails for a run with another learning rate, and names the first step."""
+    golden = ll.debug.read_fingerprints("golden.jsonl")
+    changed = ll.debug.first_difference(golden, names["golden_run"]("changed.jsonl", lr=2e-2))
+    return sorted(golden) == [4, 8, 12, 16] and (changed.equal, changed.different) == (None, 4)
 
 
 def noise_scale(names):
@@ -835,6 +843,7 @@ HOLDS = {
     "Change the batch size in the middle of an epoch 1": lambda n: (
         (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (14 + 5, 2, 512, 7)
     ),
+    GOLDEN: guarded,
     "Replay a step 1": lambda n: n["again"].state.step == 12,
     "Push to the Hugging Face Hub 2": lambda n: n["state"].step == n["pulled"].latest().step == 24,
 }

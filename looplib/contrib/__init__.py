@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from looplib._core.hints import in_room as _in_room
 from looplib.contrib._contrastive import make_contrastive_grad_fn
 from looplib.contrib._find_lr import LRCurve, find_lr
+from looplib.contrib._mup import MuP, mup
 from looplib.contrib._neftune import neftune
 from looplib.contrib._per_sample import make_per_sample_grad_fn
 from looplib.contrib._privacy import add_noise, clip_per_sample
@@ -12,11 +13,13 @@ from looplib.contrib._sam import sam
 
 __all__ = [
     "LRCurve",
+    "MuP",
     "add_noise",
     "clip_per_sample",
     "find_lr",
     "make_contrastive_grad_fn",
     "make_per_sample_grad_fn",
+    "mup",
     "neftune",
     "sam",
 ]

@@ -8,13 +8,16 @@ from looplib.debug._fingerprint import fingerprint, read_fingerprints
 from looplib.debug._misuse import warn_of_misuse
 from looplib.debug._record_steps import nbytes, record_steps
 from looplib.debug._replay import Replayed, replay, step_seed
+from looplib.debug._run_twice import CorruptionError, checksums, run_twice
 from looplib.debug._worst_samples import SampleScore, worst_samples
 
 __all__ = [
+    "CorruptionError",
     "Difference",
     "LeafDifference",
     "Replayed",
     "SampleScore",
+    "checksums",
     "differences",
     "fingerprint",
     "first_difference",
@@ -22,6 +25,7 @@ __all__ = [
     "read_fingerprints",
     "record_steps",
     "replay",
+    "run_twice",
     "step_seed",
     "warn_of_misuse",
     "worst_samples",

@@ -44,7 +44,8 @@ are about how the parts are put together. A complete `tests/test_your_step.py` n
         testing.assert_compiles(run.train_step, run.state, run.batch)
 
 `recipes/testing_your_step` is such a project. Sequence models also have `assert_causal`, scripts for several ranks have
-`assert_ranks_train_alike`, and wrappers of your own `assert_donated_equals_pure`.
+`assert_ranks_train_alike`, and wrappers of your own `assert_donated_equals_pure`. `assert_width_stable` is the coordinate
+check of the maximal update parametrization (`ll.contrib.mup`).
 
 Each check finds a bug that is common in practice: a loss averaged wrongly over microbatches, a frozen layer, labels
 shuffled apart from their inputs, evaluation in training mode. Steps may donate, because checks work on copies: the
@@ -63,6 +64,7 @@ from looplib.testing._purity import assert_donated_equals_pure, assert_pure
 from looplib.testing._ranks import assert_ranks_train_alike
 from looplib.testing._resume import assert_resumes
 from looplib.testing._samples import assert_causal, assert_samples_independent
+from looplib.testing._widths import assert_width_stable
 
 __all__ = [
     "assert_all_gradients",
@@ -75,6 +77,7 @@ __all__ = [
     "assert_ranks_train_alike",
     "assert_resumes",
     "assert_samples_independent",
+    "assert_width_stable",
 ]
 
 if not _TYPE_CHECKING:  # type checkers would take any name for one that there is

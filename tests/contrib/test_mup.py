@@ -1,0 +1,240 @@
+"""muP beside a raw loop in the form of the `mup` package (table 8 of the paper), and the check of its widths."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import looplib as ll
+from looplib import testing
+
+BASE = 16
+IMAGES, LABELS = (torch.tensor(column) for column in load_digits(return_X_y=True))
+
+
+class Swap(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+def network(width):
+    """With an embedding, a convolution, a hidden layer and a readout."""
+    return nn.Sequential(
+        nn.Embedding(9, width),
+        Swap(),
+        nn.Conv1d(width, 2 * width, 2),
+        nn.Tanh(),
+        nn.LayerNorm(3),
+        nn.Flatten(),
+        nn.Linear(6 * width, width),
+        nn.Tanh(),
+        nn.Linear(width, 3),
+    )
+
+
+def mlp(width):
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def loss_fn(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def scaled(cls, model, base, **options):
+    """The groups, after the initial values of the model are scaled."""
+    scaling = ll.contrib.mup(cls, model, base, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= scaling.scales[name]
+    return scaling.groups
+
+
+class Readout(nn.Module):
+    """As mup's `MuReadout`: inputs are divided by the growth of the width."""
+
+    def __init__(self, layer, growth):
+        super().__init__()
+        self.layer, self.growth = layer, growth
+
+    def forward(self, x):
+        return self.layer(x / self.growth)
+
+
+def as_mup_package(model, growth, sgd, lr):
+    """The model and torch's groups in the form of the package, by table 8: a rate for each parameter, and a multiplier."""
+    with torch.no_grad():
+        for parameter in (model[2].bias, model[6].bias, model[8].bias, model[8].weight):
+            parameter *= growth**0.5
+    matrices = [model[2].weight, model[6].weight]
+    vectors = [model[0].weight, model[2].bias, model[6].bias, model[8].weight]
+    others = [*model[4].parameters(), model[8].bias]
+    model[8] = Readout(model[8], growth)
+    factors = [(matrices, 1.0 if sgd else 1 / growth), (vectors, growth if sgd else 1.0), (others, 1.0)]
+    return [{"params": params, "lr": lr * factor} for params, factor in factors]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.Adam, {"lr": 0.01, "eps": 1e-30}),
+        (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-30}),
+    ],
+)
+@pytest.mark.parametrize("growth", [4, 1])
+def test_ten_steps_are_those_of_a_raw_loop_in_the_form_of_the_package(cls, options, growth):
+    model = network(growth * BASE).double()
+    raw = copy.deepcopy(model)
+    groups = scaled(cls, model, network(BASE), lr=options["lr"])
+    optimizer = ll.optimizer(cls, groups=groups, **options)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    theirs = cls(as_mup_package(raw, growth, cls is torch.optim.SGD, options["lr"]), **options)
+    batch = torch.randint(0, 9, (32, 4)), torch.arange(32) % 3
+    first = copy.deepcopy(raw.state_dict())
+    for _ in range(10):
+        state, _ = train_step(state, batch)
+        theirs.zero_grad()
+        loss_fn(raw, batch).backward()
+        theirs.step()
+    expected = {name.replace("8.layer", "8"): weight.detach() for name, weight in raw.named_parameters()}
+    expected["8.weight"] = expected["8.weight"] / growth
+    for name, weight in state.params.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+    assert not any(torch.equal(tensor, raw.state_dict()[name]) for name, tensor in first.items())
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_rates_and_initial_values_are_those_of_table_3(wide_in, wide_out, sgd):
+    def layers(one, other):
+        return nn.ModuleDict(
+            {"input": nn.Linear(5, one), "hidden": nn.Linear(one, other), "readout": nn.Linear(other, 2)}
+        )
+
+    cls = torch.optim.SGD if sgd else torch.optim.AdamW
+    model = layers(8 * wide_in, 8 * wide_out).to("meta")
+    groups, scales = ll.contrib.mup(cls, model, layers(8, 8), lr=1.0)
+    rates = {}
+    for name, tensor in model.named_parameters():
+        rates[name] = next((values["lr"] for predicate, values in groups if predicate(name, tensor)), 1.0)
+    a, b = wide_in, wide_out
+    # Rates by fan-in and fan-out, in units of the base's.
+    expected = {
+        "input.weight": a if sgd else 1,
+        "input.bias": a if sgd else 1,
+        "hidden.weight": b / a if sgd else 1 / a,
+        "hidden.bias": b if sgd else 1,
+        "readout.weight": 1 / b,
+        "readout.bias": 1,
+    }
+    assert rates == pytest.approx(expected)
+    # Standard deviations: 1 for an input and biases, 1 / sqrt(fan_in) for hidden layers, 1 / fan_in for a readout.
+    drawn = {"hidden.weight": a**-0.5, "hidden.bias": a**-0.5, "readout.weight": b**-0.5, "readout.bias": b**-0.5}
+    wanted = {"hidden.weight": a**-0.5 if b > 1 else 1 / a, "readout.weight": 1 / b}
+    assert {name: scales[name] * drawn.get(name, 1) for name in scales} == pytest.approx(
+        {name: wanted.get(name, 1) for name in scales}
+    )
+    _, of_constant = ll.contrib.mup(cls, model, layers(8, 8), lr=1.0, initial="constant")
+    assert of_constant == pytest.approx({name: wanted.get(name, 1) for name in scales})
+
+
+def test_schedules_and_weight_decay_are_scaled():
+    groups, _ = ll.contrib.mup(
+        torch.optim.AdamW, mlp(64), mlp(16), lr=lambda step: 0.1 / (1 + step), weight_decay=0.5
+    )
+    [(_, values)] = groups
+    assert values["lr"](1) == pytest.approx(0.1 / 2 / 4)
+    assert values["weight_decay"] == 2.0
+
+
+def make_run(width, is_mup=True, cls=torch.optim.Adam, lr=0.01):
+    model = mlp(width)
+    groups = scaled(cls, model, mlp(64), lr=lr) if is_mup else ()
+    optimizer = ll.optimizer(cls, lr=lr, groups=groups)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    return model, train_step, ll.init_state(model, optimizer)
+
+
+BATCH = IMAGES[:64].float() / 16, LABELS[:64]
+
+
+def test_activations_are_stable_with_mup_and_not_in_the_standard_parametrization():
+    testing.assert_width_stable(make_run, BATCH)
+    with pytest.raises(AssertionError, match=r"activations depend on the width(?s:.*)4: .*at width 64.*at width 256"):
+        testing.assert_width_stable(lambda width: make_run(width, is_mup=False), BATCH)
+
+
+@pytest.mark.slow
+def test_the_best_rate_moves_by_at_most_a_factor_of_two():
+    lrs = [2.0**-power for power in range(2, 13)]
+    best = {True: [], False: []}
+    for is_mup, found in best.items():
+        for width in (64, 128, 256, 512):
+            losses = torch.zeros(len(lrs))
+            for seed in range(3):
+                torch.manual_seed(seed)
+                model = mlp(width)
+                groups = scaled(torch.optim.Adam, model, mlp(64), lr=1.0) if is_mup else []
+                by_member = [
+                    (predicate, {"lr": ll.transforms.per_member([values["lr"] * lr for lr in lrs])})
+                    for predicate, values in groups
+                ]
+                adam = ll.optimizer(torch.optim.Adam, lr=ll.transforms.per_member(lrs), groups=by_member)
+                train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), adam))
+                stack = ll.transforms.stack_states([ll.init_state(model, adam)] * len(lrs), same_seeds=True)
+                for step in range(20):
+                    rows = slice(64 * step, 64 * step + 64)
+                    stack, metrics = train_step(stack, (IMAGES[rows].float() / 16, LABELS[rows]))
+                    if step >= 15:
+                        values = ll.transforms.compute_members(metrics)
+                        losses += torch.tensor([member["loss"] for member in values]).nan_to_num(1e3, 1e3)
+            found.append(lrs[int(losses.argmin())])
+    print(best)
+    assert max(best[True]) <= 2 * min(best[True])
+    assert max(best[False]) > 2 * min(best[False])
+
+
+class Positions(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(4, width))
+
+
+def tied(width):
+    model = nn.ModuleList([nn.Embedding(5, width), nn.Linear(width, 5, bias=False)])
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_parameter_of_ones_own_is_asked_for():
+    with pytest.raises(ValueError, match=r"sums_over=\{'positions': dimension\}"):
+        ll.contrib.mup(torch.optim.Adam, Positions(8), Positions(4), lr=0.1)
+    told = ll.contrib.mup(torch.optim.Adam, Positions(8), Positions(4), lr=0.1, sums_over={"positions": None})
+    assert told == ([], {"positions": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.optim.LBFGS, mlp(8), mlp(4)), TypeError, "knows no factors"),
+        ((torch.optim.Adam(mlp(4).parameters()), mlp(8), mlp(4)), TypeError, "knows no factors"),
+        ((torch.optim.Adam, mlp(8), nn.Linear(2, 1)), ValueError, "not in both models"),
+        ((torch.optim.Adam, tied(8), tied(4)), ValueError, "0.weight is both an embedding and a readout"),
+        ((torch.optim.Adam, nn.Conv1d(8, 8, 4), nn.Conv1d(4, 4, 2)), ValueError, "3 dimensions that grow"),
+    ],
+)
+def test_what_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ll.contrib.mup(*arguments, lr=0.1)
+
+
+def test_the_check_refuses_one_width_and_a_module_that_is_not_called():
+    with pytest.raises(ValueError, match="two or more"):
+        testing.assert_width_stable(make_run, BATCH, widths=(64,))
+    with pytest.raises(ValueError, match="no forward pass"):
+        testing.assert_width_stable(lambda width: (nn.Linear(1, 1), *make_run(width)[1:]), BATCH)
