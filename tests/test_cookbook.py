@@ -738,6 +738,9 @@ HOLDS = {
         (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (14 + 5, 2, 512, 7)
     ),
     "Replay a step 1": lambda n: n["again"].state.step == 12,
+    "Send the weights to an inference engine 1": lambda n: (
+        bits(dict(n["engine"].named_parameters())) == bits(n["state"].params) and n["version"] == 16
+    ),
     "Push to the Hugging Face Hub 2": lambda n: n["state"].step == n["pulled"].latest().step == 24,
 }
 
