@@ -62,6 +62,20 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     return new
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """True for a tensor of a stack that all members share: one in memory, expanded over the first dimension."""
+    strided = tensor.layout is torch.strided and tensor.dim() > 0
+    return strided and len(tensor) > 1 and tensor.stride(0) == 0
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy of a tensor, without history. Of one that is shared and that no step writes, one copy is shared again."""
+    detached = tensor.detach()
+    if is_shared(detached) and not tensor.requires_grad:
+        return detached[0].clone().expand(tensor.shape)
+    return detached.clone().requires_grad_(tensor.requires_grad)
+
+
 _is_cpu = operator.attrgetter("is_cpu")
 
 

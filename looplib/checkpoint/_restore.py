@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
+from looplib._core.copies import is_shared
 from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.modules import check_materialized
 from looplib._core.ranks import is_sharded, local
@@ -205,8 +206,11 @@ def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader:
         like = wanted[leaf_path] if isinstance(wanted[leaf_path], Tensor) else value
         kind = reader.root(leaf_path), like.device, is_sharded(like)
         if kind not in made:
-            made[kind] = torch.empty_like(like.detach())
-            words(local(made[kind])).copy_(words(value))
+            # The members of a stack share it if those that were saved did, and if no step writes it.
+            rows = slice(1) if is_shared(value) and not like.requires_grad else ...
+            new = torch.empty_like(like.detach()[rows])
+            words(local(new)).copy_(words(value[rows]))
+            made[kind] = new if rows is ... else new.expand(value.shape)
         leaves[leaf_path] = made[kind].detach().requires_grad_(like.requires_grad)
     return leaves
 
