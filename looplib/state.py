@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from looplib._core import lease, misuse
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, is_plain, named
-from looplib._core.copies import copy_of
+from looplib._core.copies import shared_copy
 from looplib._core.forward_writes import put_back
 from looplib._core.mappings import fields_of, pick
 from looplib._core.memory import named_tensors, overlaps
@@ -189,12 +189,13 @@ def copy_state(state: TrainState) -> TrainState:
         DonatedStateError: the state was donated to a step.
     """
     check_state(state, "ll.copy_state(state)")
-    frozen = {id(tensor) for tensor in state.params.values() if not tensor.requires_grad}
+    of_stack = isinstance(state.seed, tuple)  # whose graphs never write what its members share
+    shared = {id(tensor) for tensor in state.params.values() if of_stack and not tensor.requires_grad}
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            new = copy_of(tensor) if id(tensor) in frozen else tensor.detach().clone()
+            new = shared_copy(tensor) if id(tensor) in shared else tensor.detach().clone()
             copies[id(tensor)] = new.requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 

@@ -68,12 +68,10 @@ def is_shared(tensor: Tensor) -> bool:
     return strided and len(tensor) > 1 and tensor.stride(0) == 0
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, without history. Of one that is shared and that no step writes, one copy is shared again."""
-    detached = tensor.detach()
-    if is_shared(detached) and not tensor.requires_grad:
-        return detached[0].clone().expand(tensor.shape)
-    return detached.clone().requires_grad_(tensor.requires_grad)
+def shared_copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor without its history, which the members of a stack share if they shared the tensor."""
+    tensor = tensor.detach()
+    return tensor[0].clone().expand(tensor.shape) if is_shared(tensor) else tensor.clone()
 
 
 _is_cpu = operator.attrgetter("is_cpu")

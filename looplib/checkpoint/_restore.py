@@ -58,7 +58,7 @@ def load(
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
-    remaining = iter({**leaves, **kept, **_new_leaves(without(wanted, kept), values, reader)}.values())
+    remaining = iter({**leaves, **kept, **_new_leaves(without(wanted, kept), values, reader, template)}.values())
     trees = map_leaves(lambda _: next(remaining), tree)
 
     def restored() -> TrainState:
@@ -198,16 +198,19 @@ def _bound(
     return kept, writes
 
 
-def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader) -> dict[str, Any]:
+def _new_leaves(
+    wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader, template: TrainState
+) -> dict[str, Any]:
     """Leaves with the values of a checkpoint and the layouts of those that they replace: one new tensor for all ties."""
     made: dict[Any, Tensor] = {}
+    of_stack = isinstance(template.seed, tuple)
     leaves = subset(reader.values, wanted)
     for leaf_path, value in subset(values, wanted).items():
         like = wanted[leaf_path] if isinstance(wanted[leaf_path], Tensor) else value
         kind = reader.root(leaf_path), like.device, is_sharded(like)
         if kind not in made:
-            # The members of a stack share it if those that were saved did, and if no step writes it.
-            rows = slice(1) if is_shared(value) and not like.requires_grad else ...
+            # The members of a stack share it if those that were saved did, and if it is frozen.
+            rows = slice(1) if of_stack and is_shared(value) and not like.requires_grad else ...
             new = torch.empty_like(like.detach()[rows])
             words(local(new)).copy_(words(value[rows]))
             made[kind] = new if rows is ... else new.expand(value.shape)

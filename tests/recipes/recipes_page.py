@@ -28,6 +28,7 @@ ORDER = [
     "language_model_mesh",
     "lose_a_rank",
     "sweep_lr",
+    "lora_rates",
     "optuna_pruning",
     "ensemble_digits",
     "contrastive_digits",
