@@ -9,7 +9,9 @@ stack holds the base model once, and its members see the same batches. The table
 on held-out code. The best adapter is saved in peft's format, read back by peft, and must give the same answers.
 Ctrl-C stops, rerunning continues (delete the folder to start over).
 
-@REACHED@
+Reached with seed 0, in 56 seconds on one core: 3.41 bits per byte of held-out code without an adapter, 3.23 with the best
+rate, 0.012; 3.31 with 0.001, and 4.55 with 0.3, which is worse than no adapter. The stack takes 0.6 MiB, and eight states
+with a base of their own 3.7 MiB. peft's answers are the same.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def main(
 
     before = bits(stack)[0]
     held, apart = memory(stack), members * memory(state)
-    print(f"{members} adapters on one base: {held / 2**20:.1f} MiB; a base for each would take {apart / 2**20:.1f} MiB")
+    print(
+        f"{members} adapters on one base: {held / 2**20:.1f} MiB; a base for each would take {apart / 2**20:.1f} MiB"
+    )
     began, first = time.perf_counter(), stack.step
     stack = fit(train_step, stack, loader, steps, folder / "adapters")
     seconds = time.perf_counter() - began
@@ -97,11 +101,11 @@ def main(
     for member, (rate, value) in enumerate(zip(rates, after, strict=True)):
         print(f"    lr {rate:8.5f}   {value:6.3f}{'   <- best' * (member == best)}")
 
-    member = ll.transforms.unstack_states(stack)[best]
-    ll.checkpoint.save_pretrained(model, member, folder / "best")
+    winner = ll.transforms.unstack_states(stack)[best]
+    ll.checkpoint.save_pretrained(model, winner, folder / "best")
     served = peft.PeftModel.from_pretrained(base, str(folder / "best")).eval()
     (tokens,) = next(iter(test_batches))
-    expected = ll.make_predict_step(model, lambda model, tokens: model(tokens).logits)(member, tokens)
+    expected = ll.make_predict_step(model, lambda model, tokens: model(tokens).logits)(winner, tokens)
     difference = (served(tokens).logits - expected).abs().max().item()
     print(f"the best adapter is in {folder / 'best'}; peft's answers differ by {difference:.1g} at most")
     return {
@@ -118,7 +122,11 @@ def fit(
     train_step: ll.types.TrainStep, state: ll.TrainState, loader: ll.data.Loader, steps: int, folder: Path
 ) -> ll.TrainState:
     """Train a state or a stack to this step, from the folder's checkpoint."""
-    ckpt, done, bar = ll.checkpoint_io(folder, keep_last=1), ll.after_steps(steps), ll.progress(loader, leave=False, disable=None)
+    ckpt, done, bar = (
+        ll.checkpoint_io(folder, keep_last=1),
+        ll.after_steps(steps),
+        ll.progress(loader, leave=False, disable=None),
+    )
     state = ckpt.restore(state)
     print(f"{folder.name}: step {state.step} of {steps}", flush=True)
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 import torch
 from harness import Mebibytes, Report, Step, in_turns, options_of, parser
@@ -36,16 +37,18 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.b.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.base(x) + self.b(self.a(x))).tanh()
+        hidden: Tensor = self.base(x) + self.b(self.a(x))
+        return hidden.tanh()
 
 
-def model_of(width: int, depth: int) -> nn.Module:
+def model_of(width: int, depth: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*[Adapted(width) for _ in range(depth)])
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-    return (model(batch) - batch).square().mean()
+    loss: Tensor = (model(batch) - batch).square().mean()
+    return loss
 
 
 def rates() -> list[float]:
@@ -59,7 +62,7 @@ def raw_loop(width: int, depth: int, batch: Tensor) -> Step:
     for lr in rates():
         model = model_of(width, depth)
         for layer, of_base in zip(model, base, strict=True):
-            layer.base = of_base.base  # type: ignore[union-attr]
+            layer.base = of_base.base
         trained = [p for p in model.parameters() if id(p) not in shared]
         optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
 
@@ -84,6 +87,7 @@ def stacked(width: int, depth: int, batch: Tensor, compiled: bool) -> tuple[Step
 
 
 def memory(state: ll.TrainState) -> int:
+    """Bytes behind the tensors of a state, in which members may share some."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -92,7 +96,7 @@ def check_agreement(width: int, depth: int, batch: Tensor) -> None:
     """Raise unless the members reach the weights of as many single runs."""
     step, _ = stacked(width, depth, batch, False)
     for _ in range(3):
-        last = step()
+        last: Any = step()
     for member, lr in zip(ll.transforms.unstack_states(last), rates(), strict=True):
         model = model_of(width, depth)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)

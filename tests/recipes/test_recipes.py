@@ -135,6 +135,7 @@ def run(name, folder, interrupted=()):
             hook.remove()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # read by peft
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_run_learns_and_one_that_was_interrupted_twice_ends_as_it_does(name, tmp_path, capsys):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
