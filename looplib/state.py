@@ -13,6 +13,7 @@ from looplib._core import interrupts, lease, misuse
 from looplib._core import modules as _modules
 from looplib._core import random as draws
 from looplib._core.checks import check, check_optional_count, check_type, few, is_plain, named
+from looplib._core.copies import shared_copy
 from looplib._core.engines import engine_of
 from looplib._core.forward_writes import put_back
 from looplib._core.mappings import fields_of, pick
@@ -258,7 +259,8 @@ def copy_state(state: TrainState) -> TrainState:
     >>> kept.params["weight"] is state.params["weight"]
     False
 
-    Tensors that occur twice in the state are still shared with each other in the copy.
+    Tensors that occur twice in the state are still shared with each other in the copy, and frozen parameters that the
+    members of a stack share are still held once.
 
     Args:
         state: the state to copy.
@@ -267,11 +269,14 @@ def copy_state(state: TrainState) -> TrainState:
         DonatedStateError: the state was donated to a step.
     """
     check_state(state, "ll.copy_state(state)")
+    of_stack = isinstance(state.seed, tuple)  # whose graphs never write what its members share
+    shared = {id(tensor) for tensor in state.params.values() if of_stack and not tensor.requires_grad}
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            new = shared_copy(tensor) if id(tensor) in shared else tensor.detach().clone()
+            copies[id(tensor)] = new.requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 
     with torch.inference_mode(False):  # steps take no tensors made there

@@ -845,6 +845,14 @@ HOLDS = {
     ),
     GOLDEN: guarded,
     "Replay a step 1": lambda n: n["again"].state.step == 12,
+    "Train many adapters on one frozen model 1": lambda n: (
+        n["stack"].params["base_model.model.0.base_layer.weight"].stride(0) == 0
+        and len(set(n["losses"])) == 8
+        and n["stack"].step == 8
+    ),
+    "Send the weights to an inference engine 1": lambda n: (
+        bits(dict(n["engine"].named_parameters())) == bits(n["state"].params) and n["version"] == 16
+    ),
     "Push to the Hugging Face Hub 2": lambda n: n["state"].step == n["pulled"].latest().step == 24,
 }
 

@@ -62,6 +62,18 @@ def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
     return new
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """True for a tensor of a stack that all members share: one in memory, expanded over the first dimension."""
+    strided = tensor.layout is torch.strided and tensor.dim() > 0
+    return strided and len(tensor) > 1 and tensor.stride(0) == 0
+
+
+def shared_copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor without its history, which the members of a stack share if they shared the tensor."""
+    tensor = tensor.detach()
+    return tensor[0].clone().expand(tensor.shape) if is_shared(tensor) else tensor.clone()
+
+
 _is_cpu = operator.attrgetter("is_cpu")
 
 

@@ -268,7 +268,29 @@ def whole(tensor: Tensor) -> Tensor:
     meeting = tensor.device_mesh.device_type
     with torch.no_grad():
         shard = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
-        return shard.full_tensor().detach().to(tensor.device)  # type: ignore[no-any-return]
+        gathered = shard.full_tensor() if (split := _uneven_rows(shard)) is None else _gathered_rows(shard, split)
+        return gathered.detach().to(tensor.device)
+
+
+def _uneven_rows(tensor: Any) -> int | None:
+    """The dimension of the mesh over which a tensor's rows are split unevenly, and the others copied, or None."""
+    split = [(index, placement) for index, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(split) != 1 or not split[0][1].is_shard(0):
+        return None
+    index: int = split[0][0]
+    return index if tensor.shape[0] % tensor.device_mesh.size(index) else None
+
+
+def _gathered_rows(tensor: Any, split: int) -> Tensor:
+    """The whole tensor in its own memory and no more: `full_tensor` pads uneven shards first, which copies them."""
+    gathered = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    mesh = tensor.device_mesh
+    length = -(-len(gathered) // mesh.size(split))  # of each shard but the last ones, as `torch.chunk` has it
+    for rank, rows in enumerate(torch.split(gathered, length)):
+        if rank == mesh.get_local_rank(split):
+            rows.copy_(local(tensor))
+        distributed.broadcast(rows, group=mesh.get_group(split), group_src=rank)
+    return gathered
 
 
 def placed_like(like: Tensor, tensor: Tensor) -> Tensor:

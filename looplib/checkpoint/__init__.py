@@ -8,6 +8,7 @@ from looplib.checkpoint._checkpoints import Checkpoint
 from looplib.checkpoint._export import save_pretrained, save_safetensors
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
+from looplib.checkpoint._iter_weights import iter_weights
 from looplib.checkpoint._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from looplib.checkpoint._state_dict import load_state_dict, state_dict
 
@@ -19,6 +20,7 @@ __all__ = [
     "RandomStreams",
     "capture",
     "checkpoint_io",
+    "iter_weights",
     "load_optimizer_state_dict",
     "load_state_dict",
     "optimizer_state_dict",

@@ -71,6 +71,7 @@ def write_entry(ranks: RankGroup, target: Path, parts: Parts, about: Mapping[str
         manifest = {
             "format": FORMAT, **about, "files": files,
             "tensors": parts.about, "ties": parts.ties, "values": parts.values,
+            "shared": parts.shared,
             "metrics": about["metrics"] or _metrics_of_same(target, files),
         }  # fmt: skip
         crc32 = zlib.crc32(orjson.dumps(manifest))

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from looplib._core import modules as _modules
 from looplib._core.checks import check
 from looplib._core.collective import together
 from looplib._core.records import check_kind
 from looplib._core.trees import map_tensors
-from looplib.checkpoint._state_dict import lend, state_dict, state_names
+from looplib.checkpoint._state_dict import innermost, lend, state_dict, state_names
 from looplib.types import TrainState, check_state
 
 
@@ -101,7 +100,7 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     """
     check_kind(model, "save_pretrained", "model")
     check_state(state, "ll.checkpoint.save_pretrained(model, state, folder)")
-    inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]
+    inner: Any = innermost(model)
     advice = "give a model of transformers, or write ll.checkpoint.save_safetensors(model, state, path)"
     check(hasattr(inner, "save_pretrained"), f"a {type(inner).__name__} has no save_pretrained; {advice}", TypeError)
     save = inner.save_pretrained

@@ -34,7 +34,7 @@ from looplib.checkpoint._format import (
     slices_of,
     words,
 )
-from looplib.checkpoint._shards import Box, box_of, common, full_box, shape_of, size_of, within
+from looplib.checkpoint._shards import Box, box_of, common, first_of, full_box, shape_of, size_of, within
 from looplib.types import COUNTS
 
 # What Python, orjson and torch raise for paths and contents that no save writes.
@@ -114,6 +114,7 @@ class Reader:
             self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
+        self._shared = {*manifest.get("shared", ())}  # by all members of a stack, so that the first is all of it
         self._written = manifest["files"]
         self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -167,6 +168,7 @@ class Reader:
             for path, leaf in leaves.items():
                 if entry := self.tensors.get(root := self.root(path)):
                     box = box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
+                    box = first_of(entry["shape"]) if root in self._shared else box
                     chunks = self._chunks[root]
                     same = [chunk for chunk in chunks if chunk.box == box]
                     wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
@@ -176,7 +178,9 @@ class Reader:
                 found = checksum(slices, pool.map if len(slices) > 1 else map)
                 with errors_as_damage(self.directory / name):
                     check(found == self._written[name]["crc32"], "its checksum is wrong")
-        return {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}
+        values = {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}
+        shared = [path for path in values if self.root(path) in self._shared]
+        return values | {path: values[path].expand(self.tensors[self.root(path)]["shape"]) for path in shared}
 
     def _assembled(self, path: str, box: Box, chunks: list[_Chunk]) -> Tensor:
         """A part of the tensor at a path, from the chunks that have elements in common with it."""

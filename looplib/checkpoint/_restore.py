@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import lease
 from looplib._core.checks import check, few
+from looplib._core.copies import is_shared
 from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.modules import check_materialized
 from looplib._core.ranks import is_sharded, local
@@ -66,7 +67,7 @@ def load(
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
-    remaining = iter({**leaves, **kept, **_new_leaves(without(wanted, kept), values, reader)}.values())
+    remaining = iter({**leaves, **kept, **_new_leaves(without(wanted, kept), values, reader, template)}.values())
     trees = map_leaves(lambda _: next(remaining), tree)
 
     def restored() -> TrainState:
@@ -221,16 +222,22 @@ def _bound(
     return kept, writes
 
 
-def _new_leaves(wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader) -> dict[str, Any]:
+def _new_leaves(
+    wanted: Mapping[str, Any], values: Mapping[str, Tensor], reader: Reader, template: TrainState
+) -> dict[str, Any]:
     """Leaves with the values of a checkpoint and the layouts of those that they replace: one new tensor for all ties."""
     made: dict[Any, Tensor] = {}
+    of_stack = isinstance(template.seed, tuple)
     leaves = subset(reader.values, wanted)
     for leaf_path, value in subset(values, wanted).items():
         like = wanted[leaf_path] if isinstance(wanted[leaf_path], Tensor) else value
         kind = reader.root(leaf_path), like.device, is_sharded(like)
         if kind not in made:
-            made[kind] = torch.empty_like(like.detach())
-            words(local(made[kind])).copy_(words(value))
+            # The members of a stack share it if those that were saved did, and if it is frozen.
+            rows = slice(1) if of_stack and is_shared(value) and not like.requires_grad else ...
+            new = torch.empty_like(like.detach()[rows])
+            words(local(new)).copy_(words(value[rows]))
+            made[kind] = new if rows is ... else new.expand(value.shape)
         leaves[leaf_path] = made[kind].detach().requires_grad_(like.requires_grad)
     return leaves
 

@@ -20,6 +20,11 @@ def full_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def first_of(shape: Sequence[int]) -> Box:
+    """The first of a tensor's rows."""
+    return ((0, 1), *full_box(shape)[1:])
+
+
 def shape_of(box: Box) -> list[int]:
     """Shape of a part of a tensor."""
     return [end - begin for begin, end in box]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from looplib._core.checks import is_plain
 from looplib._core.checksums import bits_of, bytes_of
+from looplib._core.copies import is_shared
 from looplib._core.mappings import mapped, pick, without
 from looplib._core.memory import overlaps
 from looplib._core.ranks import is_sharded, local
@@ -26,7 +27,7 @@ from looplib.checkpoint._format import (
     slices_of,
     words,
 )
-from looplib.checkpoint._shards import box_of, is_written_here
+from looplib.checkpoint._shards import box_of, first_of, is_written_here
 
 # safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
 _SAFETENSORS = {
@@ -43,6 +44,7 @@ class Parts:
     Attributes:
         values: the plain values, as in the manifest.
         ties: path of a tensor -> path of the same tensor, under which it is written once.
+        shared: paths of the frozen parameters that all members of a stack share, of which only the first is written.
         sharded: paths of the DTensors.
         about: dtype and shape of all tensors but for ties, as in the manifest.
         data: the tensors and parts of DTensors that this process writes, as integers of the same size.
@@ -59,15 +61,23 @@ class Parts:
         roots = same_memory(without(tensors, self.sharded))
         self.ties = {path: root for path, root in roots.items() if path != root}
         stored = without(tensors, self.ties)
+        self.shared = [path for path, leaf in stored.items() if _is_shared(path, leaf)]
         self.about = mapped(about, stored)
         self.data = {path: words(local(leaf)) for path, leaf in stored.items() if is_written_here(leaf, first)}
         self.boxes = {
             path: box_of(leaf) for path, leaf in stored.items() if path in self.data and path in self.sharded
         }
+        for path in self.data.keys() & {*self.shared}:
+            self.data[path] = self.data[path][:1]
+            self.boxes[path] = first_of(stored[path].shape)
 
     def copy(self) -> None:
         """Copy the tensors to the host, so that they may be overwritten from now on."""
         self.data = mapped(lambda tensor: tensor.to("cpu", copy=True), self.data)
+
+
+def _is_shared(path: str, leaf: Tensor) -> bool:
+    return path.startswith("/params/") and not leaf.requires_grad and not is_sharded(leaf) and is_shared(leaf)
 
 
 _LEAVE_OUT = (

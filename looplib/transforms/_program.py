@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from looplib._core.copies import leaves_of
+from looplib._core.copies import is_shared, leaves_of
 from looplib._core.forward_writes import INTACT, WROTE
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
@@ -327,9 +327,9 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
 
     if not donate:
         _check_unwritten(graph, {name: old[index] for index, name in enumerate(traced.outcome[0][0]) if index in old})
-    written = _written(graph)
+    written = written_in(graph)
     for index, node in old.items():
-        if _is_copy(results[index], node, written):
+        if is_copy(results[index], node, written):
             results[index] = node
     if apart:
         _separate(graph, results, old, {*map(storage, given)}, len(expression(traced.outcome[0][:3]).tensors))
@@ -371,7 +371,7 @@ def _check_unwritten(graph: Graph, params: Mapping[str, Node]) -> None:
         raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT))
 
 
-def _written(graph: Graph) -> set[int]:
+def written_in(graph: Graph) -> set[int]:
     """Storages that may be written, at most: batch norm's kernels write without declaring it."""
     writers = filter(_may_write, graph.nodes)
     return {storage(node) for writer in writers for node in writer.all_input_nodes if "val" in node.meta}
@@ -382,7 +382,7 @@ def _may_write(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or "batch_norm" in str(target))
 
 
-def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
+def is_copy(node: Node, of: Node, written: set[int]) -> bool:
     """True if an output is a tensor of the state that a gradient function has copied in case it is written."""
     while node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
         if storage(node) in written:
@@ -406,7 +406,9 @@ def _separate(graph: Graph, results: list[Node], old: Mapping[int, Node], taken:
 
 def _overwrite(traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]) -> set[str]:
     """Overwrite the old state with the new one, and return the names of the parameters written."""
-    new = {index: results[index] for index, node in old.items() if results[index] is not node}
+    # What the members of a stack have shared and is written after all gets new memory, one tensor for each member.
+    own = {index: node for index, node in old.items() if not is_shared(node.meta["val"])}
+    new = {index: results[index] for index, node in own.items() if results[index] is not node}
     for index in new:
         results[index] = old[index]
     for index in new.keys() - _written_by_kernels(graph, results, old, new):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from looplib._core.checks import as_tensor, check, few, separated, warn
+from looplib._core.checks import as_tensor, check, few, is_plain, separated, warn
+from looplib._core.copies import is_shared
 from looplib._core.mappings import fields_of
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
@@ -35,7 +36,9 @@ def stack_states(states: Sequence[TrainState], *, same_seeds: bool = False) -> T
     >>> stack.params["weight"].shape, stack.seed
     (torch.Size([4, 1, 2]), (0, 1, 2, 3))
 
-    The members are copied. Predicates, `eval_state`, `checkpoint_io` and everything that uses counts or whole trees
+    The members are copied. A frozen parameter (`requires_grad_(False)`) that is the same in all of them is held once: it is
+    expanded over the members, so that a stack of adapters takes the memory of one base model and all adapters, here, in its
+    copies and in its checkpoints. Predicates, `eval_state`, `checkpoint_io` and everything that uses counts or whole trees
     accept a stack as a state. Its `seed` is the tuple of the members' seeds.
 
     Members with equal seeds draw the same random numbers (dropout, noise, samples) in every step, so this warns of them.
@@ -83,6 +86,7 @@ def _stacked(trees: Sequence[Any], name: str) -> Any:
 
 def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
+    frozen = path.startswith("params") and isinstance(first, Tensor) and is_plain(first) and not first.requires_grad
     for number, leaf in enumerate(leaves):
         if isinstance(first, Tensor) and isinstance(leaf, Tensor):
             check(
@@ -96,6 +100,8 @@ def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
             )
     if not isinstance(first, Tensor):
         return first
+    if frozen and all(leaf is first or torch.equal(leaf, first) for leaf in leaves):
+        return first.detach().clone().expand(len(leaves), *first.shape)
     return torch.stack([*map(Tensor.detach, leaves)]).requires_grad_(first.requires_grad)
 
 
@@ -107,7 +113,8 @@ def unstack_states(stack: TrainState) -> list[TrainState]:
     >>> [member.seed for member in ll.transforms.unstack_states(stack)]
     [5, 6]
 
-    They are copies, so a donated step of the stack or of one member does not affect the others. To continue with some of
+    They are copies, so a donated step of the stack or of one member does not affect the others. Frozen parameters that the
+    members of the stack share are copied once, for all of them. To continue with some of
     them, `stack_states([members[3], members[1]])`.
 
     Args:
@@ -116,7 +123,8 @@ def unstack_states(stack: TrainState) -> list[TrainState]:
     Raises:
         ValueError: `stack` is not a stack.
     """
-    return [_member(stack, number) for number in range(members_of(stack))]
+    shared: dict[str, Tensor] = {}
+    return [_member(stack, number, shared) for number in range(members_of(stack))]
 
 
 def members_of(stack: TrainState) -> int:
@@ -140,16 +148,17 @@ def members_of(stack: TrainState) -> int:
     return len(seeds)
 
 
-def _member(stack: TrainState, number: int) -> TrainState:
+def _member(stack: TrainState, number: int, shared: dict[str, Tensor]) -> TrainState:
+    """A member, with those of its tensors that all members share from `shared`, or copied to it."""
     seeds: Any = stack.seed
     trees = {
-        name: tree_map_with_path(partial(_leaf_of, number, len(seeds), name), tree)
+        name: tree_map_with_path(partial(_leaf_of, number, len(seeds), name, shared), tree)
         for name, tree in fields_of(stack, TREES).items()
     }
     return stack.replace(**trees, seed=seeds[number])
 
 
-def _leaf_of(number: int, count: int, name: str, path: Any, leaf: Any) -> Any:
+def _leaf_of(number: int, count: int, name: str, shared: dict[str, Tensor], path: Any, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     check(
@@ -157,6 +166,10 @@ def _leaf_of(number: int, count: int, name: str, path: Any, leaf: Any) -> Any:
         f"{name}{keystr(path)} has shape {tuple(leaf.shape)}, and no first dimension of the stack's {count} members; "
         "what is put into the state of a stack needs one",
     )
+    if name == "params" and is_shared(leaf) and not leaf.requires_grad:
+        if keystr(path) not in shared:
+            shared[keystr(path)] = leaf.detach()[0].clone()
+        return shared[keystr(path)]
     return leaf.detach()[number].clone().requires_grad_(leaf.requires_grad)
 
 

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from looplib._core.checks import check
+from looplib._core.copies import is_shared
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.records import with_repr
@@ -47,10 +48,12 @@ from looplib.transforms._program import (
     examples_of,
     expression,
     fakes,
+    is_copy,
     is_tensor,
     memory_like,
     program_of,
     replace_node,
+    written_in,
 )
 from looplib.transforms._stacks import _member, _Records, asking, members_of
 from looplib.transforms._trace import trace
@@ -182,7 +185,7 @@ class _Stacked(Compiler):
             return answer
 
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
-        member = inputs._replace(state=_member(inputs.state, 0), flat=flat)
+        member = inputs._replace(state=_member(inputs.state, 0, {}), flat=flat)
         with sdpa_kernel(SDPBackend.MATH):  # which can be mapped over members
             traced = trace(self.step, member, evaluate, stacked=True)
         mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
@@ -214,8 +217,9 @@ def _mapped(
     _with_numbers_moved(one)
     drawings = drawn_beforehand(one)
     fixed = [None] * len(traced.constants)
-    shared = [None] * (traced.given - len(stacked))
-    dims = (*[0] * len(drawings), *fixed, *[0 if varies else None for varies in varied], *[0] * len(stacked), *shared)
+    of_members = [None if is_shared(tensor) else 0 for tensor in stacked]  # a shared one is computed with once
+    of_batch = [None] * (traced.given - len(stacked))
+    dims = (*[0] * len(drawings), *fixed, *[0 if varies else None for varies in varied], *of_members, *of_batch)
     likes = [node.meta["val"] for node in one.graph.find_nodes(op="placeholder")]
     likes = [
         like.new_empty((count, *like.size())) if dim == 0 else like for like, dim in zip(likes, dims, strict=True)
@@ -223,13 +227,32 @@ def _mapped(
     begin = len(likes) - traced.given
     likes[begin : begin + len(stacked)] = stacked  # a graph is specialized to their strides
     examples = fakes(likes)
+    shared = {begin + index for index, tensor in enumerate(stacked) if is_shared(tensor)}
+
+    def mapped(*values: Tensor) -> list[Tensor]:
+        inputs = [value[0] if index in shared else value for index, value in enumerate(values)]
+        return [*map(_of_own_memory, torch.vmap(one, in_dims=dims, randomness="error")(*inputs))]
+
     with torch.no_grad():
-        all_of_them = torch.vmap(lambda *values: one(*values), in_dims=dims, randomness="error")
-        graph = make_fx(lambda *values: [*map(_of_own_memory, all_of_them(*values))], tracing_mode="fake")(*examples)
+        graph = make_fx(mapped, tracing_mode="fake")(*examples)
+    _with_shared_unchanged(graph, one, {index: begin + place for index, place in traced.replaced.items()}, shared)
     outcome: Any = traced.outcome[0], []  # an error of one member is not raised
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (output.args[0][: len(expression(outcome).tensors)],)
     return replace(traced, graph=graph, outcome=outcome, checks=[]), drawings
+
+
+def _with_shared_unchanged(
+    graph: GraphModule, one: GraphModule, replaced: Mapping[int, int], shared: set[int]
+) -> None:
+    """Return shared tensors that the step of a member leaves as they are, which `torch.vmap` would make for each member."""
+    (output,), (of_one,) = (module.graph.find_nodes(op="output") for module in (graph, one))
+    placeholders, of_member = (module.graph.find_nodes(op="placeholder") for module in (graph, one))
+    results = list(output.args[0])
+    for index, place in replaced.items():
+        if place in shared and is_copy(of_one.args[0][index], of_member[place], written_in(one.graph)):
+            results[index] = placeholders[place]
+    output.args = (results,)
 
 
 def _of_own_memory(value: Tensor) -> Tensor:

@@ -510,6 +510,12 @@ def _(device):
     return loaded, ll.checkpoint.state_dict(model, trained)
 
 
+@case("checkpoint.iter_weights")
+def _(device):
+    model, _ = started(device)
+    return dict(ll.checkpoint.iter_weights(model, train(device)[0]))
+
+
 @case("checkpoint.optimizer_state_dict", "checkpoint.load_optimizer_state_dict")
 def _(device):
     trained, _ = train(device)

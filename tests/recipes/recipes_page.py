@@ -29,6 +29,7 @@ ORDER = [
     "lose_a_rank",
     "change_halfway",
     "sweep_lr",
+    "lora_rates",
     "optuna_pruning",
     "ensemble_digits",
     "contrastive_digits",

@@ -67,6 +67,10 @@ SMALL = {
         {name: value for name, value in LANGUAGE.items() if name != "warmup"} | {"steps": 30, "eval_every": 15},
         {"loss": (0, 4)},
     ),
+    "lora_rates": (
+        {"members": 2, "steps": 4, "base_steps": 4, "batch_size": 4, "length": 32, "width": 16, "depth": 1},
+        {"difference": (0, 1e-5), "share_of_memory": (0.5, 0.99)},
+    ),
     "optuna_pruning": ({"trials": 3, "epochs": 2}, {"accuracy": (0.5, 1), "share": (1, 1)}),
     "ppo_cartpole": (
         {"iterations": 8, "environments": 8, "steps": 32, "passes": 4, "lr": 1e-2, "width": 16, "log_every": 2},
@@ -135,6 +139,7 @@ def run(name, folder, interrupted=()):
             hook.remove()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # read by peft
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_run_learns_and_one_that_was_interrupted_twice_ends_as_it_does(name, tmp_path, capsys):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
