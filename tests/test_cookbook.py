@@ -646,8 +646,33 @@ def mixed(names):
     return (times[:200].unique().tolist(), times[200:].unique().tolist()) == ([2, 3], [1, 2])
 
 
+SIDE_BY_SIDE = "Train on two loaders side by side (FixMatch, domain adaptation, several tasks) 1"
+
+
+def side_by_side(names):
+    """True if the network is that of a raw loop over each loader's epochs, which stand where the page's table says."""
+    start = at_the_start(SIDE_BY_SIDE, "grad_fn = ")
+    raw = torch.optim.AdamW(start["model"].parameters(), lr=3e-3, fused=True)
+    positions = [ll.TrainState(), ll.TrainState()]
+    lengths, stood = (2, 12), {}
+    for step in range(100):
+        stood[step] = [(at.epoch, at.batch) for at in positions]
+        batch = [next(iter(start[name](at))) for name, at in zip(("labelled", "unlabelled"), positions, strict=True)]
+        torch.manual_seed(ll.debug.step_seed(ll.TrainState(step=step)))
+        raw.zero_grad()
+        start["fixmatch_loss"](start["model"], batch).backward()
+        raw.step()
+        for k, (at, length) in enumerate(zip(positions, lengths, strict=True)):
+            ends = at.batch + 1 == length
+            positions[k] = ll.TrainState(epoch=at.epoch + ends, batch=0 if ends else at.batch + 1)
+    table = {row: stood[row] for row in (1, 2, 12, 99)}
+    assert table == {1: [(0, 1), (0, 1)], 2: [(1, 0), (0, 2)], 12: [(6, 0), (1, 0)], 99: [(49, 1), (8, 3)]}
+    return close(names["state"].params, dict(start["model"].named_parameters()))
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
+    SIDE_BY_SIDE: side_by_side,
     SPIKES: without_spikes,
     SELDOM: lambda n: beside(SELDOM, n, raw_muon, raw_every_second),
     "Clip gradients 1": lambda n: beside("Clip gradients 1", n, raw_all_clipped),
