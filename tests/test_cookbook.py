@@ -670,8 +670,37 @@ def side_by_side(names):
     return close(names["state"].params, dict(start["model"].named_parameters()))
 
 
+INFLUENCE = "Find which samples made a loss (data attribution, influence) 1"
+
+
+def influences(names):
+    """True if the page's table has the gradients, and the changes of runs without a sample."""
+    rows = re.findall(
+        r"^\| (\d+) \| (wrong|right) \| (\S+) \| (\S+) \|$", next(s for s in SECTIONS if s[:30] in INFLUENCE), re.M
+    )
+    step, loss = names["train_step"], names["validation_loss"]
+
+    def after(weights):
+        state = names["start"]
+        while state.step < 40:
+            for batch in names["loader"](state):
+                state, _ = step(state, (batch, weights[names["loader"].indices(state)]))
+        return loss(state).item()
+
+    before, worst_first = loss(names["state"]).item(), names["worst_first"].tolist()
+    assert after(torch.ones(256)) == pytest.approx(before, abs=1e-5)
+    assert [int(sample) for sample, *_ in rows] == worst_first[:3] + worst_first[-3:]
+    for sample, label, gradient, change in rows:
+        without = torch.ones(256).index_fill(0, torch.tensor(int(sample)), 0)
+        assert -names["gradients"][int(sample)].item() == pytest.approx(float(gradient), abs=2e-4)
+        assert after(without) - before == pytest.approx(float(change), abs=2e-4)
+        assert (label == "wrong") == (int(sample) in names["wrong"].tolist())
+    return len(rows) == 6
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
+    INFLUENCE: influences,
     SIDE_BY_SIDE: side_by_side,
     SPIKES: without_spikes,
     SELDOM: lambda n: beside(SELDOM, n, raw_muon, raw_every_second),
