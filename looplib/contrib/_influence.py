@@ -48,6 +48,7 @@ def sample_influence(
     through all updates, with their momenta, dropout masks and order of the samples. It is negative for a sample that helped:
     without sample i, the loss changes by about `-gradients[i]`. The run is replayed in segments of `sqrt(steps)` steps, once
     to keep the states at their starts, and once with a graph, the last segment first. Memory grows with `sqrt(steps)`.
+    Returned are the (samples of the dataset,) gradients, and the last state of the replayed run.
 
     Args:
         train_step: the run's step, for batches `(batch, weights)`: what the loader yields, and (samples,) weights, by which
@@ -57,9 +58,6 @@ def sample_influence(
         loader: loader of the run, over a dataset with indices.
         loss_of_state: `state -> scalar` with a graph, as of `torch.func.functional_call(model, state.params, x)`.
         steps: number of batches to train on.
-
-    Returns:
-        (samples of the dataset,) gradients, and the last state of the replayed run.
 
     Raises:
         ValueError: a tensor of the state or of a step's graph is in half precision, whose rounding would drown the gradient of
