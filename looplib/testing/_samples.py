@@ -27,8 +27,8 @@ def assert_samples_independent(
     >>> testing.assert_samples_independent(predict_step, ll.init_state(model), torch.randn(6, 2))
 
     If samples are independent, selecting rows before the function or after it gives the same result. Both are
-    compared with half of the rows replaced by copies of one row, with half of the rows, and with a single row. The computation is in float64
-    if the function supports it. Outputs may differ by `tolerance` times the largest one, since the same sample may be
+    compared with half of the rows replaced by copies of one row, with half of the rows, and with a single row. The
+    computation is in float64 if the function supports it. Outputs may differ by `tolerance` times the largest one, since the same sample may be
     rounded differently in a batch of a different size. `tolerance=0` compares bits, in the dtype of the state, for
     reinforcement learning: the ratio of two probabilities of one policy is 1 only if both were rounded alike. If rows
     change, the message names the first module whose output changes.

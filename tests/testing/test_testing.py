@@ -297,7 +297,7 @@ class Rounding(nn.Module):
 
     def forward(self, x):
         self.dtype = x.dtype
-        return x / (3 * len(x)) * (3 * len(x))
+        return x / (4 + len(x)) * (4 + len(x))
 
 
 def test_without_a_tolerance_bits_are_compared_in_float32_and_the_first_module_that_changes_them_is_named():
