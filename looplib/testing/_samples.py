@@ -28,10 +28,12 @@ def assert_samples_independent(
 
     If samples are independent, selecting rows before the function or after it gives the same result. Both are
     compared with half of the rows replaced by copies of one row, with half of the rows, and with a single row. The
-    computation is in float64 if the function supports it. Outputs may differ by `tolerance` times the largest one, since the same sample may be
-    rounded differently in a batch of a different size. `tolerance=0` compares bits, in the dtype of the state, for
-    reinforcement learning: the ratio of two probabilities of one policy is 1 only if both were rounded alike. If rows
-    change, the message names the first module whose output changes.
+    computation is in float64 if the function supports it. Outputs may differ by `tolerance` times the largest one,
+    since the same sample may be rounded differently in a batch of a different size. If rows change, the message names
+    the first module whose output changes.
+
+    `tolerance=0` compares bits, in the dtype of the state, for reinforcement learning: the ratio of two probabilities
+    of one policy is 1 only if both were rounded alike.
 
     Args:
         function: a predict step, or any `(state, batch) -> outputs` with one row per sample, such as the loss of each
