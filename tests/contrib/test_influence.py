@@ -67,7 +67,7 @@ class Run:
                 state, _ = self.step(state, (batch, weights[self.loader.indices(state)]))
                 if state.step == steps:
                     return self.loss_of_state(state).item()
-            state = ll.end_epoch(state) if state.epoch_length is None else state
+            state = ll.state.end_epoch(state) if state.epoch_length is None else state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
