@@ -37,7 +37,7 @@ def sample_influence(
     >>> optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, weighted_loss), optimizer)
     >>> loader = ll.make_loader(data, batch_size=3)
-    >>> state = ll.init_state(model, optimizer, epoch_length=len(loader)).replace(params={"weight": torch.zeros(1, 3)})
+    >>> state = ll.init_state(model, optimizer, loader=loader).replace(params={"weight": torch.zeros(1, 3)})
     >>> def error_of_first(state):
     ...     return (state.params["weight"][0, 0] - 1).square()
     >>> gradients, last = sample_influence(train_step, state, loader, error_of_first, steps=5)

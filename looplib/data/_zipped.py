@@ -14,9 +14,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from looplib._core.checks import check, named
+from looplib._core.iterations import Iteration
 from looplib._core.records import with_repr
 from looplib._core.samples import as_counter, counted
-from looplib.data._loader import Loader, Reading
+from looplib.data._loader import Loader
 from looplib.types import TrainState, check_state
 
 Batches = Generator[Any, None, None]
@@ -28,9 +29,12 @@ class Endless(Loader):
 
     _loader: Loader = field(kw_only=True)
 
-    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True) -> Batches:
+    def _read(self, state: TrainState, *, again: bool) -> Batches:
+        return _epochs(self._loader, self._position(state))
+
+    def _batches(self, source: Any, iteration: Iteration, *, pairs: bool = False) -> Batches:
         check(not pairs, f"{self.call} has no end: evaluate with the loader in it", TypeError)
-        return _epochs(self._loader, self._position(state), reading)
+        return _counted(source, iteration)
 
     def _position(self, state: TrainState) -> TrainState:
         """The state's position alone. Without `epoch_length`, a state counts the batches of all epochs in one."""
@@ -50,12 +54,15 @@ class Zipped(Loader):
     _loaders: tuple[Loader, ...] = field(kw_only=True)
     _count_samples: Callable[[Any], int] | None = field(kw_only=True)
 
-    def _batches(self, state: TrainState, reading: Reading, *, pairs: bool, again: bool = True) -> Batches:
+    def _batches(self, source: Any, iteration: Iteration, *, pairs: bool = False) -> Batches:
         check(not pairs, f"{self.call} is for training: evaluate with each loader alone", TypeError)
+        return _counted(source, iteration)
+
+    def _read(self, state: TrainState, *, again: bool) -> Batches:
         first, *others = self._loaders
         position = partial(_position_after, count=self._consumed(state))
-        batches = first._batches(state, reading, pairs=False, again=again)  # noqa: SLF001
-        rest = [_epochs(loader, position(loader), Reading()) for loader in others]
+        batches = first._batches(first._read(state, again=again), Iteration())  # noqa: SLF001
+        rest = [_epochs(loader, position(loader)) for loader in others]
         return self._side_by_side([batches, *rest])  # which holds no state: a loop would keep it alive
 
     def _side_by_side(self, loaders: list[Batches]) -> Batches:
@@ -119,7 +126,15 @@ def _position_after(loader: Loader, count: int) -> TrainState:
     return TrainState(epoch=epoch, batch=batch, epoch_length=None if loader.order is None else len(loader))
 
 
-def _epochs(loader: Loader, position: TrainState, reading: Reading) -> Batches:
+def _counted(batches: Batches, iteration: Iteration) -> Batches:
+    with closing(batches):
+        for batch in batches:
+            iteration.drawn += 1
+            yield batch
+    iteration.ended = True
+
+
+def _epochs(loader: Loader, position: TrainState) -> Batches:
     """A loader's batches from a position on, epoch after epoch."""
     for epoch in itertools.count(position.epoch):
         if loader.order and loader.order.may_vary:
@@ -129,7 +144,7 @@ def _epochs(loader: Loader, position: TrainState, reading: Reading) -> Batches:
                 f"epoch {epoch} of {loader.call} has {count} batches, and epoch 0 has {length}: its position follows from the "
                 "number of batches that the run has consumed only if all epochs have as many",
             )
-        remaining = loader._batches(position, reading, pairs=False, again=False)  # noqa: SLF001
+        remaining = loader._batches(loader._read(position, again=False), Iteration())  # noqa: SLF001
         with closing(remaining) as batches:
             yield from batches
         check(
@@ -160,7 +175,7 @@ def endless(loader: Loader) -> Loader:
     It is for runs that count steps. Write it in place of `itertools.cycle(dataloader)`, which shuffles once only, and of
     calls of `next` that start again at StopIteration. Each epoch has an order and random draws of its own, those of the
     loader. The position is the state's `epoch` and `batch`, so that a run continues after any step: a step counts both,
-    given `init_state(..., epoch_length=len(loader))`. In a loop of your own, `loader(ll.TrainState(batch=batches_taken))`
+    given `init_state(..., loader=loader)`. In a loop of your own, `loader(ll.TrainState(batch=batches_taken))`
     counts on over the epochs.
 
     Args:

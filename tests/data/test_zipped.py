@@ -140,7 +140,7 @@ def spec_of(kind):
         "endless": lambda: endless(zipped(first, other, count_samples=count)),
     }[kind]()
     step = ll.make_train_step(ll.make_grad_fn(model, loss_fn, count_samples=count), SGD, donate=True)
-    return loader, step, ll.init_state(model, SGD, epoch_length=len(loader))
+    return loader, step, ll.init_state(model, SGD, loader=loader)
 
 
 def run(loader, step, state, until):
