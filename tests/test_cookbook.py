@@ -737,8 +737,62 @@ def agrees_with_the_count(names):
     return timed == pytest.approx(sum(counts), rel=0.03)
 
 
+SIDE_BY_SIDE = "Train on two loaders side by side (FixMatch, domain adaptation, several tasks) 1"
+
+
+def side_by_side(names):
+    """True if the network is that of a raw loop over each loader's epochs, which stand where the page's table says."""
+    start = at_the_start(SIDE_BY_SIDE, "grad_fn = ")
+    raw = torch.optim.AdamW(start["model"].parameters(), lr=3e-3, fused=True)
+    positions = [ll.TrainState(), ll.TrainState()]
+    lengths, stood = (2, 12), {}
+    for step in range(100):
+        stood[step] = [(at.epoch, at.batch) for at in positions]
+        batch = [next(iter(start[name](at))) for name, at in zip(("labelled", "unlabelled"), positions, strict=True)]
+        torch.manual_seed(ll.debug.step_seed(ll.TrainState(step=step)))
+        raw.zero_grad()
+        start["fixmatch_loss"](start["model"], batch).backward()
+        raw.step()
+        for k, (at, length) in enumerate(zip(positions, lengths, strict=True)):
+            ends = at.batch + 1 == length
+            positions[k] = ll.TrainState(epoch=at.epoch + ends, batch=0 if ends else at.batch + 1)
+    table = {row: stood[row] for row in (1, 2, 12, 99)}
+    assert table == {1: [(0, 1), (0, 1)], 2: [(1, 0), (0, 2)], 12: [(6, 0), (1, 0)], 99: [(49, 1), (8, 3)]}
+    return close(names["state"].params, dict(start["model"].named_parameters()))
+
+
+INFLUENCE = "Find which samples made a loss (data attribution, influence) 1"
+
+
+def influences(names):
+    """True if the page's table has the gradients, and the changes of runs without a sample."""
+    rows = re.findall(
+        r"^\| (\d+) \| (wrong|right) \| (\S+) \| (\S+) \|$", next(s for s in SECTIONS if s[:30] in INFLUENCE), re.M
+    )
+    step, loss = names["train_step"], names["validation_loss"]
+
+    def after(weights):
+        state = names["start"]
+        while state.step < 40:
+            for batch in names["loader"](state):
+                state, _ = step(state, (batch, weights[names["loader"].indices(state)]))
+        return loss(state).item()
+
+    before, worst_first = loss(names["state"]).item(), names["worst_first"].tolist()
+    assert after(torch.ones(256)) == pytest.approx(before, abs=1e-5)
+    assert [int(sample) for sample, *_ in rows] == worst_first[:3] + worst_first[-3:]
+    for sample, label, gradient, change in rows:
+        without = torch.ones(256).index_fill(0, torch.tensor(int(sample)), 0)
+        assert -names["gradients"][int(sample)].item() == pytest.approx(float(gradient), abs=2e-4)
+        assert after(without) - before == pytest.approx(float(change), abs=2e-4)
+        assert (label == "wrong") == (int(sample) in names["wrong"].tolist())
+    return len(rows) == 6
+
+
 # What a task leaves, beyond a trained state.
 HOLDS = {
+    INFLUENCE: influences,
+    SIDE_BY_SIDE: side_by_side,
     SPIKES: without_spikes,
     SELDOM: lambda n: beside(SELDOM, n, raw_muon, raw_every_second),
     "Clip gradients 1": lambda n: beside("Clip gradients 1", n, raw_all_clipped),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from looplib._core.hints import in_room as _in_room
 from looplib.contrib._contrastive import make_contrastive_grad_fn
 from looplib.contrib._find_lr import LRCurve, find_lr
+from looplib.contrib._influence import sample_influence
 from looplib.contrib._mup import MuP, mup
 from looplib.contrib._neftune import neftune
 from looplib.contrib._per_sample import make_per_sample_grad_fn
@@ -22,6 +23,7 @@ __all__ = [
     "mup",
     "neftune",
     "sam",
+    "sample_influence",
 ]
 
 if not _TYPE_CHECKING:  # type checkers would take any name for one that there is

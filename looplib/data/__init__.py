@@ -20,6 +20,7 @@ from looplib.data._orders import (
 )
 from looplib.data._position import with_position
 from looplib.data._windows import windows
+from looplib.data._zipped import endless, zipped
 
 __all__ = [
     "Loader",
@@ -28,6 +29,7 @@ __all__ = [
     "by_length",
     "collate_microbatches",
     "count_samples",
+    "endless",
     "growing",
     "make_loader",
     "mixture",
@@ -38,6 +40,7 @@ __all__ = [
     "windows",
     "with_position",
     "with_replacement",
+    "zipped",
 ]
 
 if not _TYPE_CHECKING:  # type checkers would take any name for one that there is

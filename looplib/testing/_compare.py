@@ -95,7 +95,13 @@ def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, ba
         wide, rows = copy.replace(**wide_trees), trees.map_tensors(_wide, copied(batch))
         return wide, rows, function(wide, copied(rows))
     except (RuntimeError, TypeError):  # the code requires a dtype, or the device has no float64
-        return copy, copied(batch), function(copy, copied(batch))
+        return in_its_dtype(function, copy, batch)
+
+
+def in_its_dtype(function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
+    """Copies of state and batch and the function's result for them."""
+    copy = copy_state(state)
+    return copy, copied(batch), function(copy, copied(batch))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from looplib._core import samples, trees
 from looplib._core.checks import check
-from looplib.testing._compare import check_tolerance, differing, fail, in_float64
+from looplib.testing._compare import check_tolerance, copied, differing, fail, in_float64, in_its_dtype
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
 
@@ -26,16 +27,20 @@ def assert_samples_independent(
     >>> testing.assert_samples_independent(predict_step, ll.init_state(model), torch.randn(6, 2))
 
     If samples are independent, selecting rows before the function or after it gives the same result. Both are
-    compared with half of the rows replaced by copies of one row, and with a single row. The computation is in float64
-    if the function supports it. Outputs may differ by `tolerance` times the largest one, since the same sample may be
-    rounded differently in a batch of a different size.
+    compared with half of the rows replaced by copies of one row, with half of the rows, and with a single row. The
+    computation is in float64 if the function supports it. Outputs may differ by `tolerance` times the largest one,
+    since the same sample may be rounded differently in a batch of a different size. If rows change, the message names
+    the first module whose output changes.
+
+    `tolerance=0` compares bits, in the dtype of the state, for reinforcement learning: the ratio of two probabilities
+    of one policy is 1 only if both were rounded alike.
 
     Args:
         function: a predict step, or any `(state, batch) -> outputs` with one row per sample, such as the loss of each
             sample.
         state: the state to predict with.
         batch: at least 2 samples that differ, in any container that looplib's steps accept.
-        tolerance: largest difference, relative to the largest number.
+        tolerance: largest difference, relative to the largest number; 0 for equal bits.
 
     Raises:
         AssertionError: rows change. The message has the output, its rows, and the differences.
@@ -48,24 +53,64 @@ def assert_samples_independent(
     count = samples.counter_of(function)(batch)
     check(count > 1, f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
     with streams_kept(state):
-        wide, rows, out = in_float64(function, state, batch)
+        begin = in_float64 if tolerance else in_its_dtype
+        wide, rows, out = begin(function, state, batch)
         _check_outputs(out, (count,), "tensors with one row for each sample")
         half = count // 2
         ways = {
             "among copies of sample 0": [*range(half), *[0] * (count - half)],
             f"among copies of sample {count - 1}": [*[count - 1] * half, *range(half, count)],
+            "in a batch of half the size": [*range(half)],
             "alone": [0],
         }
         for way, index in ways.items():
             expected = trees.map_tensors(lambda output: output[index], out)  # noqa: B023
+            changed = _differing_outputs(expected, function(wide, take(rows, count, index)), tolerance)
+            where = _first_module(function, wide, rows, count, index, tolerance) if changed else ""
+            where += (
+                ""
+                if tolerance
+                else "With tolerance=0, a kernel may also round differently for another size of the batch. "
+            )
             fail(
                 f"samples of a batch see each other: their outputs change when they stand {way}",
-                _differing_outputs(expected, function(wide, take(rows, count, index)), tolerance),
-                "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
+                changed,
+                f"{where}Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
                 "batch and length the wrong way round (batch_first), a reshape or view that mixes samples where a "
                 "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
                 "is meant, reshape with einops, and predict in eval mode, as ll.make_predict_step does.",
             )
+
+
+def _first_module(
+    function: PredictStep, state: TrainState, rows: Any, count: int, index: list[int], tolerance: float
+) -> str:
+    """Name of the first module whose output for these samples depends on the rest of the batch, as a sentence."""
+    calls, calls_alone = (_calls(function, state, batch) for batch in (rows, take(rows, count, index)))
+    modules = [module for module, _ in calls]
+    root = max(modules, key=lambda module: len([*module.modules()]), default=None)
+    for (module, output), (module_alone, alone) in zip(calls, calls_alone, strict=False):
+        if module is not module_alone or root is None:
+            break
+        outputs = [leaf for _, leaf in trees.leaves(output) if isinstance(leaf, Tensor) and leaf.dim()]
+        if not outputs or any(leaf.shape[0] != count for leaf in outputs):
+            continue  # its samples do not stand along the first dimension
+        expected = trees.map_tensors(lambda leaf: leaf[index] if leaf.dim() else leaf, output)
+        if _differing_outputs(expected, alone, tolerance):
+            name = next((name for name, inner in root.named_modules() if inner is module), "")
+            return f"The first module that does so is {name or 'the model itself'} ({type(module).__name__}). "
+    return ""
+
+
+def _calls(function: PredictStep, state: TrainState, batch: Any) -> list[tuple[nn.Module, Any]]:
+    """Modules that a step calls, in the order in which they end, with their outputs."""
+    calls: list[tuple[nn.Module, Any]] = []
+    hook = register_module_forward_hook(lambda module, args, output: calls.append((module, copied(output))))
+    try:
+        function(state, batch)
+    finally:
+        hook.remove()
+    return calls
 
 
 def take(batch: Any, count: int, index: list[int]) -> Any:

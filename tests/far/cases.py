@@ -588,6 +588,22 @@ _RECORD = "a record, which holds what the case of its function shows"
 _MODULES = "tests/losses/test_offload.py runs it on the far device, with the bits of the CPU"
 _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
 
+
+@case("contrib.sample_influence")
+def influence(device):
+    model = plain(device)
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 24).view(6, 4), torch.arange(6) % 3)
+    loader = ll.make_loader(data, batch_size=3, device=device)
+
+    def weighted(model, batch):
+        (x, y), weights = batch
+        return (weights * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    step = ll.make_train_step(ll.make_grad_fn(model, weighted), SGD)
+    state = ll.init_state(model, SGD, epoch_length=2)
+    return ll.contrib.sample_influence(step, state, loader, lambda state: state.params["0.weight"].square().sum(), 3)
+
+
 # Names that make no tensors of their own.
 COMPOSED = """
     checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.record_steps

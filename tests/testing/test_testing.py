@@ -292,6 +292,39 @@ def test_a_model_that_insists_on_float32_is_judged_in_float32():
         testing.assert_samples_independent(function, ll.init_state(model), rows(32))
 
 
+class Rounding(nn.Module):
+    """Rounds as some kernels do: differently in a batch of a different size."""
+
+    def forward(self, x):
+        self.dtype = x.dtype
+        return x / (4 + len(x)) * (4 + len(x))
+
+
+def test_without_a_tolerance_bits_are_compared_in_float32_and_the_first_module_that_changes_them_is_named():
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Tanh(), Rounding()), Rounding())
+    state, x = ll.init_state(model), torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    testing.assert_samples_independent(predict_step, state, x)
+    assert model[2].dtype == torch.float64
+    with fails(
+        "samples of a batch see each other",
+        "when they stand in a batch of half the size",
+        "The first module that does so is 1.1 (Rounding)",
+    ):
+        testing.assert_samples_independent(predict_step, state, x, tolerance=0)
+    assert model[2].dtype == torch.float32
+    exact = ll.make_predict_step(model, lambda model, x: model[0](model[1][0](x)))
+    testing.assert_samples_independent(exact, state, x, tolerance=0)
+
+
+def test_what_happens_outside_of_modules_names_none():
+    model = nn.Linear(4, 4)
+    predict_step = ll.make_predict_step(model, lambda model, x: x + model(x).mean(0))
+    with pytest.raises(AssertionError) as caught:
+        testing.assert_samples_independent(predict_step, ll.init_state(model), torch.randn(6, 4))
+    assert "first module" not in str(caught.value)
+
+
 SEE_THE_FUTURE = [
     lambda x: x.softmax(1),
     lambda x: F.conv1d(x.mT, x.new_ones(4, 4, 3), padding=1).mT,
