@@ -55,7 +55,7 @@ def main(
         model = Transformer(width, depth, tied)
         optimizer = make_optimizer(steps, muon_lr, adam_lr)
         train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-        return model, train_step, ll.init_state(model, optimizer, seed=seed, epoch_length=third)
+        return model, train_step, ll.init_state(model, optimizer, seed=seed, loader=loaders)
 
     latest = ckpt.latest()
     is_tied = latest is None or bool(latest.metrics["tied"])

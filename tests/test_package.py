@@ -102,6 +102,7 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
         "Checkpoint",
         "CheckpointIO",
         "CheckpointVersionError",
+        "CorruptionError",
         "DamagedCheckpointError",
         "Difference",
         "DonatedStateError",
@@ -111,6 +112,7 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
         "LeafDifference",
         "Loader",
         "Metric",
+        "MuP",
         "NonFiniteGradientsError",
         "Part",
         "Replayed",
@@ -189,7 +191,13 @@ def test_rooms_import_no_private_file_of_another_room():
 
 
 # Types: the tests are of the functions that return one.
-NOT_IN_TESTS = {"predicates.Predicate", "checkpoint.Checkpoint", "contrib.LRCurve", "metrics.TorchMetric"}
+NOT_IN_TESTS = {
+    "predicates.Predicate",
+    "checkpoint.Checkpoint",
+    "contrib.LRCurve",
+    "contrib.MuP",
+    "metrics.TorchMetric",
+}
 NOT_IN_TESTS |= {f"debug.{name}" for name in ("Difference", "LeafDifference", "Replayed", "SampleScore")}
 
 

@@ -222,12 +222,14 @@ def network(seed):
 
 
 def fields_over(model, state, optimizer, data, donate):
-    """All fields of a state, with numbers in place of tensors: before the first step, and after each."""
+    """All fields of a state but the record of its run, with numbers in place of tensors: before the first step, and after each."""
     step = make_train_step(ll.make_grad_fn(model, mean_square), optimizer, donate=donate)
     for batch in (None, *data):
         if batch is not None:
             state, _ = step(state, batch)
-        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        fields = {
+            field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "run"
+        }
         yield pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, fields)
 
 
