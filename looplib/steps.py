@@ -72,7 +72,7 @@ class StepSpec:
         for_graphs: the step without its counts, in the form that is traced.
         watched: the functions that it calls.
         donate, same_batch: as passed to `make_train_step`.
-        compiler: of its graphs, if it runs as a graph (`transforms._compiler.Compiler`).
+        compiler: of its graphs, if it runs as a graph (`transforms._compile_step.Compiler`).
         count_samples: counts the samples in a batch of an eval or predict step.
     """
 

@@ -58,6 +58,11 @@ def transform(
         changed, state, apply, carry, metrics, checks = out
         if part.role != "judge":
             grads = changed
+        elif changed is not grads:
+            raise ValueError(
+                f"the transform of {name}, whose role is 'judge', returned other gradients than it was given, which no part "
+                "would see: give it role='gradients', or return Transformed(grads, state, apply=...)"
+            )
         if state is not states.get(name):
             if name not in states:
                 raise ValueError(f"{name} returned a state, and has no init= that makes the first one")

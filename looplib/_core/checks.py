@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Collection
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from looplib._core import torch_private
 
-# torch, looplib, and the methods that Python makes for a dataclass
-LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
+# torch, looplib, and the methods that Python makes for a dataclass. A file beside them, `looplib_train.py`, is a user's.
+LIBRARIES = *(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1])), "<string>"
 
 
 PLAIN = {Tensor, nn.Parameter}  # torch's own classes of tensors

@@ -112,7 +112,7 @@ class Tree(Generic[T]):
         return vars(record)[self._own]
 
     def __set__(self, record: Leased, value: Any) -> None:
-        """Only when the record is made, which does not let its attributes be assigned later."""
+        """When the record is made. It does not let users assign its attributes later."""
         vars(record)[self._own] = self._make() if value is None and self._make is not None else value
 
 
@@ -207,10 +207,6 @@ def _spent(state: Any, name: str, writer: Lease) -> str:
         "a module that the state was bound to still has the weights, and the last checkpoint the rest. To keep an earlier "
         "state, copy it first: kept = ll.copy_state(state)"
     )
-
-
-# Also of a state that is spent: no step writes it.
-extra_of = operator.attrgetter("_extra")
 
 
 def check_state(value: Any, call: str) -> None:

@@ -70,4 +70,5 @@ def _after_fork() -> None:
     turn = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)

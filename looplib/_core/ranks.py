@@ -321,11 +321,16 @@ class _Watch:
     thread: threading.Thread | None = None
 
     def begin(self, work: Any = None) -> None:
+        """Watch a call, if it is the main thread's."""
         if threading.current_thread() is threading.main_thread():
             self.began, self.work = time.monotonic(), work
             if self.thread is None:
                 self.thread = threading.Thread(target=_look, name="looplib-watch", daemon=True)
                 self.thread.start()
+
+    def end(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.began = math.inf
 
 
 watch = _Watch()
@@ -406,7 +411,7 @@ def reported(work: Any = None) -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(f"{_report(call())} torch says: {error}") from error
     finally:
-        watch.began = math.inf
+        watch.end()
 
 
 def wait(work: Any, limit: float = math.inf) -> None:

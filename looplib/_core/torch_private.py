@@ -1,7 +1,7 @@
 """Private names of torch used by eager code, in one place.
 
 If a version of torch moves one of them, only this file changes. Private names that concern graphs are used only in
-`looplib/transforms`. Everything here is torch's own object under a different name, so calls cost the same.
+`looplib/transforms`. Most of what is here is torch's own object under a different name, so calls cost the same.
 """
 
 from __future__ import annotations

@@ -203,8 +203,9 @@ def where(flag: bool | Tensor, new: Any, old: Any) -> Any:
     >>> ll.optim.where(torch.tensor(False), {"count": torch.tensor(1)}, {"count": torch.tensor(0)})
     {'count': tensor(0)}
 
-    Use it in your own optimizers if a tensor decides about their state. The flag stays on its device, so nothing
-    waits for it. In an update `old` may already be overwritten, so decide in advance there (see `ll.types.Transform`).
+    Use it in your own optimizers if a tensor decides about their state. The flag stays on its device, so nothing waits
+    for it, unless there are sharded tensors or values that are no tensors to choose between. In an update `old` may
+    already be overwritten, so decide in advance there (see `ll.types.Transform`).
 
     Args:
         flag: a bool, which selects a whole tree, or a 0-dim bool tensor.

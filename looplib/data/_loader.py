@@ -1,7 +1,7 @@
 """Data loaders: batches as a function of the state.
 
 The batches of an epoch are planned before anything is read (`_plan`), in an order that is a value (`_orders`). They
-are read in this process or in workers (`_readers`, `_workers`) and divided among the ranks (`_divide`). torch's
+are read in this process or in workers (`_readers`, `_workers`) and divided among the ranks (`_plan`). torch's
 DataLoader provides workers and pinned memory.
 """
 
@@ -153,7 +153,7 @@ class Loader:
         >>> of_20.resume(state)
         TrainState(step=5, epoch=0, batch=1/5, samples=20, params=2 tensors (2 numbers), seed=0)
 
-        Only the position and `epoch_length` change; weights, optimizer state, step and samples stay.
+        Only the position, `epoch_length` and the loader in `state.run` change; weights, optimizer state, step and samples stay.
 
         At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
         are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
@@ -161,8 +161,7 @@ class Loader:
         with `sequential()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
         state knows the batch sizes of the loaders that `init_state` was given, or that its checkpoint stores, so a change
         is seen even if the epoch has as many batches as before. If it knows none, it warns that the batches are taken to
-        have the size of the last one. Use the same seed as before: a state does not store it, so it cannot
-        be checked.
+        have the size of the last one. Use the same seed as before, which this function does not compare.
 
         To change the batch size at any other sample, keep the old size up to there:
         `order=ll.data.growing({0: old, n: new})`, where n is `state.samples`, or if `drop_last` has dropped samples,

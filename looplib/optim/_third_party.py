@@ -136,6 +136,20 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
     return plain, makers
 
 
+def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if objects that are kept for a parameter have changed in what is no tensor: no state of a run holds that."""
+    for key, maker in now.items():
+        was = before.get(key)
+        facts = [(one.func, one.args[:4]) if isinstance(one, partial) else None for one in (was, maker)]
+        check(
+            facts[0] == facts[1],
+            f"{recipe.cls.__name__} keeps for {name}, under {key!r}, an object whose settings differ from one update to the "
+            f"next ({facts[0] and facts[0][1][1:]} and then {facts[1] and facts[1][1][1:]}): a state holds tensors and numbers, "
+            "so the update would not be a function of it. Keep the numbers that change in tensors",
+            TypeError,
+        )
+
+
 def _placement(recipe: Recipe, name: str, key: str, value: Any) -> Callable[[Tensor], Tensor]:
     """Function that places this rank's part of a tensor as the value is: as it is, or as a shard of a DTensor.
 

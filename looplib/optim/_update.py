@@ -29,7 +29,16 @@ from looplib._core.torch_private import pytree
 from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, inject, restored_grads
-from looplib.optim._third_party import STREAM, KeepsMoreError, Probe, check_sparse, packed, probe, streams_at
+from looplib.optim._third_party import (
+    STREAM,
+    KeepsMoreError,
+    Probe,
+    check_same_makers,
+    check_sparse,
+    packed,
+    probe,
+    streams_at,
+)
 from looplib.types import Grads, Metrics, Params, Transformed
 
 States = dict[str, dict[str, Any]]
@@ -364,8 +373,11 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
     states: States = dict(old)
     for name, tensor in tensors.items():
         kept = instance.state[tensor]
-        if name in first or makers.get(name):
+        if name in first:
             kept, makers[name] = packed(plan.recipe, name, kept)
+        elif makers.get(name):
+            kept, now = packed(plan.recipe, name, kept)
+            check_same_makers(plan.recipe, name, makers[name], now)
         if kept or not old[name]:
             if not plan.recipe.is_torch_optim and kept.keys() != old[name].keys():
                 raise KeepsMoreError(plan.recipe, name, kept, old[name])

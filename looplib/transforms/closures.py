@@ -8,6 +8,7 @@ the purity checks in `looplib.testing`.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import sysconfig
 import types
@@ -22,7 +23,8 @@ from looplib._core.checks import LIBRARIES
 from looplib._core.modules import FunctionalModule, named_modules
 from looplib._core.torch_private import own_modules, own_parameters
 
-_INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_FOLDERS = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED = (*LIBRARIES, *(f"{folder}{os.sep}" for folder in _FOLDERS))
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 

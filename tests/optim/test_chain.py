@@ -472,13 +472,24 @@ def test_each_member_of_a_stack_is_guarded_by_its_own_value():
 # What a judge sees
 
 
+def test_a_judge_that_returns_other_gradients_is_refused():
+    def transform(grads, state, params, step):
+        return ll.types.Transformed({name: grad * 0 for name, grad in grads.items()})
+
+    chain = ll.chain(ll.optim.part("zeroing", transform=transform, role="judge"), sgd())
+    with pytest.raises(
+        ValueError, match=r"zeroing, whose role is 'judge', returned other gradients.*role='gradients'"
+    ):
+        made_step(net(), chain, "pure")(ll.init_state(net(), chain), batches(1)[0])
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("last", [True, False], ids=["behind clipping", "before it"])
 def test_a_judge_sees_gradients_as_they_entered_the_chain_wherever_it_stands(last, way):
     def looking():
         def transform(grads, state, params, step):
             norm = ll.optim.global_norm(grads.values())
-            return ll.types.Transformed({name: grad * 0 for name, grad in grads.items()}, metrics={"seen": norm})
+            return ll.types.Transformed(grads, metrics={"seen": norm})
 
         return ll.optim.part("looking", transform=transform, role="judge")
 

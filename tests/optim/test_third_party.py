@@ -46,6 +46,44 @@ class Projector:
         return grad @ self.basis.T
 
 
+class Counted(torch.Tensor):
+    """A tensor around another one, whose settings, a count, are no tensor."""
+
+    @staticmethod
+    def __new__(cls, inner, count):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner, made.count = inner, count
+        return made
+
+    def __tensor_flatten__(self):
+        return ["inner"], self.count
+
+    @staticmethod
+    def __tensor_unflatten__(inner, count, size, stride):
+        return Counted(inner["inner"], count)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+class CountsInSettings(PerParameter):
+    """A class that keeps a count in the settings of a tensor's class, where no state of a run holds it."""
+
+    def update(self, group, p):
+        kept = self.state[p].get("kept", Counted(torch.zeros(1), 0))
+        self.state[p]["kept"] = Counted(kept.inner + 1, kept.count + 1)
+        p.sub_(group["lr"] * kept.count * p.grad)
+
+
+def test_settings_of_kept_objects_that_change_are_refused():
+    optimizer = ll.optimizer(CountsInSettings, lr=0.1)
+    with pytest.raises(
+        TypeError, match=r"under 'kept', an object whose settings differ from one update to the next \(\(1, .*\(2, "
+    ):
+        ll.init_state(net(), optimizer)
+
+
 class LowRank(PerParameter):
     """As GaLore and APOLLO: keys of a group that the class does not take, and numbers from its constructor."""
 

@@ -18,11 +18,19 @@ def found(*roots):
 def test_the_folder_of_looplib_is_known():
     # The line of the user in an error message, and what is left out of the walk, depend on it.
     assert set(closures.LIBRARIES) - {"<string>"} == {
-        str(Path(ll.__file__).parent),
-        str(Path(torch.__file__).parent),
+        f"{Path(ll.__file__).parent}/",
+        f"{Path(torch.__file__).parent}/",
     }
     assert closures.is_library(ll.make_grad_fn.__code__.co_filename)
     assert not closures.is_library(__file__)
+
+
+def test_a_file_whose_name_begins_like_the_package_is_the_users():
+    names = {}
+    path = f"{Path(ll.__file__).parent}_train.py"  # beside the package's folder
+    exec(compile("k = 2.0\ndef loss_fn(x):\n    return x * k", path, "exec"), names)
+    assert not closures.is_library(path)
+    assert found(names["loss_fn"]) == {"k": 2.0}
 
 
 def test_variables_of_functions():
