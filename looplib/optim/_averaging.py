@@ -245,7 +245,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
         raise of_another(optimizer, state)
     try:
         params, buffers = optimizer.evaluation(state.params, state.buffers, state.opt_state)
-    except (LookupError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise of_another(optimizer, state) from error
     if params is state.params and buffers is state.buffers:
         return state

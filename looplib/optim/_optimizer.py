@@ -194,7 +194,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
         raise of_another(optimizer, state)
     try:
         numbers = optimizer.hyperparameters(state.opt_state, state.step)
-    except (LookupError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise of_another(optimizer, state) from error
     prefix = separated(prefix)
     return {prefix + name: value for name, value in numbers.items()}
