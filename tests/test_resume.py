@@ -84,10 +84,7 @@ def begin(family, *, donate=False, bound=False, workers=0, stream=False, first=F
     step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     dataset = Stream() if stream else Augmented(poisoned=family in ("skip_nonfinite", "skips"))
     loader = ll.make_loader(dataset, batch_size=4, seed=3, num_workers=workers)
-    length = None if stream else len(loader)
-    state = ll.init_state(
-        model, optimizer, seed=7 if first else 0, epoch_length=length, extra={"seen": 0, "note": None}
-    )
+    state = ll.init_state(model, optimizer, seed=7 if first else 0, loader=loader, extra={"seen": 0, "note": None})
     return (state if bound else ll.copy_state(state)), step, loader
 
 

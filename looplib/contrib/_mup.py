@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from looplib._core.checks import check
+from looplib._core.checks import check, check_number
+from looplib._core.records import check_kind
 
 _ADAM_LIKE = (
     "Adam",
@@ -93,6 +94,10 @@ def mup(
     known = like_sgd or (isinstance(cls, type) and any(parent.__name__ in _ADAM_LIKE for parent in cls.__mro__))
     names = ", ".join(("SGD", *_ADAM_LIKE))
     check(known, f"mup got {cls!r}, for which it knows no factors; give one of torch.optim's {names}", TypeError)
+    check_kind(model, "mup", "model")
+    check_kind(base, "mup", "model")
+    if weight_decay is not None:
+        check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "give a number of at least 0")
     check(initial in ("fan_in", "constant"), f"initial is {initial!r}; give 'fan_in' or 'constant'")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     base_shapes = {name: tuple(tensor.shape) for name, tensor in base.named_parameters()}

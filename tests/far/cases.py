@@ -560,6 +560,25 @@ def _(device):
     return stack, ll.transforms.unstack_states(stack), numbers
 
 
+@case("optim.average", "optim.take_rows")
+def _(device):
+    optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.01), ll.ema(0.5))
+    state, _ = train(device, optimizer=optimizer, make=plain)
+    first = next(name for name, tensor in state.params.items() if tensor.ndim == 2)
+    rows = torch.arange(len(state.params[first]), device=device) > 0
+    return ll.optim.average(optimizer, state), ll.optim.take_rows(optimizer, state, {first: rows})
+
+
+@case("debug.run_twice", "debug.checksums")
+def _(device):
+    optimizer = ll.chain(ll.debug.checksums(), ll.optimizer(torch.optim.SGD, lr=0.1))
+    model, state = started(device, optimizer, plain)
+    step = ll.debug.run_twice(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), every=1)
+    for batch in batches(device):
+        state, metrics = step(state, batch)
+    return state, ll.compute(metrics)
+
+
 @case("transforms.differentiable")
 def _(device):
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -606,13 +625,14 @@ def influence(device):
 
 # Names that make no tensors of their own.
 COMPOSED = """
-    checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.find_lr contrib.neftune debug.record_steps
+    checkpoint.save_pretrained checkpoint.save_safetensors contrib.LRCurve contrib.MuP contrib.find_lr contrib.mup contrib.neftune
+    debug.CorruptionError debug.record_steps
     debug.Difference debug.Replayed debug.differences debug.first_difference debug.nbytes debug.replay
     debug.step_seed debug.warn_of_misuse evaluation.split_on_oom grads.map_batch optim.global_norm losses.model_inputs
     losses.model_loss losses.restrict_grad metrics.Corpus metrics.TorchMetric metrics.Window metrics.torchmetric state.Grafted state.fold_in
     testing.assert_all_gradients testing.assert_causal testing.assert_donated_equals_pure
     testing.assert_microbatches_equal_batch testing.assert_overfits testing.assert_pure testing.assert_resumes
-    testing.assert_samples_independent
+    testing.assert_samples_independent testing.assert_width_stable
 """.split()  # noqa: SIM905
 EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
     "checkpoint.Checkpoint": _RECORD,

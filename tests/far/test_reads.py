@@ -80,7 +80,9 @@ def test_compute_reads_once_and_a_window_not_at_all():
 WITHOUT_ROW = {
     "contrib.find_lr": "a run of its own, which reads the loss of each step",
     "grads.backward": "no wrapper: a call of a gradient function",
+    "optim.average": "no part of a step",
     "optim.eval_state": "no part of a step",
+    "optim.take_rows": "no part of a step",
     "optim.hyperparameters": "no part of a step",
     "optim.part": "parts of the user's own",
 }

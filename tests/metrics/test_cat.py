@@ -107,11 +107,11 @@ def test_a_users_own_record_holds_no_graph_and_no_memory_that_a_later_step_write
     assert torch.equal(metrics["weight"].value, before)
 
 
-def test_evaluate_warns_of_a_tensor_that_it_leaves_out_and_measure_returns_it():
+def test_evaluate_warns_of_a_tensor_that_it_leaves_out_and_evaluate_records_returns_it():
     model = torch.nn.Linear(2, 1)
     state, x = ll.init_state(model), torch.randn(6, 2)
     step = ll.make_eval_step(model, lambda model, x: {"mean": model(x).mean(), "outputs": ll.metrics.Cat(model(x))})
-    with pytest.warns(UserWarning, match=r"leaves out 'outputs', a Cat.*ll\.evaluation\.measure") as caught:
+    with pytest.warns(UserWarning, match=r"leaves out 'outputs', a Cat.*ll\.evaluation\.evaluate_records") as caught:
         assert [*ll.evaluate(step, state, x.split(4))] == ["mean"]
     assert [one.filename for one in caught] == [__file__]
     with warnings.catch_warnings():

@@ -300,7 +300,7 @@ def _(printed, after):
 @shows("DistTrainer.batch_size_per_gpu")
 def _(loader, train_set):
     sizes(16, 16, 8, of_two=[[8, 8, 4]] * 2)(loader)
-    state = ll.TrainState(batch=1, samples=16, batch_samples=16, epoch_length=len(loader))
+    state = ll.init_state(torch.nn.Linear(1, 1), loader=loader).replace(batch=1, samples=16, batch_samples=16)
     of_one_rank = ll.make_loader(train_set, batch_size=8)
     assert [len(x) for x, _ in of_one_rank(of_one_rank.resume(state))] == [8, 8, 8]
 

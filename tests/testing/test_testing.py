@@ -1,6 +1,7 @@
 """Each check passes a run that is put together well, and catches a step that was broken on purpose in its way."""
 
 import copy
+import dataclasses
 import math
 import random
 import re
@@ -239,7 +240,8 @@ def test_what_is_not_pure_is_named(donate):
 def test_a_loader_resumes_across_the_end_of_an_epoch(donate, workers):
     loader = ll.make_loader(torch.utils.data.TensorDataset(*rows(11)), batch_size=4, seed=1, num_workers=workers)
     step, state = put_together(mlp(nn.BatchNorm1d(6), nn.Dropout()), donate=donate, microbatches=1)
-    testing.assert_resumes(step, state.replace(epoch_length=len(loader)), loader, steps=5 if not workers else 3)
+    state = state.replace(epoch_length=len(loader), run=dataclasses.replace(state.run, loaders=(loader.description,)))
+    testing.assert_resumes(step, state, loader, steps=5 if not workers else 3)
 
 
 @both_steps
