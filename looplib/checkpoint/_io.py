@@ -426,7 +426,7 @@ class CheckpointIO:
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             try:
-                restored, checksum, warning, *lines = ranks.all_or_raise(partial(reading, path))
+                restored, checksum, warning, line = ranks.all_or_raise(partial(reading, path))
             except DamagedCheckpointError as error:
                 if not ranks.on_rank0(partial(self._listing.is_damaged, path)):
                     continue  # it has been removed since it was chosen
@@ -448,7 +448,7 @@ class CheckpointIO:
             if ranks.first and not quiet:
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
-                for line in filter(None, lines):
+                if line:
                     print(line, flush=True)
                 if isinstance(new, TrainState) and not weights_only and is_of_another_loader(new):
                     print(

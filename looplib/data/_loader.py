@@ -164,10 +164,10 @@ class Loader:
 
         At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
         are the same as before, in larger or smaller batches. If the next sample is in the middle of a batch of this
-        loader, the first batch has the samples that are left of it. The order of the samples must not have changed. The order changes if the dataset does, except
-        with `sequential()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
-        state knows the batch sizes of the loaders that `init_state` was given, or that its checkpoint stores, so a change
-        is seen even if the epoch has as many batches as before. If it knows none, it warns that the batches are taken to
+        loader, the first batch has the samples that are left of it. The order of the samples must not have changed. The
+        order changes if the dataset does, except with `sequential()`, and `by_length` and `batch_sampler` build different
+        batches for a different batch size. A state knows the batch sizes of the loaders that `init_state` was given, or
+        that its checkpoint stores, so a change is seen even if the epoch has as many batches as before. If it knows none, it warns that the batches are taken to
         have the size of the last one. Use the same seed as before: a state does not store it, so it cannot
         be checked.
 
@@ -288,7 +288,7 @@ class Loader:
 kinds_of_classes[Loader] = "loader"
 
 
-def make_loader(
+def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     dataset: Any,
     *,
     batch_size: int | _arguments.Required | None = _arguments.REQUIRED,
@@ -378,7 +378,8 @@ def make_loader(
     first ranks get one more, as with `torch.tensor_split`. A step weights them by their
     samples. DDP in a loop of your own does not, so choose a `batch_size` that the number of ranks divides, and
     `drop_last=True`, there. No samples are repeated or dropped. In a batch with fewer samples than ranks, some ranks
-    get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For evaluation, see `Loader.parts`.
+    get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For
+    evaluation, see `Loader.parts`.
 
     **Another number of ranks.** With `batch_size`, the batches are the same on any number of ranks. With
     `batch_size_per_rank=8`, a batch has 8 samples for each of the ranks that there are when the loader is made, after
@@ -406,8 +407,8 @@ def make_loader(
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {"batch_size": batch_size, "batch_size_per_rank": batch_size_per_rank, "order": order}
-        given |= {"drop_last": drop_last or None, "collate_fn": collate_fn}
+        given: dict[str, Any] = {"batch_size": batch_size, "batch_size_per_rank": batch_size_per_rank, "order": order}
+        given = {**given, "drop_last": drop_last or None, "collate_fn": collate_fn}
         settings = _arguments.settings_of(dataset, given | dataloader_options)
         return make_loader(
             dataset.dataset,

@@ -56,7 +56,8 @@ class Samples:
     def read(self, state: TrainState, rank: int, ranks: int, *, again: bool, read: int = 0) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
 
-        The first `read` samples of the state's batch are left out. There are none at the end of an epoch, except that this raises ValueError if it was asked for `again`.
+        The first `read` samples of the state's batch are left out. There are no batches at the end of an epoch,
+        except that this raises ValueError if it was asked for `again`.
         """
         return self.engines.read(state.epoch, self.jobs(state, rank, ranks, again=again, read=read))
 
@@ -66,6 +67,8 @@ def _jobs(plan: Plan, epoch: int, first: int, rank: int, ranks: int, batched: bo
     for k in range(first, len(plan)):
         left_out = read if k == first else 0
         start, size = plan.start(k) + left_out, plan.size(k) - left_out
+        if not size:  # the run has read this epoch to its end
+            return
         low, high = own_rows(size, rank, ranks) if batched else (0, size)
         part = slice(start + low, start + high)
         visits = None if plan.visits is None else plan.visits[part]
@@ -127,6 +130,8 @@ class Stream(Reader):
             return None
         del items[: job.read]
         size = len(items)
+        if not size:
+            return None
         low, high = own_rows(size, job.rank, job.ranks) if self.batched else (0, 1)
         return items[low:high], size
 
@@ -197,9 +202,9 @@ class Streamed:
     def read(self, state: TrainState, rank: int, ranks: int, *, again: bool, read: int = 0) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
 
-        The first `read` samples of the state's batch are left out. A pass begins at the position that `with_position` has kept, if it is that of the state's batch, or at the stream's
-        start. It ends with the stream or after `epoch_length` batches. It may have no batches left, but not if the epoch
-        was asked for `again`, which would never end.
+        The first `read` samples of the state's batch are left out. A pass begins at the position that `with_position` has
+        kept, if it is that of the state's batch, or at the stream's start. It ends with the stream or after `epoch_length`
+        batches. It may have no batches left, but not if the epoch was asked for `again`, which would never end.
         """
         epoch, first, length = state.epoch, state.batch, state.epoch_length
         position = stored_position(state, self.name, self.divide, read) if self.keeps_position else None
@@ -231,7 +236,7 @@ class Streamed:
                         if count > first:
                             yield part
                 self.moved = False  # the dataset stands where it would without the position
-            check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
+            check(count or read, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
             lost = (
                 ""
                 if position is None
