@@ -104,7 +104,8 @@ def _at_the_same_sample(
     if not consumed:
         return {}, partly_read, f"{sizes}"
     last = was - read_of_batch(partly_read, epoch, batch - 1)
-    if length is None and batch and counts["batch_samples"] != last:  # at the end of an epoch without a known end
+    is_known = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
+    if length is None and batch and not is_known:  # a last batch of an epoch that may have been smaller
         return unmoved
     if length is not None and saved_loaders[0]["order"] == "stream":  # an epoch of batches, not of samples
         return unmoved

@@ -44,7 +44,7 @@ def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str,
         Order | None,
         "expected what a call returns of ll.data.shuffled(), sequential(), "
         "with_replacement(num_samples), weighted(weights), mixture(weights, num_samples), by_length(lengths), "
-        "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
+        "growing(sizes), shuffled_blocks(buffer), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
     )
     check_optional_count(
@@ -116,7 +116,9 @@ def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num
         TypeError,
     )
     check(
-        order is None or order.any_length, f"order={order!r} is given for a stream ({kind}), whose order is its own"
+        order is None or order.any_length,
+        f"order={order!r} is given for a stream ({kind}), whose order is its own; a source that can be read from any sample on "
+        "becomes a dataset with indices by ll.data.shards(read, lengths, buffer=...)",
     )
     check(
         not (num_workers and isinstance(dataset, IterDataPipe)),

@@ -167,9 +167,9 @@ class Loader:
         loader, the first batch has the samples that are left of it. The order of the samples must not have changed. The
         order changes if the dataset does, except with `sequential()`, and `by_length` and `batch_sampler` build different
         batches for a different batch size. A state knows the batch sizes of the loaders that `init_state` was given, or
-        that its checkpoint stores, so a change is seen even if the epoch has as many batches as before. If it knows none, it warns that the batches are taken to
-        have the size of the last one. Use the same seed as before: a state does not store it, so it cannot
-        be checked.
+        that its checkpoint stores, so a change is seen even if the epoch has as many batches as before. If it knows none,
+        it warns that the batches are taken to have the size of the last one. Use the same seed as before: a state does
+        not store it, so it cannot be checked.
 
         A loader of growing batches has no batch that can begin later: one has to begin at the next sample, as with
         `order=ll.data.growing({0: old, n: new})`, where n is `state.samples`, or if `drop_last` has dropped samples,
@@ -332,8 +332,8 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
             Required, except with `batch_size_per_rank`, `growing` and `batch_sampler`, and for a DataLoader.
         batch_size_per_rank: samples per batch and rank, in place of `batch_size`. See **Another number of ranks**.
         order: `ll.data.shuffled()` (the default), `sequential()`, `with_replacement(num_samples)`, `weighted(weights)`,
-            `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
-            `batch_sampler(...)`. A stream has its own order.
+            `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `shuffled_blocks(buffer)`,
+            `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
         max_batches: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to

@@ -72,8 +72,10 @@ def resumed(
     """
     loaders, partly_read = loaders_of_position(state), state.run.partly_read
     read = read_of_batch(partly_read, state.epoch, state.batch)
-    if (state.batch == 0 and not read) or (loaders and loaders[0] == description):
-        return state if state.epoch_length == length and state.batch else state.replace(epoch_length=length)
+    if state.batch == 0 and not read:
+        return state.replace(epoch_length=length)
+    if loaders and loaders[0] == description:
+        return state if state.epoch_length == length else state.replace(epoch_length=length)
     if state.epoch_length == length and not read and not _had_another_batch_size(state, plan, batch_size):
         return state
     epoch, size, old_length = state.epoch, state.batch_samples, state.epoch_length
