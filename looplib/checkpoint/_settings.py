@@ -59,6 +59,7 @@ class Settings:
         stored: PartlyRead = tuple(manifest["partly_read"])
         moved, partly_read, line = _at_the_same_sample(counts, stored, saved_loaders, loaders, length)
         if moved is None:
+            _check_ranks(path, counts, stored, saved_loaders, loaders)
             _check_position(path, counts, stored, length)
         elastic = moved is not None and is_elastic(saved_loaders[0], loaders[0])  # as many samples as asked for
         changed = [] if elastic else differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
@@ -158,6 +159,27 @@ def _common(own: Any, other: Any) -> Any:
 def is_of_another_loader(state: TrainState) -> bool:
     """True if a restored state is within an epoch, and no loader of looplib is known to yield its batches."""
     return bool(state.batch and state.epoch_length and not state.run.known_loaders)
+
+
+def _check_ranks(
+    path: Path,
+    counts: Mapping[str, Any],
+    partly_read: PartlyRead,
+    saved_loaders: Sequence[Mapping[str, Any]],
+    loaders: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ValueError within an epoch if a batch size per rank makes other batches, in which the next sample is not known."""
+    is_within = counts["batch"] or read_of_batch(partly_read, counts["epoch"], counts["batch"])
+    for was, now in zip(saved_loaders, loaders, strict=False) if is_within else ():
+        size = was.get("batch_size")
+        check(
+            now.get("batch_size_per_rank") is None or size in (None, now["batch_size"]),
+            f"{path} stands within an epoch, after batch {counts['batch']} of {size} samples, and with "
+            f"batch_size_per_rank={now.get('batch_size_per_rank')} a batch has {now['batch_size']} here. A restore converts the "
+            "position for one loader that has changed in nothing else, without max_batches, over a dataset with indices or a "
+            f"stream that one process reads, if that has not ended. Finish this epoch with make_loader(..., batch_size={size}), "
+            "on any number of ranks",
+        )
 
 
 def _check_position(path: Path, counts: Mapping[str, Any], partly_read: PartlyRead, length: int | None) -> None:

@@ -111,7 +111,6 @@ class Numbers(torch.utils.data.IterableDataset):
     after=st.integers(1, 4),
 )
 @settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:.*loader batch_size was")
 def test_a_stream_continues_at_the_next_sample(tmp_path_factory, samples, per_rank, stop, before, after):
     def make():
         return ll.make_loader(Numbers(samples), batch_size_per_rank=per_rank)
@@ -120,11 +119,11 @@ def test_a_stream_continues_at_the_next_sample(tmp_path_factory, samples, per_ra
     for count, steps in ((before, stop), (after, 1), (before, 10**6)):
         with as_rank(0, count):
             state = ll.init_state(torch.nn.Linear(1, 1), loader=make())
-        state = ckpt.restore(state, quiet=True)
         if batch_is_last and before != after:  # one that was not full does not say where another size continues
-            with pytest.raises(ValueError, match="come in other batches"):
-                on_ranks(count, make, state)
+            with pytest.raises(ValueError, match=r"Finish this epoch with make_loader\(..., batch_size="):
+                ckpt.restore(state)
             return
+        state = ckpt.restore(state, quiet=True)
         for batch in on_ranks(count, make, state)[:steps]:
             batch_is_last = len(seen) % (count * per_rank) + len(batch) < count * per_rank
             seen += batch
@@ -247,3 +246,66 @@ def test_wrong_batch_sizes_per_rank_are_refused_by_name():
         pytest.raises(ValueError, match=r"was made for batches of 2 samples, and there are 2 ranks now"),
     ):
         loader(ll.TrainState())
+
+
+def test_two_loaders_on_other_ranks_are_refused_within_an_epoch_and_continue_with_the_old_batch_size(tmp_path):
+    def state_on(ranks, **options):
+        with as_rank(0, ranks):
+            loaders = [ll.make_loader(range(count), **options) for count in (7, 8)]
+            return ll.init_state(torch.nn.Linear(1, 1), loader=loaders)
+
+    ckpt, per_rank = ll.checkpoint_io(tmp_path), {"batch_size_per_rank": 2}
+    ckpt.save(state_on(2, **per_rank).replace(step=1, batch=1, samples=8, batch_samples=8))
+    with pytest.raises(ValueError, match=r"after batch 1 of 4 samples.*a batch has 6 here.*batch_size=4\)"):
+        ckpt.restore(state_on(3, **per_rank))
+    with pytest.warns(UserWarning, match="batch_size_per_rank"):
+        assert ckpt.restore(state_on(3, batch_size=4)).batch == 1
+
+
+def test_a_stream_that_workers_read_is_refused_within_an_epoch_on_other_ranks(tmp_path):
+    def state_on(ranks):
+        with as_rank(0, ranks):
+            loader = ll.make_loader(Numbers(40), batch_size_per_rank=2, num_workers=2)
+            return ll.init_state(torch.nn.Linear(1, 1), loader=loader)
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state_on(2).replace(step=1, batch=1, samples=4, batch_samples=4))
+    with pytest.raises(ValueError, match="a stream that one process reads"):
+        ckpt.restore(state_on(3))
+
+
+class Stateful(Numbers):
+    at = 0
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, saved):
+        self.at = saved["at"]
+
+
+@pytest.mark.parametrize(("old", "new", "batches"), [(4, 3, 2), (4, 3, 3), (3, 4, 3), (2, 4, 2)])
+def test_a_kept_position_is_not_taken_for_that_of_a_batch_of_another_size(tmp_path, old, new, batches):
+    with as_rank(0, old):
+        loader = ll.make_loader(Stateful(20), batch_size_per_rank=1)
+        state = new_state(loader).replace(extra={"stream": ""})
+    loader = ll.make_loader(Stateful(20), batch_size=old)
+    reading = loader(state)
+    for _ in range(batches):
+        state = consume(state, next(reading))
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(ll.data.with_position(loader, state))
+
+    def make():
+        return ll.make_loader(Stateful(20), batch_size_per_rank=1)
+
+    with as_rank(0, new):
+        state = new_state(make()).replace(extra={"stream": ""})
+    state = ckpt.restore(state, quiet=True)
+    assert sum(on_ranks(new, make, state), []) == [*range(old * batches, 20)]  # noqa: RUF017
