@@ -71,7 +71,9 @@ class Run:
         restored: path of the checkpoint from which the run was restored, or "".
         at_step: step of the restored state.
         saved_loaders: settings of the loaders that this checkpoint stores, in whose batches the position of the restored
-            state is; or of the loader to which `Loader.resume` has converted it.
+            state is; or of the loaders to whose batches it has been converted.
+        partly_read: epoch, batch, and the number of its first samples that the run had read, in batches of a different
+            size, when its position was converted. The loader leaves them out of that batch.
     """
 
     optimizer: Mapping[str, Any] | None = None
@@ -80,6 +82,7 @@ class Run:
     restored: str = ""
     at_step: int = 0
     saved_loaders: tuple[Mapping[str, Any], ...] = ()
+    partly_read: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def known_loaders(self) -> tuple[Mapping[str, Any], ...]:

@@ -895,9 +895,19 @@ HOLDS = {
         (n["state"].step, n["state"].samples) == (13 + 10 + 9 + 2 + 4, 768)
     ),
     "Change the batch size in the middle of an epoch 1": lambda n: (
-        (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (14 + 5, 2, 512, 7)
+        (n["state"].step, n["state"].epoch, n["state"].samples, n["state"].epoch_length) == (14 + 6, 2, 512, 7)
     ),
     GOLDEN: guarded,
+    # The last update is after 504 of 512 samples, by the formula of a cosine from sample 64 on.
+    "Continue with another number of processes 1": lambda n: (
+        n["state"].step == 64
+        and math.isclose(
+            ll.optim.hyperparameters(n["optimizer"], n["state"])["lr"],
+            1e-2 * (1 + math.cos(math.pi * (504 - 64) / (512 - 64))) / 2,
+            rel_tol=1e-5,
+        )
+    ),
+    "Shuffle files that are read forward 1": lambda n: n["state"].samples == 512 and n["state"].epoch == 2,
     "Replay a step 1": lambda n: n["again"].state.step == 12,
     "Train many adapters on one frozen model 1": lambda n: (
         n["stack"].params["base_model.model.0.base_layer.weight"].stride(0) == 0

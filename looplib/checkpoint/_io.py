@@ -416,9 +416,12 @@ class CheckpointIO:
         the state's. A state that is restored with a parameter of another shape than the module's is not bound to it:
         `state = ll.bind(model, state, resize=True)` gives the module its shapes.
 
-        **A different batch size, or more data.** Between two epochs, a run may continue with a different
-        `epoch_length`, which is taken from `state`. Within an epoch, `Loader.resume` converts the position:
-        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`. Without that it is refused.
+        **A different batch size, other ranks, or more data.** If the loader that `init_state` was given differs from the
+        saved run's in its batch size alone, which `batch_size_per_rank` makes of other ranks, the run continues at the next
+        sample, and a line says so. `state.epoch`, `batch` and `epoch_length` then count the new batches, `step` and
+        `samples` what they did. Between two epochs, `epoch_length` is taken from `state` in any case. Within an epoch,
+        another change is refused, and `Loader.resume` continues where it can:
+        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
 
         **Tied weights.** If leaves that share a tensor in `state` were saved with different values, they are
         separated: the module's leaves keep their tensors, and the others get new ones.
@@ -455,7 +458,7 @@ class CheckpointIO:
         ranks.check_alike({"which": which}, "the ranks ask for different checkpoints:\n  ", repr)
         while (path := ranks.on_rank0(lambda: self._listing.choose(which, self._policy))) is not None:
             try:
-                restored, checksum, warning = ranks.all_or_raise(partial(reading, path))
+                restored, checksum, warning, line = ranks.all_or_raise(partial(reading, path))
             except DamagedCheckpointError as error:
                 if not ranks.on_rank0(partial(self._listing.is_damaged, path)):
                     continue  # it has been removed since it was chosen
@@ -477,6 +480,8 @@ class CheckpointIO:
             if ranks.first and not quiet:
                 shown = min(os.path.relpath(path), str(path), key=len)
                 print(f"Restored {title} from {shown}", flush=True)
+                if line:
+                    print(line, flush=True)
                 if isinstance(new, TrainState) and not weights_only and is_of_another_loader(new):
                     print(
                         f"No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip "
@@ -545,6 +550,7 @@ class CheckpointIO:
             "metrics": mapped(described, scores),
             "made_with": self._settings.description(state),
             "loaders": state.run.known_loaders,
+            "partly_read": state.run.partly_read,
             "left_out": left_out,
             "structure": structure,
         }
@@ -563,6 +569,7 @@ class CheckpointIO:
             "metrics": mapped(described, self._scores(metrics)),
             "made_with": self._settings.described,
             "loaders": [],
+            "partly_read": (0, 0, 0),
             "left_out": {},
             "objects": entries,
         }

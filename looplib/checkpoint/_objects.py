@@ -342,11 +342,11 @@ def _digest(entry: Mapping[str, Any], tensors: Tensors) -> str:
 
 def load_objects(
     path: Path, objects: Objects, optional: Collection[str], settings: Settings, ranks: RankGroup
-) -> tuple[Callable[[], dict[str, Any]], int, str]:
+) -> tuple[Callable[[], dict[str, Any]], int, str, str]:
     """Read and verify all that this process needs to restore objects.
 
-    Returns a function that loads them and returns the values; the manifest's checksum; and a warning about settings that
-    differ from those saved, or "".
+    Returns a function that loads them and returns the values; the manifest's checksum; a warning about settings that
+    differ from those saved, or ""; and no line to print, which is "".
     """
     manifest = read_manifest(path)
     entries: Any = manifest.get("objects")
@@ -382,7 +382,7 @@ def load_objects(
                 loaded.append(name)
         return {name: value if _has_state(value) else states.get(name, value) for name, value in objects.items()}
 
-    return restored, manifest["crc32"], warning
+    return restored, manifest["crc32"], warning, ""
 
 
 def _order(value: Any) -> int:

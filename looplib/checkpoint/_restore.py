@@ -39,14 +39,14 @@ def load(
     optional: Collection[str],
     settings: Settings,
     resized: Collection[str] = (),
-) -> tuple[Callable[[], TrainState], int, str]:
+) -> tuple[Callable[[], TrainState], int, str, str]:
     """Read and verify all that this process needs to restore a checkpoint into the structure of `template`.
 
     Parts of the update that one of the two lacks have to be named in `optional`, and leaves whose shape is the checkpoint's
     in `resized`.
 
     Returns a function for the restored state, which cannot fail; the manifest's checksum, which shows if all ranks have
-    read the same checkpoint; and a warning about settings that differ from those saved, or "".
+    read the same checkpoint; a warning about settings that differ from those saved, or ""; and a line to print, or "".
     """
     manifest = read_manifest(path)
     objects = manifest.get("objects", {})
@@ -61,9 +61,9 @@ def load(
     wanted = without(wanted, _check_fit(path, wanted, reader, weights_only, optional))
     check_materialized({each: leaf for each, leaf in wanted.items() if isinstance(leaf, Tensor)})
     if weights_only:
-        counts, run, warning = fields_of(template, COUNTS), template.run, ""
+        counts, run, warning, line = fields_of(template, COUNTS), template.run, "", ""
     else:
-        counts, run, warning = settings.continued(path, manifest, template)
+        counts, run, warning, line = settings.continued(path, manifest, template)
     values = reader.read(wanted)
     is_bound = {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}
     kept, writes = _bound(path, leaves, wanted, values, reader) if is_bound else ({}, [])
@@ -73,7 +73,7 @@ def load(
     def restored() -> TrainState:
         return TrainState(**{**dict.fromkeys(TREES), **trees, **counts}, run=run)
 
-    return functools.partial(_write_over, writes, restored) if writes else restored, manifest["crc32"], warning
+    return functools.partial(_write_over, writes, restored) if writes else restored, manifest["crc32"], warning, line
 
 
 def _is_chosen(leaf_path: str, weights_only: bool) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_type, few
 from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
+from looplib._core.positions import PartlyRead, is_elastic, read_of_batch, same_samples
 from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences, other_settings
 from looplib._core.secrets import without_secrets
@@ -45,18 +46,26 @@ class Settings:
 
     def continued(
         self, path: Path, manifest: Mapping[str, Any], template: TrainState
-    ) -> tuple[dict[str, Any], Run, str]:
-        """Counts and record of a run that continues with the settings of `template`, and a warning if they differ."""
-        counts, length = counts_in(manifest), template.epoch_length
-        saved, run = manifest["made_with"], template.run
-        _check_position(path, counts, length)
-        changed = differences(*_of_common_parts(saved, self.description(template)))
-        changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
+    ) -> tuple[dict[str, Any], Run, str, str]:
+        """Counts and record of a run that continues with the settings of `template`.
+
+        Also returns a warning if the settings differ, and a line to print if the batches have another size.
+        """
+        counts, length, run = counts_in(manifest), template.epoch_length, template.run
+        saved = manifest["made_with"]
         loaders = run.loaders or tuple(self.described[name] for name in self._loaders)
         described_before = tuple(saved[name] for name in self._loaders if name in saved)
         saved_loaders = tuple(manifest["loaders"]) or described_before
+        stored: PartlyRead = tuple(manifest["partly_read"])
+        moved, partly_read, line = _at_the_same_sample(counts, stored, saved_loaders, loaders, length)
+        if moved is None:
+            _check_ranks(path, counts, stored, saved_loaders, loaders)
+            _check_position(path, counts, stored, length)
+        elastic = moved is not None and is_elastic(saved_loaders[0], loaders[0])  # as many samples as asked for
+        changed = [] if elastic else differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
+        changed = differences(*_of_common_parts(saved, self.description(template))) + changed
         if loaders and saved_loaders and not described_before:  # else they have been compared under their names
-            changed += _differences_of_loaders(saved_loaders, loaders)
+            changed += [] if elastic else _differences_of_loaders(saved_loaders, loaders)
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
         warning = other_settings(path, changed, seed) if changed or seed else ""
         optimizer = saved.get("optimizer") if run.optimizer is None else run.optimizer
@@ -66,9 +75,50 @@ class Settings:
             loaders=loaders,
             restored=str(path),
             at_step=counts["step"],
-            saved_loaders=saved_loaders,
+            saved_loaders=saved_loaders if moved is None else loaders,
+            partly_read=partly_read,
         )
-        return {**counts, "epoch_length": length}, run, warning
+        return {**counts, **(moved or {}), "epoch_length": length}, run, warning, line
+
+
+def _at_the_same_sample(
+    counts: Mapping[str, Any],
+    partly_read: PartlyRead,
+    saved_loaders: Sequence[Mapping[str, Any]],
+    loaders: Sequence[Mapping[str, Any]],
+    length: int | None,
+) -> tuple[dict[str, int] | None, PartlyRead, str]:
+    """Epoch and batch of the next sample in the batches of a loader that differs from the saved one in their size.
+
+    The first is None if the loaders differ in more, or the counts do not say which sample is next. It is followed by the
+    part of the batch that was read, and by a line to print.
+    """
+    unmoved = None, partly_read, ""
+    if not (len(saved_loaders) == len(loaders) == 1 and same_samples(saved_loaders[0], loaders[0])):
+        return unmoved
+    was, now = saved_loaders[0]["batch_size"], loaders[0]["batch_size"]
+    epoch, batch, old_length = counts["epoch"], counts["batch"], counts["epoch_length"]
+    if (old_length is None) != (length is None):
+        return unmoved
+    sizes = f"A batch has {now} samples instead of {was}" + ("" if length is None else f", an epoch {length} batches")
+    consumed = batch * was + read_of_batch(partly_read, epoch, batch)
+    if not consumed:
+        return {}, partly_read, f"{sizes}"
+    last = was - read_of_batch(partly_read, epoch, batch - 1)
+    is_known = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
+    if length is None and batch and not is_known:  # a last batch of an epoch that may have been smaller
+        return unmoved
+    if length is not None and saved_loaders[0]["order"] == "stream":  # an epoch of batches, not of samples
+        return unmoved
+    batch, read = divmod(consumed, now)
+    if length is not None and batch >= length:
+        is_dropped = loaders[0]["drop_last"] and batch == length
+        return ({"epoch": epoch + 1, "batch": 0}, (0, 0, 0), sizes) if is_dropped else unmoved
+    return (
+        {"batch": batch},
+        (epoch, batch, read),
+        f"{sizes}: epoch {epoch} continues after its first {consumed} samples",
+    )
 
 
 def _differences_of_loaders(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -111,16 +161,38 @@ def is_of_another_loader(state: TrainState) -> bool:
     return bool(state.batch and state.epoch_length and not state.run.known_loaders)
 
 
-def _check_position(path: Path, counts: Mapping[str, Any], length: int | None) -> None:
+def _check_ranks(
+    path: Path,
+    counts: Mapping[str, Any],
+    partly_read: PartlyRead,
+    saved_loaders: Sequence[Mapping[str, Any]],
+    loaders: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ValueError within an epoch if a batch size per rank makes other batches, in which the next sample is not known."""
+    is_within = counts["batch"] or read_of_batch(partly_read, counts["epoch"], counts["batch"])
+    for was, now in zip(saved_loaders, loaders, strict=False) if is_within else ():
+        size = was.get("batch_size")
+        check(
+            now.get("batch_size_per_rank") is None or size in (None, now["batch_size"]),
+            f"{path} stands within an epoch, after batch {counts['batch']} of {size} samples, and with "
+            f"batch_size_per_rank={now.get('batch_size_per_rank')} a batch has {now['batch_size']} here. A restore converts the "
+            "position for one loader that has changed in nothing else, without max_batches, over a dataset with indices or a "
+            f"stream that one process reads, if that has not ended. Finish this epoch with make_loader(..., batch_size={size}), "
+            "on any number of ranks",
+        )
+
+
+def _check_position(path: Path, counts: Mapping[str, Any], partly_read: PartlyRead, length: int | None) -> None:
     """Raise ValueError if a checkpoint stands within an epoch of a different length: its position is in other batches."""
-    saved_length = counts["epoch_length"]
+    saved_length, epoch, batch = counts["epoch_length"], counts["epoch"], counts["batch"]
     restored = f"ckpt.restore(state.replace(epoch_length={saved_length}))"
     check(
-        counts["batch"] == 0 or length == saved_length,
+        length == saved_length or not (batch or read_of_batch(partly_read, epoch, batch)),
         f"{path} was made with epoch_length={saved_length}, the state with {length}, and it stands within an epoch, "
-        f"after batch {counts['batch']}: the batch size or the data has changed. Nothing needs to be lost. To "
+        f"after batch {batch}: the batch size or the data has changed, and the run and its checkpoint do not both know "
+        "the loader (ll.init_state(..., loader=loader)), or it differs in more than the size. Nothing needs to be lost. To "
         f"continue this epoch at the sample that comes next: state = loader.resume({restored}). To leave out the rest "
-        f"of it: state = {restored}.replace(epoch_length={length}, epoch={counts['epoch'] + 1}, batch=0)",
+        f"of it: state = {restored}.replace(epoch_length={length}, epoch={epoch + 1}, batch=0)",
     )
 
 

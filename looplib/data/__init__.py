@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from looplib._core.hints import in_room as _in_room
 from looplib._core.samples import count_samples
+from looplib.data._blocks import shards, shuffled_blocks
 from looplib.data._growing import growing
 from looplib.data._loader import Loader, make_loader
 from looplib.data._microbatches import collate_microbatches
@@ -35,7 +36,9 @@ __all__ = [
     "mixture",
     "sampler",
     "sequential",
+    "shards",
     "shuffled",
+    "shuffled_blocks",
     "weighted",
     "windows",
     "with_position",

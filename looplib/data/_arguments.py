@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import check, check_optional_count, check_type, few, named
+from looplib._core.ranks import rank_and_size
 from looplib._core.samples import are_arrays_of_one_length, are_columns
 from looplib.data._orders import Order, batch_sampler, check_undivided, sampler, sequential, shuffled
 
@@ -43,7 +44,7 @@ def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str,
         Order | None,
         "expected what a call returns of ll.data.shuffled(), sequential(), "
         "with_replacement(num_samples), weighted(weights), mixture(weights, num_samples), by_length(lengths), "
-        "growing(sizes), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
+        "growing(sizes), shuffled_blocks(buffer), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
     )
     check_optional_count(
@@ -88,6 +89,23 @@ def check_batch_size(
     return cast("int | None", batch_size)
 
 
+def of_all_ranks(per_rank: int | None, batch_size: int | Required | None, divide: bool) -> int | Required | None:
+    """Samples per batch over all ranks together, of which each has this many, or the batch size that is given."""
+    check_optional_count("batch_size_per_rank", per_rank, advice="expected a positive int")
+    if per_rank is None:
+        return batch_size
+    check(
+        batch_size is REQUIRED,
+        f"batch_size={batch_size} and batch_size_per_rank={per_rank} are given; give one of them",
+    )
+    check(
+        divide,
+        f"batch_size_per_rank={per_rank} and divide=False are given, where each rank gets whole batches: "
+        f"write batch_size={per_rank}",
+    )
+    return per_rank * rank_and_size()[1]
+
+
 def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num_workers: int, divide: bool) -> None:
     """Raise TypeError or ValueError for a dataset that is not a stream, or options that streams do not support."""
     kind = type(dataset).__name__
@@ -98,7 +116,9 @@ def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num
         TypeError,
     )
     check(
-        order is None or order.any_length, f"order={order!r} is given for a stream ({kind}), whose order is its own"
+        order is None or order.any_length,
+        f"order={order!r} is given for a stream ({kind}), whose order is its own; a source that can be read from any sample on "
+        "becomes a dataset with indices by ll.data.shards(read, lengths, buffer=...)",
     )
     check(
         not (num_workers and isinstance(dataset, IterDataPipe)),

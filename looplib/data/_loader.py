@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from looplib._core import trees
 from looplib._core.checks import check, warn
 from looplib._core.iterations import Iteration, begin_iteration, warn_of_position
-from looplib._core.ranks import rank, rank_and_size
+from looplib._core.positions import read_of_batch
+from looplib._core.ranks import is_alone, rank, rank_and_size
 from looplib._core.records import Call, Code, differences, kinds_of_classes, other_settings, with_repr
 from looplib._core.samples import as_counter
 from looplib.data import _arguments
@@ -80,6 +81,7 @@ class Loader:
         max_batches: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
         counts: function from a batch to its number of samples.
+        batch_size_per_rank: samples per batch and rank, if the loader was made with it.
     """
 
     dataset: Any
@@ -92,6 +94,7 @@ class Loader:
     source: Samples | Streamed
     counts: Counts
     _move: Callable[[Any], Any]
+    batch_size_per_rank: int | None = None
     call: Call | None = field(default=None, init=False)
     _asked: _Asked = field(default_factory=_Asked, init=False)
 
@@ -105,8 +108,9 @@ class Loader:
                 stacklevel=2,
             )
         warn_of_position(state)
-        source = self._read(state, again=state in self._asked)
-        _check_workers(state, self.description)
+        self._check_ranks()
+        source = self._read(state, again=state in self._asked, read=self._samples_read(state))
+        _check_stream(state, self.description)
         _compare(state, self.description)
         self._asked.add(state)
         batches = self._batches(source, begin_iteration(state))
@@ -139,7 +143,8 @@ class Loader:
         if isinstance(self.source, Streamed):
             return None
         check_state(state, "loader.indices(state)")
-        job = next(self.source.jobs(state, *(rank_and_size() if self.divide else (0, 1)), again=True))
+        read, ranks = self._samples_read(state), rank_and_size() if self.divide else (0, 1)
+        job = next(self.source.jobs(state, *ranks, again=True, read=read))
         keys: Tensor = job.keys
         return keys
 
@@ -155,18 +160,21 @@ class Loader:
 
         Only the position, `epoch_length` and the loader in `state.run` change; weights, optimizer state, step and samples stay.
 
-        At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
-        are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
-        next sample and that the order of the samples has not changed. The order changes if the dataset does, except
-        with `sequential()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A
-        state knows the batch sizes of the loaders that `init_state` was given, or that its checkpoint stores, so a change
-        is seen even if the epoch has as many batches as before. If it knows none, it warns that the batches are taken to
-        have the size of the last one. Use the same seed as before, which this function does not compare.
+        `ckpt.restore(state)` does this by itself if only the batch size has changed, and `init_state` was given the loader.
 
-        To change the batch size at any other sample, keep the old size up to there:
+        At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
+        are the same as before, in larger or smaller batches. If the next sample is in the middle of a batch of this
+        loader, the first batch has the samples that are left of it. The order of the samples must not have changed. The
+        order changes if the dataset does, except with `sequential()`, and `by_length` and `batch_sampler` build different
+        batches for a different batch size. A state knows the batch sizes of the loaders that `init_state` was given, or
+        that its checkpoint stores, so a change is seen even if the epoch has as many batches as before. If it knows none,
+        it warns that the batches are taken to have the size of the last one. Use the same seed as before, which this
+        function does not compare.
+
+        A loader of growing batches has no batch that can begin later: one has to begin at the next sample, as with
         `order=ll.data.growing({0: old, n: new})`, where n is `state.samples`, or if `drop_last` has dropped samples,
         the number that the error gives. Epochs of such a loader have different lengths, so continue with
-        `loader.resume(state).replace(epoch_length=None)`, and with another loader after `ll.state.end_epoch`.
+        `loader.resume(state).replace(epoch_length=None)`.
 
         Args:
             state: a state whose run used a different loader.
@@ -181,8 +189,9 @@ class Loader:
                 f"a loader over a stream ({type(self.dataset).__name__}) cannot continue a run that began with another "
                 "batch size within an epoch; at the end of one, there is nothing to change"
             )
-        converted = resumed(state, source.plan(state.epoch), source.length, self.batch_size, source.order)
-        return state if converted is state else converted.replace(run=_with_loader(state.run, self.description))
+        plan = source.plan(state.epoch)
+        converted = resumed(state, plan, source.length, self.batch_size, source.order, self.description)
+        return state if converted is state else converted.replace(run=_with_loader(converted.run, self.description))
 
     @functools.cached_property
     def description(self) -> dict[str, str | int | bool | None]:
@@ -207,6 +216,7 @@ class Loader:
             "max_batches": self.max_batches,
             **({"workers": self.source.engines.workers} if isinstance(self.source, Streamed) else {}),
             **({} if self.divide else {"divide": False}),
+            **({} if self.batch_size_per_rank is None else {"batch_size_per_rank": self.batch_size_per_rank}),
         }
 
     def _described_order(self) -> str:
@@ -216,14 +226,30 @@ class Loader:
         if order.numbers is not None:
             checked: Any = array("d", order.numbers.tolist())  # a tensor has no bytes without numpy
         elif order.source is not None:
-            checked = repr(self.source.plan(0).listed).encode()
+            keys, ends = self.source.plan(0).listed
+            checked = repr((keys, ends) if order.whole_batches else keys).encode()
         else:
             return repr(order)
-        return f"{order!r}, checksum {crc32(checked):08x}"
+        of_size = "" if order.any_batch_size or order.whole_batches else f" in batches of {self.batch_size}"
+        return f"{order!r}{of_size}, checksum {crc32(checked):08x}"
 
-    def _read(self, state: TrainState, *, again: bool) -> Iterator[tuple[Any, int]]:
+    def _read(self, state: TrainState, *, again: bool, read: int = 0) -> Iterator[tuple[Any, int]]:
         """Remaining batches as the source gives them: this rank's part, and the samples in the batch."""
-        return self.source.read(state, *(rank_and_size() if self.divide else (0, 1)), again=again)
+        return self.source.read(state, *(rank_and_size() if self.divide else (0, 1)), again=again, read=read)
+
+    def _samples_read(self, state: TrainState) -> int:
+        """Samples of the state's batch that the run has read before it, if this is the loader that counts its batches."""
+        loaders = state.run.known_loaders
+        is_first = bool(loaders) and loaders[0] == self.description
+        return read_of_batch(state.run.partly_read, state.epoch, state.batch) if is_first else 0
+
+    def _check_ranks(self) -> None:
+        ranks, size = rank_and_size()[1], self.batch_size_per_rank
+        check(
+            size is None or is_alone() or self.batch_size == size * ranks,
+            f"a loader with batch_size_per_rank={size} was made for batches of {self.batch_size} samples, and there are "
+            f"{ranks} ranks now: make it after ll.distributed.setup(), and again if the number of ranks has changed",
+        )
 
     def _batches(
         self, source: Iterator[tuple[Any, int]], iteration: Iteration, *, pairs: bool = False
@@ -262,10 +288,11 @@ class Loader:
 kinds_of_classes[Loader] = "loader"
 
 
-def make_loader(
+def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     dataset: Any,
     *,
     batch_size: int | _arguments.Required | None = _arguments.REQUIRED,
+    batch_size_per_rank: int | None = None,
     order: Order | None = None,
     seed: int = 0,
     drop_last: bool = False,
@@ -302,10 +329,11 @@ def make_loader(
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
             StatefulDataLoader), whose settings are used, except for its generator.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
-            Required, except with `growing` and `batch_sampler` and for a DataLoader.
+            Required, except with `batch_size_per_rank`, `growing` and `batch_sampler`, and for a DataLoader.
+        batch_size_per_rank: samples per batch and rank, in place of `batch_size`. See **Another number of ranks**.
         order: `ll.data.shuffled()` (the default), `sequential()`, `with_replacement(num_samples)`, `weighted(weights)`,
-            `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `sampler(...)` or
-            `batch_sampler(...)`. A stream has its own order.
+            `mixture(weights, num_samples)`, `by_length(lengths)`, `growing(sizes)`, `shuffled_blocks(buffer)`,
+            `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
         max_batches: number of batches after which each epoch ends. A shuffled order has different samples in each epoch; to
@@ -350,9 +378,16 @@ def make_loader(
     first ranks get one more, as with `torch.tensor_split`. A step weights them by their
     samples. DDP in a loop of your own does not, so choose a `batch_size` that the number of ranks divides, and
     `drop_last=True`, there. No samples are repeated or dropped. In a batch with fewer samples than ranks, some ranks
-    get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. A run
-    can be resumed on any number of ranks. That does not hold for a batch size for each rank,
-    `batch_size=8 * ll.distributed.world_size()`, which needs `Loader.resume`. For evaluation, see `Loader.parts`.
+    get no samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For
+    evaluation, see `Loader.parts`.
+
+    **Another number of ranks.** With `batch_size`, the batches are the same on any number of ranks. With
+    `batch_size_per_rank=8`, a batch has 8 samples for each of the ranks that there are when the loader is made, after
+    `ll.distributed.setup()`. A run whose `init_state` was given the loader can be restored on another number of ranks in
+    both cases, also within an epoch: `ckpt.restore(state)` continues at the next sample. With `batch_size_per_rank`, the
+    position is counted in the new batches from there. If the next sample is in the middle of one, the first batch has the
+    samples that are left of it. The order of the samples is a function of (seed, epoch), so each comes once in an epoch,
+    in the same order on any ranks. Only `drop_last` drops other samples at the end.
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
@@ -372,7 +407,8 @@ def make_loader(
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {"batch_size": batch_size, "order": order, "drop_last": drop_last or None, "collate_fn": collate_fn}
+        given: dict[str, Any] = {"batch_size": batch_size, "batch_size_per_rank": batch_size_per_rank, "order": order}
+        given = {**given, "drop_last": drop_last or None, "collate_fn": collate_fn}
         settings = _arguments.settings_of(dataset, given | dataloader_options)
         return make_loader(
             dataset.dataset,
@@ -394,6 +430,10 @@ def make_loader(
         order = order or shuffled()
         if divide:
             check_undivided(repr(order), order.source)
+    settings = (
+        {"batch_size": batch_size} if batch_size_per_rank is None else {"batch_size_per_rank": batch_size_per_rank}
+    )
+    batch_size = _arguments.of_all_ranks(batch_size_per_rank, batch_size, divide)
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
     is_given, in_microbatches = count_samples is not None, isinstance(collate_fn, collate_microbatches)
     counts = Counts(as_counter(count_samples), is_given, in_microbatches)
@@ -417,10 +457,10 @@ def make_loader(
         source = Samples(engines, order, plan, len(first), batched)
     move = _mover(device, dataloader_options.get("pin_memory", False))
     return with_repr(
-        Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, counts, move),
+        Loader(dataset, size, seed, order, drop_last, max_batches, divide, source, counts, move, batch_size_per_rank),
         make_loader,
         Code(type(dataset).__name__),
-        batch_size=batch_size,
+        **settings,
         order=None if repr(order) in ("None", "shuffled()") else Code(f"ll.data.{order}"),  # these are the defaults
         seed=seed,
         drop_last=drop_last,
@@ -457,16 +497,17 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     return functools.partial(trees.map_leaves, moved, is_leaf=lambda node: hasattr(node, "to"))
 
 
-def _check_workers(state: TrainState, description: Mapping[str, Any]) -> None:
-    """Raise ValueError if the rest of a stream's epoch would be read by a different number of workers."""
-    now = description.get("workers")
-    for loader in loaders_of_position(state) if state.batch else ():
-        was = loader.get("workers")
+def _check_stream(state: TrainState, description: Mapping[str, Any]) -> None:
+    """Raise ValueError if the rest of a stream's epoch would come in other batches, whose position is not known."""
+    loaders = loaders_of_position(state) if state.batch and description["order"] == "stream" else ()
+    for loader in () if description in loaders else loaders:
+        sizes = {name: description.get(name) for name in ("batch_size", "workers")}
+        was = ", ".join(f"{name}={loader.get(name)}" for name, now in sizes.items() if loader.get(name) != now)
         check(
-            was == now or {**loader, "workers": now} != description,
-            f"the state is at batch {state.batch} of an epoch of a stream that was read in {was} processes, and is read in "
-            f"{now} now: its samples come in other batches, so some would come again and others never. Continue this epoch "
-            f"with num_workers={was}, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
+            {**loader, **sizes} != description,
+            f"the state is at batch {state.batch} of an epoch of a stream that was read with {was}, which is different now: "
+            "its samples come in other batches, so some would come again and others never. Continue this epoch with as many "
+            f"workers and ranks, or leave out the rest of it: state.replace(epoch={state.epoch + 1}, batch=0)",
         )
 
 

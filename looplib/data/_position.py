@@ -6,6 +6,7 @@ A dataset with indices needs the state's counts alone. A stream that can continu
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.collective import together_with_data
+from looplib._core.positions import read_of_batch
 from looplib._core.ranks import is_first, rank, world_size
 from looplib.data._orders import Order
 from looplib.data._plan import Plan
@@ -55,7 +57,9 @@ def check_position(state: TrainState, count: int, length: int, *, again: bool = 
     )
 
 
-def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, order: Order) -> TrainState:
+def resumed(
+    state: TrainState, plan: Plan, length: int, batch_size: int | None, order: Order, description: Mapping[str, Any]
+) -> TrainState:
     """The state at the same sample, with its position and `epoch_length` counted in a loader's batches.
 
     Args:
@@ -64,16 +68,23 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
         length: batches in an epoch of the loader.
         batch_size: samples in a batch of the loader; None if that varies.
         order: order of the samples.
+        description: description of the loader.
     """
-    if state.batch == 0:
+    loaders, partly_read = loaders_of_position(state), state.run.partly_read
+    read = read_of_batch(partly_read, state.epoch, state.batch)
+    if state.batch == 0 and not read:
         return state.replace(epoch_length=length)
-    if state.epoch_length == length and not _had_another_batch_size(state, plan, batch_size):
+    if loaders and loaders[0] == description:
+        return state if state.epoch_length == length else state.replace(epoch_length=length)
+    if state.epoch_length == length and not read and not _had_another_batch_size(state, plan, batch_size):
         return state
     epoch, size, old_length = state.epoch, state.batch_samples, state.epoch_length
-    consumed, count = state.batch * size, plan.drawn
+    if partly_read[0] == epoch and partly_read[2] and loaders:  # the last batch may be the one that was partly read
+        size = loaders[0].get("batch_size") or size
+    consumed, count = state.batch * size + read, plan.drawn
     counts = f"batch={state.batch}, epoch_length={old_length}, samples={state.samples}, batch_samples={size}"
     batch, whole = bisect_right(plan.ends, consumed), count // max(size, 1)
-    drawn = {loader.get("batch_size") for loader in loaders_of_position(state)}
+    drawn = {loader.get("batch_size") for loader in loaders}
     for holds, reason in (
         (
             order.any_batch_size and (batch_size or order.whole_batches),
@@ -93,9 +104,9 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
             f"and {order} puts another dataset into another order",
         ),
         (
-            batch >= len(plan) or consumed == plan.start(batch),
+            batch >= len(plan) or consumed == plan.start(batch) or batch_size is not None,
             f"{consumed} samples have been read, and no batch of this loader begins there; one does with "
-            f"order=ll.data.growing({{0: {size}, {epoch * count + consumed}: {batch_size}}}, order=ll.data.{order})",
+            f"order=ll.data.growing({{0: {size}, {epoch * count + consumed}: ...}})",
         ),
     ):
         check(
@@ -112,7 +123,8 @@ def resumed(state: TrainState, plan: Plan, length: int, batch_size: int | None, 
         )
     if batch >= len(plan):
         return state.replace(epoch=epoch + 1, batch=0, epoch_length=length)
-    return state.replace(batch=batch, epoch_length=length)
+    run = dataclasses.replace(state.run, partly_read=(epoch, batch, consumed - plan.start(batch)))
+    return state.replace(batch=batch, epoch_length=length, run=run)
 
 
 def is_just_restored(state: TrainState) -> bool:
@@ -211,11 +223,14 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
     return state.replace(extra={**extra, KEY: text})
 
 
-def stored_position(state: TrainState, name: str, divide: bool) -> Any:
-    """The position that `with_position` has kept of a stream of this name, if it is that of the state's batch."""
+def stored_position(state: TrainState, name: str, divide: bool, read: int) -> Any:
+    """The position that `with_position` has kept of a stream of this name, if it is that of the state's batch.
+
+    A batch of which the run has read some samples begins elsewhere: the position was kept between batches of another size.
+    """
     text = state.extra.get(KEY) if isinstance(state.extra, Mapping) else None
     saved = json.loads(text) if text else {}
-    if (saved.get("epoch"), saved.get("batch")) != (state.epoch, state.batch):
+    if read or (saved.get("epoch"), saved.get("batch")) != (state.epoch, state.batch):
         return None
     ranks = saved["ranks"]
     check(

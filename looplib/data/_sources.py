@@ -43,25 +43,32 @@ class Samples:
     length: int
     batched: bool
 
-    def jobs(self, state: TrainState, rank: int, ranks: int, *, again: bool = False) -> Iterator[Job]:
-        """Jobs of the rest of the state's epoch, after checking that the state is at one of its batches or at its end."""
+    def jobs(self, state: TrainState, rank: int, ranks: int, *, again: bool = False, read: int = 0) -> Iterator[Job]:
+        """Jobs of the rest of the state's epoch, after checking that the state is at one of its batches or at its end.
+
+        The first `read` samples of the state's batch are left out.
+        """
         plan = self.plan(state.epoch)
         check_position(state, len(plan), self.length, again=again)
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        return _jobs(plan, state.epoch, state.batch, rank, ranks, self.batched)
+        return _jobs(plan, state.epoch, state.batch, rank, ranks, self.batched, read)
 
-    def read(self, state: TrainState, rank: int, ranks: int, *, again: bool) -> Iterator[Any]:
+    def read(self, state: TrainState, rank: int, ranks: int, *, again: bool, read: int = 0) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
 
-        There are none at the end of an epoch, except that this raises ValueError if it was asked for `again`.
+        The first `read` samples of the state's batch are left out. There are no batches at the end of an epoch,
+        except that this raises ValueError if it was asked for `again`.
         """
-        return self.engines.read(state.epoch, self.jobs(state, rank, ranks, again=again))
+        return self.engines.read(state.epoch, self.jobs(state, rank, ranks, again=again, read=read))
 
 
-def _jobs(plan: Plan, epoch: int, first: int, rank: int, ranks: int, batched: bool) -> Iterator[Job]:
+def _jobs(plan: Plan, epoch: int, first: int, rank: int, ranks: int, batched: bool, read: int) -> Iterator[Job]:
     """The jobs refer to no loader, since an engine that is left early holds the rest."""
     for k in range(first, len(plan)):
-        start, size = plan.start(k), plan.size(k)
+        left_out = read if k == first else 0
+        start, size = plan.start(k) + left_out, plan.size(k) - left_out
+        if not size:  # the run has read this epoch to its end
+            return
         low, high = own_rows(size, rank, ranks) if batched else (0, size)
         part = slice(start + low, start + high)
         visits = None if plan.visits is None else plan.visits[part]
@@ -76,6 +83,7 @@ class Next(NamedTuple):
         rank, ranks: this rank and the number of ranks.
         begins: True if a pass begins in the process that reads this batch.
         position: what the dataset's `load_state_dict` gets then, if anything.
+        read: number of the batch's first samples to leave out, since the run has read them.
     """
 
     epoch: int
@@ -84,6 +92,7 @@ class Next(NamedTuple):
     ranks: int
     begins: bool
     position: Any
+    read: int
 
 
 class Stream(Reader):
@@ -118,6 +127,10 @@ class Stream(Reader):
         if size < self.batch_size:
             self.iterator = iter(())  # it has ended, and is not asked again
         if size < self.least:
+            return None
+        del items[: job.read]
+        size = len(items)
+        if not size:
             return None
         low, high = own_rows(size, job.rank, job.ranks) if self.batched else (0, 1)
         return items[low:high], size
@@ -186,22 +199,25 @@ class Streamed:
         self.yielded = 0, 0
         self.moved = False
 
-    def read(self, state: TrainState, rank: int, ranks: int, *, again: bool) -> Iterator[Any]:
+    def read(self, state: TrainState, rank: int, ranks: int, *, again: bool, read: int = 0) -> Iterator[Any]:
         """Remaining batches of the state's epoch, as pairs: this rank's part, and the samples in the batch.
 
-        A pass begins at the position that `with_position` has kept, if it is that of the state's batch, or at the stream's
-        start. It ends with the stream or after `epoch_length` batches. It may have no batches left, but not if the epoch
-        was asked for `again`, which would never end.
+        The first `read` samples of the state's batch are left out. A pass begins at the position that `with_position` has
+        kept, if it is that of the state's batch, or at the stream's start. It ends with the stream or after `epoch_length`
+        batches. It may have no batches left, but not if the epoch was asked for `again`, which would never end.
         """
         epoch, first, length = state.epoch, state.batch, state.epoch_length
-        position = stored_position(state, self.name, self.divide) if self.keeps_position else None
+        position = stored_position(state, self.name, self.divide, read) if self.keeps_position else None
         workers = self.engines.workers
 
         def batches() -> Iterator[Any]:
             count = before = 0 if position is None else first
             start = self.fresh if position is None and self.moved else position
             self.moved = self.moved or position is not None
-            jobs = (Next(epoch, k, rank, ranks, k - before < workers, start) for k in itertools.count(before))
+            jobs = (
+                Next(epoch, k, rank, ranks, k - before < workers, start, read if k == first else 0)
+                for k in itertools.count(before)
+            )
             ended = 0
             begun: list[Any] = []
             with closing(self.engines.read(epoch, jobs)) as parts:
@@ -220,7 +236,7 @@ class Streamed:
                         if count > first:
                             yield part
                 self.moved = False  # the dataset stands where it would without the position
-            check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
+            check(count or read, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
             lost = (
                 ""
                 if position is None

@@ -18,9 +18,9 @@ import torch
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 
-# Words instead of 0 to 3, so that no seed here coincides with one that a step uses for dropout.
-ORDER, ITEM, COLLATE, STREAM, MIXTURE = (
-    int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream", b"mixture")
+# Words instead of 0 to 5, so that no seed here coincides with one that a step uses for dropout.
+ORDER, ITEM, COLLATE, STREAM, MIXTURE, BLOCK = (
+    int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream", b"mixture", b"block")
 )
 
 

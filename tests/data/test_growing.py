@@ -76,20 +76,19 @@ def test_a_run_continues_with_another_batch_size_at_any_sample(count, size, othe
     assert batches_of(loader, moved.epoch, moved.batch) == [rest[i : i + other] for i in range(0, len(rest), other)]
 
 
-def test_a_refused_batch_size_names_the_order_that_continues():
+def test_a_refused_position_names_the_order_that_continues():
     state = ll.TrainState(epoch=1, batch=3, epoch_length=10, samples=52, batch_samples=4)
-    loader = make_loader(range(40), batch_size=8, order=ll.data.sequential())
+    elsewhere = make_loader(range(40), order=growing({0: 5}, order=ll.data.sequential()))
     with pytest.raises(
         ValueError, match="12 samples have been read, and no batch of this loader begins there"
     ) as error:
-        loader.resume(state)
-    code = re.search(r"order=(ll\.data\.growing.*?\(\)\))", str(error.value))[1]
-    assert code == "ll.data.growing({0: 4, 52: 8}, order=ll.data.sequential())"
-    continued = make_loader(range(40), order=eval(code))
-    assert batches_of(continued, 1, continued.resume(state).batch)[0] == [*range(12, 20)]
-    elsewhere = make_loader(range(40), order=growing({0: 5}))
-    with pytest.raises(ValueError, match="no batch of this loader begins there"):
         elsewhere.resume(state)
+    code = re.search(r"order=(ll\.data\.growing.*?\}\))", str(error.value))[1]
+    assert code == "ll.data.growing({0: 4, 52: ...})"
+    order = growing({0: 4, 52: 8}, order=ll.data.sequential())
+    continued = make_loader(range(40), order=order)
+    state = continued.resume(state)
+    assert batches_of(continued, 1, state.batch)[0] == [*range(12, 20)]
 
 
 def test_a_state_within_an_epoch_of_growing_batches_stands_where_it_says():

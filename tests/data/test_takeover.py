@@ -121,9 +121,7 @@ def test_a_stream_is_not_continued_by_another_number_of_workers(workers, tmp_pat
         return
     was, now = (max(1, count) for count in workers)
     for at in state, restored:
-        message = (
-            rf"batch 1 .* read in {was} processes, and is read in {now} now.*some would come again.*num_workers={was}"
-        )
+        message = rf"batch 1 .* read with workers={was}, which is different now.*some would come again.*as many"
         with pytest.raises(ValueError, match=message):
             then(at)
     between = ckpt.restore(ll.init_state(torch.nn.Linear(1, 1)))
