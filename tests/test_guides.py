@@ -73,6 +73,23 @@ def test_a_guide_is_one_page_whose_names_exist(name):
             thing = getattr(thing, part)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("FROM_A_RAW_LOOP", ["loss.backward", "optimizer.step"]),
+        ("FROM_LIGHTNING", ["Trainer", "Lightning", "LightningModule", "training_step"]),
+        ("FROM_ACCELERATE", ["accelerator.prepare", "accelerator.backward", "Fabric", "fabric.backward"]),
+    ],
+)
+@pytest.mark.every_case
+def test_the_words_of_other_loops_lead_to_the_guides(name, words):
+    """`tests/test_site.py` looks for each word in the site's search."""
+    rows = (row.split(" | ") for row in (ROOT / "recipes/WORDS.md").read_text().splitlines() if " | " in row)
+    first = {row[0].removeprefix("| "): re.search(r"\]\((.+?)\)", row[1]) for row in rows}
+    [listed] = [row.split(", ") for row, place in first.items() if place and place[1] == f"{name}.md"]
+    assert {*words} <= {*listed}
+
+
 # From a raw loop
 
 
@@ -152,6 +169,23 @@ def test_lines_of_a_raw_loop_between_steps_have_no_effect(edit, donate):
     assert not ll.debug.differences(trained(EDITS[edit]), trained(lambda model, adamw: None))
 
 
+@pytest.mark.filterwarnings("ignore:this Sequential still has the weights of before training:UserWarning")
+def test_a_whole_update_by_hand_trains_the_module_that_donated_steps_follow_and_is_not_counted():
+    x, moved = torch.randn(4, 8), {}
+    for donate in False, True:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        raw = torch.optim.SGD(model.parameters(), lr=0.1)
+        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+        state, _ = ll.make_train_step(grad_fn, SGD, donate=donate)(ll.init_state(model, SGD), x)
+        before = state.params["weight"].clone()
+        model(x).square().mean().backward()
+        raw.step()
+        assert state.step == 1
+        moved[donate] = not torch.equal(state.params["weight"], before)
+    assert moved == {False: False, True: True}
+
+
 def test_batch_norm_is_frozen_by_eval_before_make_grad_fn():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model[1].eval()
@@ -218,7 +252,7 @@ def test_looplibs_scripts_continue_as_unbroken_runs(name, tmp_path):
 
 
 def stand_in_for_lightning():
-    """What the script uses of Lightning, as its documentation describes it, for where the package is not installed."""
+    """Modules with the names that the script uses of Lightning, which do what its documentation says."""
 
     class LightningModule(nn.Module):
         def log(self, name, value, **how):
@@ -261,7 +295,8 @@ def stand_in_for_lightning():
                     scheduler.step()
                 model.metrics = {"train/loss": model.mean("train/loss")}
                 self.evaluate(model, val_loader)
-                if not all([callback.improved(model) for callback in self.callbacks]):
+                going = [callback.improved(model) for callback in self.callbacks]
+                if not all(going):
                     break
 
         def evaluate(self, model, batches):
@@ -289,6 +324,7 @@ def stand_in_for_lightning():
     return modules
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own: of workers, and of a first run without a checkpoint
 def test_the_script_of_lightning_and_looplibs_stop_at_the_same_best_weights(
     tmp_path, looplibs_order, monkeypatch, capsys
 ):
@@ -301,12 +337,13 @@ def test_the_script_of_lightning_and_looplibs_stop_at_the_same_best_weights(
     theirs = run(replaced(theirs, (adamw, f"{adamw}, fused=True")), tmp_path / "theirs")
     capsys.readouterr()
     ours = run(ours, tmp_path / "ours")
+    printed = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
     close(theirs["model"].net, ours["net"])
     assert ours["state"].step < max(
         row["step"] for row in ll.log.read_jsonl(tmp_path / "ours/runs/looplib/log.jsonl")
     )
     [best] = theirs["trainer"].validate(theirs["model"], theirs["val_loader"], ckpt_path="best")
-    assert best == pytest.approx(ast.literal_eval(capsys.readouterr().out.splitlines()[-1]))
+    assert best == pytest.approx(printed)
 
 
 # From accelerate
