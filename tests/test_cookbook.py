@@ -20,6 +20,7 @@ from shared import bits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchao.optim import AdamW8bit
 
 import looplib as ll
@@ -466,6 +467,32 @@ def averaged(names):
     return same and close(dict(enumerate(found)), dict(enumerate(made[0].averages)))
 
 
+def averaged_generator(names):
+    """The averages of the generator by torch's class, and the trained weights of the critic."""
+    start = at_the_start("Average the weights of one network (a GAN's generator) 1", "train_step = ")
+    networks, loader, adam = start["networks"], start["loader"], start["adam"]
+    step = ll.make_train_step(ll.make_grad_fn(networks, start["both_losses"]), adam, donate=True)
+    generator, state = networks["generator"], ll.init_state(networks, adam, loader=loader)
+    average = AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.update_parameters(generator)  # the first average is a copy
+    for batch in loader(state):
+        state, _ = step(state, batch)
+        average.update_parameters(generator)
+    expected = {f"generator.{name}": tensor for name, tensor in average.module.named_parameters()}
+    expected |= {name: tensor for name, tensor in state.params.items() if name.startswith("critic")}
+    return close(names["averaged"].params, expected)
+
+
+def mean_of_batches(names):
+    loader = ll.make_loader(names["test_set"], batch_size=50)
+    losses = []
+    for x, y in loader(ll.TrainState()):
+        probabilities, targets = names["model"](x).detach().softmax(1), torch.eye(3)[y]
+        losses.append((1 - 2 * (probabilities * targets).sum() / (2 * len(x))).item())
+    assert len(losses) == 2
+    return sum(losses) / 2
+
+
 def at_their_old_weights(task):
     """The networks after updates by two forward passes, each for one network."""
     start = at_the_start(task, "optimizer = ")
@@ -880,6 +907,10 @@ HOLDS = {
         (n["state"].step, n["fork"].step) == (16, 26)
     ),
     "Freeze BatchNorm 1": lambda n: n["state"].buffers["1.num_batches_tracked"] == 0,
+    "Average over batches, and not over samples 1": lambda n: (
+        n["scores"]["loss"] == pytest.approx(mean_of_batches(n))
+    ),
+    "Average the weights of one network (a GAN's generator) 1": averaged_generator,
     "Average a loss over tokens, or under a mask 1": lambda n: close(
         n["accumulated"](n["state"], (n["x"], n["y"])).grads, without_class_2(n)
     ),

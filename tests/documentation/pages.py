@@ -73,7 +73,7 @@ def pages() -> list[Page]:
         *(notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
         document(ROOT / "recipes/README.md", "Recipes"),
         *(recipe(path) for path in scripts),
-        *(document(path, "From a Trainer") for path in trainers),
+        *(document(path, "From other loops") for path in trainers),
         *(document(path, "Advanced") for path in advanced),
         *(document(path, "About") for path in about),
     ]

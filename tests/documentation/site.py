@@ -228,7 +228,7 @@ def _index() -> Page:
         ),
         **{
             name: _list(page for page in every if page.group == group)
-            for name, group in {"trainers": "From a Trainer", "advanced": "Advanced", "about": "About"}.items()
+            for name, group in {"trainers": "From other loops", "advanced": "Advanced", "about": "About"}.items()
         },
     }
     text = (HERE / "index.md").read_text()
