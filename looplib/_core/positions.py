@@ -33,11 +33,12 @@ def same_samples(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     >>> same_samples({"order": "shuffled()", "batch_size": 4}, {"order": "sequential()", "batch_size": 6})
     False
 
+    Loaders that stand beside the first one (`zipped`) follow from the number of its batches, so their samples would differ.
     Epochs that end after a number of batches (`max_batches`) have other samples. The workers of a stream read batches of
     their own, so samples have one order with at most one of them.
     """
     has_sizes = all(isinstance(loader.get("batch_size"), int) for loader in (old, new))
-    is_cut = old.get("max_batches") is not None or new.get("workers", 1) > 1
+    is_cut = old.get("max_batches") is not None or new.get("workers", 1) > 1 or "beside" in new
     is_alike = without(old, _OF_BATCHES) == without(new, _OF_BATCHES)
     return has_sizes and not is_cut and is_alike and old["batch_size"] != new["batch_size"]
 

@@ -29,8 +29,8 @@ class Endless(Loader):
 
     _loader: Loader = field(kw_only=True)
 
-    def _read(self, state: TrainState, *, again: bool) -> Batches:
-        return _epochs(self._loader, self._position(state))
+    def _read(self, state: TrainState, *, again: bool, read: int = 0) -> Batches:
+        return _epochs(self._loader, self._position(state), read)
 
     def _batches(self, source: Any, iteration: Iteration, *, pairs: bool = False) -> Batches:
         check(not pairs, f"{self.call} has no end: evaluate with the loader in it", TypeError)
@@ -58,7 +58,8 @@ class Zipped(Loader):
         check(not pairs, f"{self.call} is for training: evaluate with each loader alone", TypeError)
         return _counted(source, iteration)
 
-    def _read(self, state: TrainState, *, again: bool) -> Batches:
+    def _read(self, state: TrainState, *, again: bool, read: int = 0) -> Batches:
+        check(not read, f"the position is within a batch of {self.call}, whose other loaders have none there")
         first, *others = self._loaders
         position = partial(_position_after, count=self._consumed(state))
         batches = first._batches(first._read(state, again=again), Iteration())  # noqa: SLF001
@@ -134,8 +135,8 @@ def _counted(batches: Batches, iteration: Iteration) -> Batches:
     iteration.ended = True
 
 
-def _epochs(loader: Loader, position: TrainState) -> Batches:
-    """A loader's batches from a position on, epoch after epoch."""
+def _epochs(loader: Loader, position: TrainState, read: int = 0) -> Batches:
+    """A loader's batches from a position on, epoch after epoch. Of the first one, some samples may have been read."""
     for epoch in itertools.count(position.epoch):
         if loader.order and loader.order.may_vary:
             count, length = len(loader.source.plan(epoch)), len(loader)  # type: ignore[union-attr]
@@ -144,7 +145,7 @@ def _epochs(loader: Loader, position: TrainState) -> Batches:
                 f"epoch {epoch} of {loader.call} has {count} batches, and epoch 0 has {length}: its position follows from the "
                 "number of batches that the run has consumed only if all epochs have as many",
             )
-        remaining = loader._batches(loader._read(position, again=False), Iteration())  # noqa: SLF001
+        remaining = loader._batches(loader._read(position, again=False, read=read), Iteration())  # noqa: SLF001
         with closing(remaining) as batches:
             yield from batches
         check(
@@ -152,7 +153,7 @@ def _epochs(loader: Loader, position: TrainState) -> Batches:
             f"the stream of {loader.call} has ended, and it stands beside another loader: its __iter__ must not end before "
             "the run, such as with itertools.cycle",
         )
-        position = position.replace(epoch=epoch + 1, batch=0)
+        position, read = position.replace(epoch=epoch + 1, batch=0), 0
 
 
 def endless(loader: Loader) -> Loader:

@@ -284,3 +284,17 @@ def test_reprs_are_the_calls():
     text = "ll.make_loader(range, batch_size=2)"
     assert repr(endless(loader)) == f"ll.data.endless({text})  # 2 batches"
     assert repr(zipped(loader, loader)) == f"ll.data.zipped({text}, {text})  # 2 batches"
+
+
+def test_a_restore_does_not_convert_the_position_of_loaders_side_by_side(tmp_path):
+    def run(size):
+        first, other = (
+            ll.make_loader(torch.arange(float(n)).view(-1, 1), batch_size=b) for n, b in ((12, size), (9, 3))
+        )
+        model = torch.nn.Linear(1, 1)
+        return ll.init_state(model, loader=ll.data.zipped(first, other, count_samples=lambda batch: len(batch[0])))
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(run(3).replace(step=1, batch=1, samples=3, batch_samples=3))
+    with pytest.raises(ValueError, match="stands within an epoch"):
+        ckpt.restore(run(2), quiet=True)
