@@ -68,7 +68,7 @@ def main(
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(3e-3, warmup=50, total=max(base_steps, 51)))
     base_loader = ll.make_loader(prose, batch_size=2 * batch_size, seed=seed, drop_last=True)
     train_step = ll.make_train_step(ll.make_grad_fn(base, loss_fn), optimizer, donate=True)
-    state = ll.init_state(base, optimizer, seed=seed, epoch_length=len(base_loader))
+    state = ll.init_state(base, optimizer, seed=seed, loader=base_loader)
     state = fit(train_step, state, base_loader, base_steps, folder / "base")
     ll.bind(base, state)
     torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def main(
     train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
     eval_step = ll.vmap_step(ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)}))
     test_batches = DataLoader(test_set, batch_size=32)
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    state = ll.init_state(model, optimizer, seed=seed, loader=loader)
     stack = ll.transforms.stack_states([state] * members, same_seeds=True)
 
     def bits(stack: ll.TrainState) -> list[float]:

@@ -112,7 +112,7 @@ class Tree(Generic[T]):
         return vars(record)[self._own]
 
     def __set__(self, record: Leased, value: Any) -> None:
-        """When the record is made. It does not let users assign its attributes later."""
+        """Set the value of a record that is being made. Users cannot assign it later."""
         vars(record)[self._own] = self._make() if value is None and self._make is not None else value
 
 

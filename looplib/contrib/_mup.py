@@ -138,7 +138,7 @@ class _Layer(NamedTuple):
 
 
 def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _Layer]:
-    """What is known of the parameters, by name."""
+    """Facts of the parameters, by name."""
     layers: dict[str, _Layer] = {}
     kinds: dict[str, set[str]] = defaultdict(set)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

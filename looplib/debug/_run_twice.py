@@ -57,7 +57,7 @@ def run_twice(train_step: TrainStep, *, every: int = 100) -> TrainStep:
     >>> state.step
     20
 
-    A faulty core, accelerator or memory cell changes a number without an error, and the run goes on from it. A step is a
+    A faulty core, accelerator or memory cell changes a number without an error, and the run continues from it. A step is a
     function of its state and its batch, so two runs of it have the same bits, dropout included. This compares all of their
     results: parameters, buffers, optimizer state, counts, `extra` and metrics.
 

@@ -92,7 +92,7 @@ def outcome(train_step, state, batches):
 
 
 def targets(state, count, seed):
-    """Where to flip, at random."""
+    """Places of flips, at random."""
     chance = random.Random(seed)
     for number in range(count):
         where = ("params", "exp_avg", "exp_avg_sq", "grads", "buffers")[number % 5]

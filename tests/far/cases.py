@@ -347,7 +347,7 @@ def _(device):
     state, metrics = train(device, optimizer=optimizer)
     state = state.replace(extra={"plateau": ll.predicates.Plateau("loss", patience=0)})
     for _ in range(2):
-        state = ll.optim.reduce_on_plateau(state, ll.compute(metrics), factor=0.5)
+        state = ll.optim.reduce_on_plateau(state, metrics, factor=0.5)
     return state, ll.optim.hyperparameters(optimizer, state)
 
 
@@ -652,6 +652,7 @@ EXCEPTIONS = dict.fromkeys(COMPOSED, "calls functions that other cases run") | {
 _COUNTS = "the number of updates, which the host reads at each step, and waits for nothing"
 ON_THE_HOST = {
     "state.fresh": _COUNTS,
+    "optim.average": _COUNTS,
     "checkpoint.checkpoint_io": _COUNTS,
     "checkpoint.optimizer_state_dict": "the number of updates, where torch.optim has it",
     "transforms.vmap_step": _COUNTS,
