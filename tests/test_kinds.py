@@ -106,7 +106,7 @@ FILLERS = {
         ("cycles", "every", "fall", "n", "rise", "steps", "timescale", "total", "warmup", "length", "batch_size"), 2
     ),
     **dict.fromkeys(("factor", "final", "peak"), 0.5),
-    "lengths": [1.0, 2.0],
+    "lengths": [1, 2],
     "weights": [1.0, 2.0],
     "boundaries": [2],
     "collate_fn": list,
@@ -130,6 +130,7 @@ FILLERS = {
     "tensors": [BATCH],
     "begin": loss_fn,
     "cls": torch.optim.SGD,
+    "read": lambda shard, start: iter(BATCH),
     "base": MODEL,
     "lr": 0.1,
     "loss_of_state": lambda state: state.params["weight"].sum(),
