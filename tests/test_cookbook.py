@@ -52,6 +52,7 @@ RETRY = "Retry a batch in smaller microbatches 1"
 HISTOGRAMS = "Log histograms of the gradients 1"
 SPIKES, SELDOM = "Skip spikes of the gradient norm 1", "Update some parameters less often (Adam beside Muon) 1"
 GOLDEN = "Guard a golden run in CI 1"
+HANDED_OVER = "Continue in a raw loop 1"
 BITS, ONE_PASS = "Keep the optimizer's state in 8 bits", "Update two networks from one forward pass"
 RATES = ["lr/generator", "lr/critic"]
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
@@ -607,6 +608,23 @@ def of_all_clients(names):
     return dict(model.named_parameters())
 
 
+def handed_over(names):
+    """True if weights and moments have the bits of a raw loop over both epochs."""
+    start = at_the_start(HANDED_OVER, "optimizer = ")
+    model = start["model"]
+    raw = raw_adamw(model)
+    for epoch in range(2):
+        for batch in start["loader"](ll.TrainState(epoch=epoch)):
+            raw.zero_grad()
+            start["loss_fn"](model, batch).backward()
+            raw.step()
+    expected, reached = (
+        [net.state_dict(), adamw.state_dict()["state"]]
+        for net, adamw in ((model, raw), (names["model"], names["adamw"]))
+    )
+    return bits(reached) == bits(expected)
+
+
 def walked_on(names):
     """True if the checkpoint has the object and the stream as they were when it was saved."""
     walk, (saved,) = names["walk"], names["ckpt"].steps()
@@ -845,6 +863,7 @@ HOLDS = {
         ll.optim.hyperparameters(n["optimizer"], n["state"]) == pytest.approx(dict.fromkeys(RATES, 5e-4))
     ),
     "Resume my own torch optimizer 1": resumed_own_optimizer,
+    HANDED_OVER: handed_over,
     "Resume draws and objects of your own 1": walked_on,
     "Use the model between steps 1": lambda n: len({tuple(each.tolist()) for each in n["rollouts"]}) == 4,
     "Carry a hidden state 1": lambda n: close({**n["state"].params, **n["state"].extra}, carried(n)),

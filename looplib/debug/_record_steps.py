@@ -55,7 +55,7 @@ def record_steps(
         DonatedStateError: the state was donated to a step.
     """
     check_optional_count("at_most", at_most, 2, "give 2 or more: the first state and the last are always kept")
-    check_state(state, "kept = ll.debug.keep(kept, state)")
+    check_state(state, "kept = ll.debug.record_steps(kept, state)")
     last = max(kept, default=None)
     check(
         last is None or last <= state.step,
