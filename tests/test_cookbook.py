@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import schedulefree
 import torch
+from cookbook import BLOCK, INDEX, PAGES, SECTIONS, SETUP, texts
 from public import ROOT
 from shared import bits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,13 +26,10 @@ from torchao.optim import AdamW8bit
 
 import looplib as ll
 
-OPENING, *SECTIONS = re.split(r"^### ", (ROOT / "recipes/COOKBOOK.md").read_text(), flags=re.M)
-BLOCK = re.compile(r"```python\n(.*?)```", re.S)
-[SETUP] = BLOCK.findall(OPENING)
 TASKS = {
-    f"{section.partition(chr(10))[0]} {number}": block
-    for section in SECTIONS
-    for number, block in enumerate(BLOCK.findall(section), 1)
+    f"{heading} {number}": block
+    for heading, text in SECTIONS.items()
+    for number, block in enumerate(BLOCK.findall(text), 1)
 }
 CONTINUES = {  # the run that a block continues
     "Resume with another learning rate 1": "Resume a run 1",
@@ -811,9 +809,8 @@ INFLUENCE = "Find which samples made a loss (data attribution, influence) 1"
 
 def influences(names):
     """True if the page's table has the gradients, and the changes of runs without a sample."""
-    rows = re.findall(
-        r"^\| (\d+) \| (wrong|right) \| (\S+) \| (\S+) \|$", next(s for s in SECTIONS if s[:30] in INFLUENCE), re.M
-    )
+    text = SECTIONS[INFLUENCE.rpartition(" ")[0]]
+    rows = re.findall(r"^\| (\d+) \| (wrong|right) \| (\S+) \| (\S+) \|$", text, re.M)
     step, loss = names["train_step"], names["validation_loss"]
 
     def after(weights):
@@ -1126,15 +1123,27 @@ def test_each_task_that_is_checked_is_on_the_page():
     assert {*HOLDS, *CONTINUES, *EXPECTED_WARNINGS} <= TASKS.keys()
 
 
+def test_the_lists_of_tasks_have_every_heading_of_every_page():
+    """`python tests/cookbook.py` writes them."""
+    assert sorted([*PAGES, INDEX]) == sorted((ROOT / "recipes").glob("COOKBOOK*.md"))
+    for page, text in texts().items():
+        assert page.read_text() == text, f"{page.name}: run python tests/cookbook.py"
+    text = "".join(page.read_text() for page in PAGES)
+    headings = re.findall(r"^### (.*)", text, re.M)
+    assert list(SECTIONS) == headings  # no heading twice
+    assert re.findall(r"\[([^\]]*)\]\(COOKBOOK_\w+\.md#", INDEX.read_text()) == headings
+    assert sum(len(BLOCK.findall(section)) for section in SECTIONS.values()) == len(BLOCK.findall(text)) == len(TASKS)
+
+
 def test_the_cheat_sheet_has_every_everyday_name_once_and_every_room():
     tables = "\n".join(re.findall(r"^\| `.*", (ROOT / "recipes/CHEAT_SHEET.md").read_text(), re.M))
     calls = re.findall(r"`ll\.(\w+)", "\n".join(line.split(" | ")[0] for line in tables.splitlines()))
     assert sorted(calls) == sorted(set(ll.__all__))
 
 
-def test_every_name_of_both_pages_exists():
-    for page in ("CHEAT_SHEET.md", "COOKBOOK.md"):
-        for path in re.findall(r"\bll\.(\w+(?:\.\w+)?)", (ROOT / "recipes" / page).read_text()):
+def test_every_name_of_these_pages_exists():
+    for page in (ROOT / "recipes/CHEAT_SHEET.md", INDEX, *PAGES):
+        for path in re.findall(r"\bll\.(\w+(?:\.\w+)?)", page.read_text()):
             value = ll
             for name in path.split("."):
                 value = getattr(value, name)

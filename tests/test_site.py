@@ -225,15 +225,15 @@ def test_a_word_of_another_library_finds_its_place_first(site):
         "how to clip gradients": "looplib.optim#clip_by_global_norm",
         "Clip grad norm": "looplib.optim#clip_by_global_norm",
         "onecyc": "looplib.schedules#one_cycle",
-        "multi gpu training": "recipes.COOKBOOK#use-several-gpus",
+        "multi gpu training": "recipes.COOKBOOK_CHECKPOINTS#use-several-gpus",
         "num_items_in_batch": "recipes.FROM_TRANSFORMERS_OVERRIDES#trainer-get-num-items-in-batch",
         "make_loader": "looplib.data#make_loader",
         "ll.optim.ema": "looplib.optim#ema",
         "worst_samples": "looplib.debug#worst_samples",
         "hyperparameter gradient": "looplib.transforms#differentiable",
-        "padding loss": "recipes.COOKBOOK#average-a-loss-over-tokens-or-under-a-mask",
+        "padding loss": "recipes.COOKBOOK_LOSSES#average-a-loss-over-tokens-or-under-a-mask",
         "two states checkpoint": f"recipes.COOKBOOK#{TWO_NETWORKS}",
-        "interrupt evaluation": "recipes.COOKBOOK#interrupt-and-continue-ctrl-c-the-stop-button",
+        "interrupt evaluation": "recipes.COOKBOOK_CHECKPOINTS#interrupt-and-continue-ctrl-c-the-stop-button",
     }
     assert {term: places[0] for term, places in searched(folder, list(asked)).items()} == asked
     assert found["same_batch"][:2] == ["looplib.steps#make_train_step", f"recipes.COOKBOOK#{TWO_NETWORKS}"]

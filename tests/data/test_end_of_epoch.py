@@ -1,10 +1,11 @@
 """A run that is stopped between the last batch of an epoch and `end_epoch` continues after a restart."""
 
-import re
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import cookbook
 import pytest
 import torch
 from datasets import Dataset
@@ -13,9 +14,7 @@ from torch import nn
 import looplib as ll
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parents[1] / "recipes/COOKBOOK.md").read_text()
-SETUP = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
-GROWS = re.search(r"### Grow the batch size during a run.*?```python\n(.*?)```", PAGE, re.S)[1]
+[GROWS] = cookbook.BLOCK.findall(cookbook.SECTIONS["Grow the batch size during a run"])
 
 
 class Stopped(Exception):
@@ -65,7 +64,7 @@ def train(kind, folder, when=""):
         )
         assert run.count("ckpt") == 2
         assert run.count("raise") == 1
-        exec(SETUP, names)
+        exec(cookbook.SETUP, names)
         names["ckpt"] = ll.checkpoint_io(folder)
         exec(run, names)
         return names["state"]
@@ -93,7 +92,11 @@ def train(kind, folder, when=""):
 def process(folder, when):
     """All loops, in a process of their own."""
     code = f"import test_end_of_epoch as test; test.train_all({str(folder)!r}, {when!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, text=True)
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, env=environment, check=True, capture_output=True, text=True
+    )
 
 
 def train_all(folder, when):

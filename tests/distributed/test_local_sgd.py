@@ -2,11 +2,10 @@
 
 import copy
 import os
-import re
 import signal
 
+import cookbook
 import torch
-from public import ROOT
 from ranks import be_rank, launch
 from torch import distributed
 from torch.multiprocessing import get_context
@@ -14,10 +13,7 @@ from torch.utils.data import TensorDataset
 
 import looplib as ll
 
-PAGE = (ROOT / "recipes/COOKBOOK.md").read_text()
-SETUP = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
-SECTION = PAGE.partition("### Synchronize every few steps (local SGD, DiLoCo)\n")[2].partition("\n### ")[0]
-ROUNDS, RESTARTS = re.findall(r"```python\n(.*?)```", SECTION, re.S)
+ROUNDS, RESTARTS = cookbook.BLOCK.findall(cookbook.SECTIONS["Synchronize every few steps (local SGD, DiLoCo)"])
 COLLECTIVES = [
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "isend"),
@@ -27,7 +23,7 @@ COLLECTIVES = [
 
 def names_in_float64():
     names = {}
-    exec(SETUP, names)
+    exec(cookbook.SETUP, names)
     names["model"].double()
     names["train_set"] = TensorDataset(names["x"][:256].double(), names["y"][:256])
     return names

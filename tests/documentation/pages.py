@@ -60,17 +60,20 @@ def pages() -> list[Page]:
     """All pages, in the order of the navigation."""
     learn = [
         ROOT / "recipes" / f"{name}.md"
-        for name in ("CONCEPTS", "CHEAT_SHEET", "COOKBOOK", "FINE_TUNING", "TAKE_ONE_PIECE", "WORDS")
+        for name in ("CONCEPTS", "CHEAT_SHEET", "FINE_TUNING", "TAKE_ONE_PIECE", "WORDS")
     ]
+    in_order = dict.fromkeys(re.findall(r"COOKBOOK\w+\.md", (ROOT / "recipes/COOKBOOK.md").read_text()))
+    cookbook = [ROOT / "recipes" / name for name in ("COOKBOOK.md", *in_order)]
     trainers = sorted((ROOT / "recipes").glob("FROM_*.md"))
     about = [ROOT / "recipes/COMPARISON.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    others = {*learn, *trainers, *about, ROOT / "recipes/README.md"}
+    others = {*learn, *cookbook, *trainers, *about, ROOT / "recipes/README.md"}
     advanced = [path for path in sorted((ROOT / "recipes").glob("*.md")) if path not in others]
     scripts = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "recipes").glob("*/*.py"))]
     return [
         replace(document(ROOT / "README.md", "Learn"), title="Install and first loop"),
         *(document(path, "Learn") for path in learn),
         *(notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
+        *(document(path, "Cookbook") for path in cookbook),
         document(ROOT / "recipes/README.md", "Recipes"),
         *(recipe(path) for path in scripts),
         *(document(path, "From other loops") for path in trainers),

@@ -51,7 +51,7 @@ class _Site:
         self._names = Names()
         self._rooms = {f"looplib.{name}": pdoc.doc.Module(room) for name, room in ROOMS.items()}
         pdoc.render.configure(docformat="google", include_undocumented=False, template_directory=HERE / "templates")
-        groups: dict[str, list[tuple[str, str]]] = {"Learn": [], "Reference": [], "Recipes": []}
+        groups: dict[str, list[tuple[str, str]]] = {"Learn": [], "Cookbook": [], "Reference": [], "Recipes": []}
         for page in self.pages.values():
             groups.setdefault(page.group, []).append((page.name, page.title))
         groups["Reference"] = [(name, f"ll.{name.partition('.')[2]}") for name in self._rooms]
@@ -62,7 +62,7 @@ class _Site:
         pdoc.render.env.filters["readable"] = _readable
         pdoc.render.env.globals["is_for_users"] = _is_for_users
         pdoc.render.env.globals["first_line"] = lambda entry: entry.docstring.partition("\n\n")[0]
-        counts = uses(page.text for page in self.pages.values() if page.group in ("Learn", "Recipes"))
+        counts = uses(page.text for page in self.pages.values() if page.group in ("Learn", "Cookbook", "Recipes"))
         pdoc.render.env.globals["by_use"] = lambda room: sorted(
             filter(_is_public, room.own_members), key=lambda entry: -counts[entry.fullname]
         )
@@ -146,7 +146,10 @@ class _Site:
                 entry["signature"] = shortened(str(format_signature(_readable(signature), colon=False)))
         for page in self.pages.values():
             if page.group and page.name not in ("index", "recipes.WORDS"):
-                found.append(_searched(page, "", page.text.partition("\n## ")[0].partition("\n")[2]))
+                opening = page.text.partition("\n## ")[0].partition("\n")[2]
+                found.append(
+                    _searched(page, "", opening.partition("\n| ")[0] if page.group == "Cookbook" else opening)
+                )
                 for _, heading, text in page.sections:
                     found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
                 for anchor, names, text in page.rows:
@@ -200,7 +203,9 @@ def _is_for_users(constructor: inspect.Signature) -> bool:
 
 def _searched(page: Page, heading: str, text: str) -> dict[str, str]:
     """A section of a page, as pdoc's search knows it."""
-    title = html.escape(f"{page.title}: {heading}".replace("`", "") if heading else page.title)
+    # The words of a title would be those of each task on the page.
+    about = "Cookbook" if page.group == "Cookbook" else page.title
+    title = html.escape(f"{about}: {heading}".replace("`", "") if heading else page.title)
     names = {"fullname": title, "modulename": page.name, "qualname": _anchor(heading) if heading else ""}
     return {**names, "kind": "page", "doc": to_html(_beginning(text))}
 
@@ -220,7 +225,7 @@ def _index() -> Page:
     rooms = [f"| [`ll.{name}`](looplib/{name}.html) | {_first_line(room)} |" for name, room in ROOMS.items()]
     fills = {
         "opening": looplib.__doc__.replace("looplib: w", "W"),
-        "tasks": _tasks(next(page for page in every if page.name == "recipes.COOKBOOK")),
+        "tasks": _tasks(page for page in every if page.name.startswith("recipes.COOKBOOK_")),
         "notebooks": _list(page for page in every if page.name.startswith("notebooks.")),
         "rooms": "\n".join(["| room | what goes in, what comes out |", "| --- | --- |", *rooms]),
         "recipes": "\n".join(
@@ -237,14 +242,14 @@ def _index() -> Page:
     return Page(PurePosixPath("index.md"), "Home", text, "Learn")
 
 
-def _tasks(cookbook: Page) -> str:
-    """Links to its tasks, in a box for each group."""
+def _tasks(cookbook: Iterable[Page]) -> str:
+    """Links to the tasks of the cookbook's pages, in a box for each page."""
     boxes = list[list[str]]()
-    for level, heading, _ in cookbook.sections:
-        if level == 2:
-            boxes.append([f"**{heading}**", ""])
-        else:
-            boxes[-1].append(f"- [{heading}]({cookbook.source}#{_anchor(heading)})")
+    for page in cookbook:
+        title = page.title.removeprefix("Cookbook: ")
+        boxes.append([f"**[{title[0].upper()}{title[1:]}]({page.source})**", ""])
+        tasks = [heading for level, heading, _ in page.sections if level == 3]
+        boxes[-1] += [f"- [{heading}]({page.source}#{_anchor(heading)})" for heading in tasks]
     return "\n\n".join('<div markdown="1">\n\n' + "\n".join(box) + "\n\n</div>" for box in boxes)
 
 

@@ -132,7 +132,10 @@ def test_each_tracker_is_tested_and_documented(tmp_path):
     places = {
         "READERS in tests/log/test_trackers.py": str([*READERS, "wandb"]),
         "the docstring of ll.log.tracker": tracker.__doc__,
-        **{name: (root / name).read_text() for name in ("pyproject.toml", "recipes/COOKBOOK.md", "recipes/WORDS.md")},
+        **{
+            name: (root / name).read_text()
+            for name in ("pyproject.toml", "recipes/COOKBOOK_LOGS.md", "recipes/WORDS.md")
+        },
     }
     missing = [(name, place) for name in names for place, text in places.items() if name.lower() not in text.lower()]
     assert not missing, f"name each tracker there: {missing}; see 'Add a feature' in CONTRIBUTING.md"

@@ -1,8 +1,8 @@
 """The cookbook's loop for callbacks of transformers' Trainer, beside the Trainer on the same batches."""
 
 import re
-from pathlib import Path
 
+import cookbook
 import pytest
 import torch
 from torch import nn
@@ -11,11 +11,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import looplib as ll
 
-PAGE = (Path(__file__).parents[2] / "recipes/COOKBOOK.md").read_text()
-SETUP, BLOCK = (
-    re.search(r"```python\n(.*?)```", PAGE[PAGE.index(heading) :], re.S)[1]
-    for heading in ("# Cookbook", "### Use callbacks of transformers' Trainer")
-)
+[BLOCK] = cookbook.BLOCK.findall(cookbook.SECTIONS["Use callbacks of transformers' Trainer"])
 EVENTS = [name for name in re.findall(r"handler\.(on_\w+)\(", BLOCK) if name != "on_train_end"]
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -62,7 +58,7 @@ class WithLoss(nn.Module):
 def test_callbacks_see_what_they_see_in_the_trainer(make, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names, ours, theirs = {}, Recorder(), Recorder()
-    exec(SETUP, names)
+    exec(cookbook.SETUP, names)
     names["loader"] = ll.make_loader(names["train_set"], batch_size=32, order=ll.data.sequential())
     raw, names["callbacks_here"] = WithLoss(names["model"]), [make(), ours]
     start = {name: tensor.clone() for name, tensor in raw.state_dict().items()}
