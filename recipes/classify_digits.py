@@ -90,7 +90,7 @@ def main(
         scores = ll.evaluate(eval_step, state, test_batches)
         ll.plot(log_path, ["loss", "accuracy"], smooth=0.8, path=plot_path)
     except KeyboardInterrupt:
-        if not eval_now(state):  # else it is saved already, or not evaluated yet
+        if not eval_now(state):  # the end of an epoch is saved above, with its scores
             ckpt.save(state)
         print(f"\nstopped at step {state.step} of {steps}; run the same command to continue")
         raise

@@ -1,6 +1,7 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
 import copy
+import importlib
 import math
 import random
 import re
@@ -1117,6 +1118,19 @@ def test_a_run_that_is_stopped_and_rerun_ends_like_an_unbroken_one(task, number,
     state, *kept = outcome(tmp_path / "stopped", False)
     assert not ll.debug.differences(state, whole)
     assert kept == kept_by_whole
+
+
+@pytest.mark.slow  # two processes that import torch
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_the_blocks_test_of_two_ranks_fails_if_nothing_averages_their_gradients(wrapped, tmp_path, monkeypatch):
+    text = SETUP + TASKS["Test that two ranks train as one 1"]
+    if not wrapped:
+        text = text.replace("if ll.distributed.launched() else net", "if False else net")
+    (tmp_path / f"ranks_{wrapped}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(f"ranks_{wrapped}")
+    with nullcontext() if wrapped else pytest.raises(Exception, match="reduce_gradients"):
+        module.test_ranks_train_alike()
 
 
 def test_each_task_that_is_checked_is_on_the_page():

@@ -232,11 +232,11 @@ def test_a_word_of_another_library_finds_its_place_first(site):
         "worst_samples": "looplib.debug#worst_samples",
         "hyperparameter gradient": "looplib.transforms#differentiable",
         "padding loss": "recipes.COOKBOOK_LOSSES#average-a-loss-over-tokens-or-under-a-mask",
-        "two states checkpoint": f"recipes.COOKBOOK#{TWO_NETWORKS}",
+        "two states checkpoint": f"recipes.COOKBOOK_NETWORKS#{TWO_NETWORKS}",
         "interrupt evaluation": "recipes.COOKBOOK_CHECKPOINTS#interrupt-and-continue-ctrl-c-the-stop-button",
     }
     assert {term: places[0] for term, places in searched(folder, list(asked)).items()} == asked
-    assert found["same_batch"][:2] == ["looplib.steps#make_train_step", f"recipes.COOKBOOK#{TWO_NETWORKS}"]
+    assert found["same_batch"][:2] == ["looplib.steps#make_train_step", f"recipes.COOKBOOK_NETWORKS#{TWO_NETWORKS}"]
 
 
 def test_the_search_shows_code_and_no_markup(site):
@@ -273,7 +273,7 @@ def test_a_name_of_a_trainer_finds_its_rows_after_words_and_looplibs_own(site):
 
 def test_names_in_texts_and_code_lead_to_their_entries(site):
     _, pages = site
-    assert "../looplib/optim.html#partition" in pages["recipes/COOKBOOK.html"].links
+    assert "../looplib/optim.html#partition" in pages["recipes/COOKBOOK_NETWORKS.html"].links
     assert "../looplib/steps.html#make_train_step" in pages["recipes/CHEAT_SHEET.html"].links
     assert "looplib/data.html#make_loader" in pages["index.html"].links
 
