@@ -1,6 +1,7 @@
 """The documentation site: it builds, its links lead somewhere, and each room and public name has an entry."""
 
 import html
+import importlib
 import inspect
 import json
 import posixpath
@@ -191,9 +192,11 @@ TWO_NETWORKS = "train-two-networks-with-two-optimizers-a-gan-an-actor-critic"
 
 
 def test_the_arguments_of_lightnings_trainer_are_words(site):
-    trainer = pytest.importorskip("lightning.pytorch").Trainer
+    trainer = importlib.import_module("lightning.pytorch").Trainer
     others = {"self", "plugins", "benchmark", "barebones", "enable_autolog_hparams", "model_registry"}
-    words = {word for word, _ in constant(site[0], "words")}
+    words = {
+        word.lower() for word, _ in constant(site[0], "words")
+    }  # the search does not tell Accelerator from accelerator
     assert inspect.signature(trainer.__init__).parameters.keys() - words == others
 
 

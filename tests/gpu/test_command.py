@@ -36,11 +36,9 @@ def test_the_rows_are_measured_without_a_gpu(rows, table, count, tmp_path):
 
 
 @pytest.mark.slow
-def test_language_models_are_measured_without_a_gpu_and_a_missing_library_is_named(tmp_path):
-    found, printed = measured(tmp_path, "--rows", "language", "--leave-out", "looplib, compiled whole")
-    missing = found["failures"]
-    assert missing.keys() <= {"a tiny GPT-2, Lightning, compiled"}
-    assert all("No module named 'lightning'" in error and error in printed for error in missing.values())
+def test_language_models_are_measured_without_a_gpu(tmp_path):
+    found, _ = measured(tmp_path, "--rows", "language", "--leave-out", "looplib, compiled whole")
+    assert found["failures"] == {}
     for entry in found["tables"]["a tiny GPT-2"].values():
         assert entry["tokens a second"]["value"] > 0 < entry["throughput over the best other"]["value"]
 

@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,11 +132,8 @@ def test_the_run_prints_a_first_ratio_of_one(tmp_path, capsys, monkeypatch):
     assert re.search(r"first_ratio 1\s", capsys.readouterr().out)
 
 
-def loss_of_trl(logps, old, reference, advantages, mask, epsilon, beta):
-    """The loss of GRPOTrainer._compute_loss with loss_type="grpo" and importance_sampling_level="token", by its formula.
-
-    Source: huggingface/trl, trl/trainer/grpo_trainer.py, commit d2b69d7. trl itself is not among the tests' packages.
-    """
+def loss_by_formula(logps, old, reference, advantages, mask, epsilon, beta):
+    """The loss of GRPOTrainer with loss_type="grpo" and importance_sampling_level="token"."""
     importance = torch.exp(logps - old)
     kept = torch.clamp(importance, 1 - epsilon, 1 + epsilon)
     losses = -torch.min(importance * advantages.unsqueeze(1), kept * advantages.unsqueeze(1))
@@ -142,7 +141,36 @@ def loss_of_trl(logps, old, reference, advantages, mask, epsilon, beta):
     return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
 
 
-def test_losses_of_5_updates_on_fixed_answers_are_those_of_trl():
+def loss_of_trl(logps, old, reference, advantages, mask, epsilon, beta):
+    """What TRL's own GRPOTrainer computes from the same log-probabilities."""
+    from trl import GRPOTrainer  # takes ten seconds
+
+    trainer = GRPOTrainer.__new__(GRPOTrainer)  # without a tokenizer and a pretrained model
+    trainer.__dict__ |= {
+        "args": SimpleNamespace(use_bias_correction_kl=False, delta=None),
+        "accelerator": SimpleNamespace(gather=lambda tensor: tensor, reduce=lambda tensor, reduction: tensor),
+        "model": SimpleNamespace(training=True),
+        "current_gradient_accumulation_steps": 1,
+        "_metrics": {"train": defaultdict(list)},
+        "_get_per_token_logps_and_entropies": lambda *args, **kwargs: (logps, torch.zeros_like(logps), None),
+    }
+    settings = {"loss_type": "grpo", "importance_sampling_level": "token", "top_entropy_quantile": 1.0, "beta": beta}
+    settings |= {"epsilon_low": epsilon, "epsilon_high": epsilon, "off_policy_mask_threshold": None}
+    settings |= {"use_vllm": False, "aux_loss_enabled": False, "_entropy_bonus_enabled": False}
+    trainer.__dict__ |= settings
+    tokens = torch.zeros_like(mask)
+    inputs = {
+        "prompt_ids": tokens[:, :0],
+        "prompt_mask": mask[:, :0],
+        "completion_ids": tokens,
+        "completion_mask": mask,
+    }
+    inputs |= {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": reference}
+    return trainer._compute_loss(None, inputs)
+
+
+@pytest.mark.parametrize("loss_of", [loss_by_formula, pytest.param(loss_of_trl, marks=pytest.mark.slow)])
+def test_losses_of_5_updates_on_fixed_answers_are_those_of_trl(loss_of):
     model, state, tokens, old = drawn_answers()
     raw = recipe.Transformer(64, 2)
     raw.load_state_dict(model.state_dict())
@@ -162,7 +190,7 @@ def test_losses_of_5_updates_on_fixed_answers_are_those_of_trl():
     for _ in range(5):
         state, metrics = train_step(state, batch)
         logps = raw(tokens[:, :-1]).log_softmax(-1)[:, 5:].gather(2, tokens[:, 6:, None])[..., 0]
-        loss = loss_of_trl(logps, old, reference, advantages, mask, 0.2, 0.1)
+        loss = loss_of(logps, old, reference, advantages, mask, 0.2, 0.1)
         adamw.zero_grad()
         loss.backward()
         adamw.step()
