@@ -62,7 +62,7 @@ def sample_influence(
     Raises:
         ValueError: a tensor of the state or of a step's graph is in half precision, whose rounding would drown the gradient of
             many steps; a step moves a buffer, through which no gradient passes (BatchNorm in training mode), or does not use
-            the weights; `loss_of_state` returns no scalar with a graph; or there are several ranks.
+            the weights; `loss_of_state` returns no scalar with a graph to its state; or there are several ranks.
         TypeError: the samples have no indices, as in a stream, or an argument is of a different kind.
         UntraceableError: from the step, as in `ll.transforms.differentiable`.
 
@@ -90,6 +90,11 @@ def sample_influence(
     scalar = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
     check(scalar, "loss_of_state must return a scalar with a graph, as of torch.func.functional_call(model, ...)")
     grads = torch.autograd.grad(loss, _tensors(last), allow_unused=True)
+    check(
+        any(grad is not None for grad in grads),
+        "loss_of_state does not depend on its state: read the parameters from it, as in "
+        "torch.func.functional_call(model, state.params, x)",
+    )
     gradients = torch.zeros_like(weights)
     while starts:  # what is popped, and its graph, is gone before the next segment takes its memory
         grads, of_weights = _through(step, *starts.pop(), loader, weights, grads)
@@ -122,8 +127,8 @@ def _check_step(step: TrainStep, state: TrainState, loader: Loader, weights: Ten
     """Make one step with a graph, and refuse what loses gradients."""
 
     def check_dtype(leaf: Any, name: str = "a tensor in the graph of the step") -> Any:
-        half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
-        check(not half, f"{name} is in half precision ({half and leaf.dtype}); give float32 or float64, no autocast")
+        if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(f"{name} is in half precision ({leaf.dtype}); give float32 or float64, no autocast")
         return leaf
 
     for path, leaf in trees.leaves(state):

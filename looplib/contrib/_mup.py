@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from looplib._core.checks import check, check_number
 from looplib._core.records import check_kind
 
-_ADAM_LIKE = (
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Adagrad",
-)  # updates without the gradient's scale
+# Their updates do not depend on the gradient's scale.
+_ADAM_LIKE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
 
 
 class MuP(NamedTuple):
@@ -81,7 +74,8 @@ def mup(
         initial: how the model's initial values depend on the width: "fan_in" for a standard deviation of 1 / sqrt(fan_in), as
             torch's layers draw weights and biases, or "constant", such as GPT-2's 0.02 (with biases that do not depend on it).
         sums_over: name -> the dimension over which the layer sums (its fan-in), or None if it sums over none, for
-            parameters that are not of a linear, convolution, embedding or normalization layer of torch's.
+            parameters that are not of a linear, convolution, embedding or normalization layer of torch's, and for transposed
+            convolutions in groups.
 
     Raises:
         TypeError: `cls` is no class, or one for which no factors are known.
@@ -111,10 +105,10 @@ def mup(
     scales = {}
     for name, shape in shapes.items():
         growth = [size / old for size, old in zip(shape, base_shapes[name], strict=True)]
-        r_in, r_out, r_bias = _fans(name, growth, dimensions, shapes, base_shapes)
+        r_in, r_out, r_drawn = _fans(name, growth, dimensions, shapes, base_shapes)
         by_factor[r_out / r_in if like_sgd else 1 / r_in].add(name)
-        wanted = r_in**-0.5 if r_out != 1 else 1 / r_in  # the last of a readout
-        drawn = (r_in * r_bias) ** -0.5 if initial == "fan_in" else 1.0
+        wanted = r_in**-0.5 if r_out != 1 else 1 / r_in  # 1 / r_in is that of a readout
+        drawn = r_drawn**-0.5 if initial == "fan_in" else 1.0
         scales[name] = wanted / drawn
     groups = []
     for factor, members in sorted(by_factor.items()):
@@ -131,10 +125,14 @@ _SUMS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 class _Layer(NamedTuple):
-    """The dimension over which a parameter's layer sums, if any; for a bias, the name of its weight."""
+    """The dimension over which a parameter's layer sums, if any, and what its initial values depend on.
 
-    sums_over: int | None = None
-    weight: str | None = None
+    torch draws the weight and the bias of a layer by the size of dimension 1 of the weight, also where a transposed
+    convolution sums over another one. `drawn_by` is the name of this weight; None stands for the dimension of the sum.
+    """
+
+    sums_over: int | None
+    drawn_by: str | None = None
 
 
 def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _Layer]:
@@ -146,13 +144,26 @@ def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _
         weight = names.get(id(getattr(module, "weight", None)))
         if weight is None or not isinstance(module, (nn.Embedding, *_SUMS)):
             continue
-        kinds[weight].add("embedding" if isinstance(module, nn.Embedding) else "readout")
-        layers[weight] = _Layer(0 if isinstance(module, (nn.Embedding, *_TRANSPOSED)) else 1)
+        if isinstance(module, nn.Embedding):
+            kinds[weight].add("embedding")
+            layers[weight] = _Layer(0)
+            continue
+        kinds[weight].add("readout")
+        sums_over: int | None = 1
+        if isinstance(module, _TRANSPOSED):
+            check(
+                module.groups in (1, module.in_channels) or weight in told,
+                f"{weight} is of a transposed convolution in {module.groups} groups: give sums_over={{{weight!r}: 0}} if the "
+                "channels of each group grow, or None if the number of groups does",
+            )
+            sums_over = None if module.groups == module.in_channels else 0
+        layers[weight] = _Layer(sums_over, weight)
         if (bias := names.get(id(getattr(module, "bias", None)))) is not None:
             layers[bias] = _Layer(None, weight)
-    tied = sorted(name for name, found in kinds.items() if len(found) > 1)
+    tied = sorted(name for name, uses in kinds.items() if len(uses) > 1)
     check(not tied, f"{', '.join(tied)} is both an embedding and a readout, which need different rates: untie them")
-    return layers | {name: _Layer(dimension) for name, dimension in told.items()}
+    drawn_by = {name: layer.drawn_by for name, layer in layers.items()}
+    return layers | {name: _Layer(dimension, drawn_by.get(name)) for name, dimension in told.items()}
 
 
 def _fans(
@@ -162,7 +173,7 @@ def _fans(
     shapes: Mapping[str, tuple[int, ...]],
     base_shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[float, float, float]:
-    """Growth of a parameter's fan-in and fan-out, and of the fan-in on which the initial values of a bias depend."""
+    """Growth of a parameter's fan-in and fan-out, and of the number by which torch draws its initial values."""
     grown = [ratio for ratio in growth if ratio != 1]
     check(len(grown) <= 2, f"{name} has {len(grown)} dimensions that grow, and muP has factors for one or two")
     if name not in layers:
@@ -171,15 +182,14 @@ def _fans(
             f"{name} is of no layer whose fan-in is known: give sums_over={{{name!r}: dimension}}, or None if it sums over "
             "none, such as a table of positions",
         )
-        return (grown[0], grown[1], 1.0) if len(grown) == 2 else (1.0, grown[0] if grown else 1.0, 1.0)
+        return (grown[0], grown[1], grown[0]) if len(grown) == 2 else (1.0, grown[0] if grown else 1.0, 1.0)
     layer = layers[name]
     r_in = 1.0 if layer.sums_over is None else growth[layer.sums_over]
     r_out = next((ratio for at, ratio in enumerate(growth) if at != layer.sums_over and ratio != 1), 1.0)
-    r_bias = 1.0
-    if layer.weight:
-        at = layers[layer.weight].sums_over or 0
-        r_bias = shapes[layer.weight][at] / base_shapes[layer.weight][at]
-    return r_in, r_out, r_bias
+    r_drawn = r_in
+    if layer.drawn_by:
+        r_drawn = shapes[layer.drawn_by][1] / base_shapes[layer.drawn_by][1]
+    return r_in, r_out, r_drawn
 
 
 def _rank(shapes: Mapping[str, tuple[int, ...]], name: str) -> int:

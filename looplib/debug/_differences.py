@@ -184,7 +184,7 @@ def first_difference(
     ll.debug.fingerprint({"batch": found.batch, "grads": found.grads}))` of a `replay`.
 
     Args:
-        one, other: mappings from steps to states or fingerprints, from `keep` or `read_fingerprints`.
+        one, other: mappings from steps to states or fingerprints, from `record_steps` or `read_fingerprints`.
         rtol, atol: see `differences`. If both are 0, bits are compared.
 
     Raises:

@@ -116,7 +116,8 @@ def replay(
 
     Args:
         train_step: train step of the run.
-        state: a state of the run, such as one of a checkpoint, or a mapping from steps to states, as returned by `keep`.
+        state: a state of the run, such as one of a checkpoint, or a mapping from steps to states, as returned by
+            `record_steps`.
         loader: loader of the run: a function from a state to the rest of its epoch.
         step: the step to replay, as counted by `state.step` before it. A logger gets the state after the step, so a row
             with step 6 is that of step 5. A loss that jumps was often spoiled by the update before: replay that step too.

@@ -34,7 +34,8 @@ class CorruptionError(RuntimeError):
         self.step, self.leaves = step, leaves
 
     def __str__(self) -> str:
-        ranks = "".join(f"\nrank {rank}:\n  {few(found, 6, chr(10) + '  ')}" for rank, found in self.leaves.items())
+        separator = "\n  "
+        ranks = "".join(f"\nrank {rank}:\n  {few(found, 6, separator)}" for rank, found in self.leaves.items())
         return (
             f"step {self.step} gave different bits in two runs from the same state and batch:{ranks}\nIf it happens again at "
             "this step, the step itself is not a function of its state and batch (ll.testing.assert_pure says why; on a GPU, "
@@ -140,7 +141,11 @@ def checksums() -> Optimizer:
             "checksums() of sharded parameters would differ from rank to rank: leave it out of the chain. "
             "ll.debug.run_twice works without it",
         )
-        return {kind: mapped(lambda tensor: checksum(tensor).zero_(), params) for kind in ("params", "grads")}
+
+        def zero(tensor: Tensor) -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=tensor.device)
+
+        return {kind: mapped(zero, params) for kind in ("params", "grads")}
 
     def transform(grads: Any, state: Any, params: Any, step: int, **_: Any) -> Transformed:
         # A parameter without a gradient keeps its last sums.

@@ -60,18 +60,15 @@ def assert_samples_independent(
         ways = {
             "among copies of sample 0": [*range(half), *[0] * (count - half)],
             f"among copies of sample {count - 1}": [*[count - 1] * half, *range(half, count)],
-            "in a batch of half the size": [*range(half)],
+            "in a batch of half the size": list(range(half)),
             "alone": [0],
         }
         for way, index in ways.items():
             expected = trees.map_tensors(lambda output: output[index], out)  # noqa: B023
             changed = _differing_outputs(expected, function(wide, take(rows, count, index)), tolerance)
             where = _first_module(function, wide, rows, count, index, tolerance) if changed else ""
-            where += (
-                ""
-                if tolerance
-                else "With tolerance=0, a kernel may also round differently for another size of the batch. "
-            )
+            if not tolerance:
+                where += "With tolerance=0, a kernel may also round differently for another size of the batch. "
             fail(
                 f"samples of a batch see each other: their outputs change when they stand {way}",
                 changed,

@@ -80,10 +80,10 @@ def assert_width_stable(
         "no forward pass of the module was seen: give the module that the step calls, and a step that is not compiled",
     )
     unstable = [
-        f"{name or 'the output of the model'}: {_ratio(found):.2f}, with "
-        + ", ".join(f"{size:.3g} at width {width}" for width, size in found.items())
-        for name, found in sizes.items()
-        if not _ratio(found) <= at_most
+        f"{name or 'the output of the model'}: {_ratio(by_width):.2f}, with "
+        + ", ".join(f"{size:.3g} at width {width}" for width, size in by_width.items())
+        for name, by_width in sizes.items()
+        if _ratio(by_width) > at_most
     ]
     fail(
         f"activations depend on the width: after {steps} steps, the largest is more than {at_most} times the smallest",
@@ -120,5 +120,10 @@ def _activations(
 
 
 def _ratio(sizes: dict[int, float]) -> float:
+    """The largest by the smallest; infinite if one of them is not finite, or some and not all are 0."""
     smallest, largest = min(sizes.values()), max(sizes.values())
-    return largest / smallest if smallest > 0 else math.inf if largest > 0 else 1.0
+    if not all(map(math.isfinite, sizes.values())):  # min and max would pass over a NaN
+        return math.inf
+    if largest == 0:
+        return 1.0
+    return largest / smallest if smallest > 0 else math.inf

@@ -223,6 +223,8 @@ def test_what_has_no_influences_is_refused():
         Run(OPTIMIZERS["sgd"](), unweighted).influence(3)
     with pytest.raises(ValueError, match="a scalar with a graph"):
         sample_influence(step, state, loader, lambda state: loss(state).detach(), 3)
+    with pytest.raises(ValueError, match="does not depend on its state"):
+        sample_influence(step, state, loader, lambda state: run.model[0].weight.sum(), 3)
     for other in (stream, pair, [1, 2]):
         with pytest.raises(TypeError, match=r"needs a loader of ll.make_loader over a dataset with indices"):
             sample_influence(step, state, other, loss, 3)

@@ -1,6 +1,7 @@
 """muP beside a raw loop in the form of the `mup` package (table 8 of the paper), and the check of its widths."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -143,6 +144,35 @@ def test_rates_and_initial_values_are_those_of_table_3(wide_in, wide_out, sgd):
     assert of_constant == pytest.approx({name: wanted.get(name, 1) for name in scales})
 
 
+def convolutions(width):
+    """Transposed ones, which sum over dimension 0 of their weights, while torch draws these by the size of dimension 1."""
+    return nn.ModuleDict(
+        {
+            "input": nn.ConvTranspose1d(3, width, 5),
+            "hidden": nn.ConvTranspose1d(width, 2 * width, 5),
+            "depthwise": nn.ConvTranspose1d(2 * width, 2 * width, 5, groups=2 * width),
+            "groups": nn.ConvTranspose1d(2 * width, 2 * width, 5, groups=4),
+            "more_groups": nn.ConvTranspose1d(2 * width, 2 * width, 5, groups=width),
+            "readout": nn.ConvTranspose1d(2 * width, 40, 5),
+        }
+    )
+
+
+def test_the_spread_of_transposed_convolutions_is_that_of_table_3():
+    model, base, growth = convolutions(256), convolutions(64), 4
+    sums_over = {"groups.weight": 0, "more_groups.weight": None}
+    groups, scales = ll.contrib.mup(torch.optim.SGD, model, base, lr=1.0, sums_over=sums_over)
+    sums = {"hidden.weight": growth**-0.5, "groups.weight": growth**-0.5, "readout.weight": 1 / growth}
+    rates = {"hidden.weight": 1, "groups.weight": 1, "readout.weight": 1 / growth, "readout.bias": 1}
+    for (name, wide), narrow in zip(model.named_parameters(), base.parameters(), strict=True):
+        measured = scales[name] * wide.std() / narrow.std()
+        assert measured.item() == pytest.approx(sums.get(name, 1), rel=0.25), (
+            name
+        )  # torch's own draws: wrong ones are 2
+        rate = next((values["lr"] for predicate, values in groups if predicate(name, wide)), 1.0)
+        assert rate == pytest.approx(rates.get(name, growth)), name
+
+
 def test_schedules_and_weight_decay_are_scaled():
     groups, _ = ll.contrib.mup(
         torch.optim.AdamW, mlp(64), mlp(16), lr=lambda step: 0.1 / (1 + step), weight_decay=0.5
@@ -169,11 +199,23 @@ def test_activations_are_stable_with_mup_and_not_in_the_standard_parametrization
         testing.assert_width_stable(lambda width: make_run(width, is_mup=False), BATCH)
 
 
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_activations_that_are_not_finite_at_one_width_fail(factor):
+    def run(width):
+        model, step, state = make_run(width)
+        with torch.no_grad():
+            model[4].bias *= factor if width == 128 else 1
+        return model, step, state
+
+    with pytest.raises(AssertionError, match=r"the output of the model: inf, .*(nan|inf) at width 128"):
+        testing.assert_width_stable(run, BATCH)
+
+
 @pytest.mark.slow
 def test_the_best_rate_moves_by_at_most_a_factor_of_two():
     lrs = [2.0**-power for power in range(2, 13)]
     best = {True: [], False: []}
-    for is_mup, found in best.items():
+    for is_mup, best_lrs in best.items():
         for width in (64, 128, 256, 512):
             losses = torch.zeros(len(lrs))
             for seed in range(3):
@@ -193,7 +235,7 @@ def test_the_best_rate_moves_by_at_most_a_factor_of_two():
                     if step >= 15:
                         values = ll.transforms.compute_members(metrics)
                         losses += torch.tensor([member["loss"] for member in values]).nan_to_num(1e3, 1e3)
-            found.append(lrs[int(losses.argmin())])
+            best_lrs.append(lrs[int(losses.argmin())])
     print(best)
     assert max(best[True]) <= 2 * min(best[True])
     assert max(best[False]) > 2 * min(best[False])
@@ -226,6 +268,11 @@ def test_a_parameter_of_ones_own_is_asked_for():
         ((torch.optim.Adam, mlp(8), nn.Linear(2, 1)), ValueError, "not in both models"),
         ((torch.optim.Adam, tied(8), tied(4)), ValueError, "0.weight is both an embedding and a readout"),
         ((torch.optim.Adam, nn.Conv1d(8, 8, 4), nn.Conv1d(4, 4, 2)), ValueError, "3 dimensions that grow"),
+        (
+            (torch.optim.Adam, nn.ConvTranspose1d(8, 8, 4, groups=2), nn.ConvTranspose1d(4, 4, 4, groups=2)),
+            ValueError,
+            r"in 2 groups: give sums_over=\{'weight': 0\}",
+        ),
     ],
 )
 def test_what_is_refused(arguments, error, message):

@@ -161,7 +161,7 @@ def _(device):
     return ll.state.end_epoch(bound), model[0].weight
 
 
-@case("state.fresh", "state.graft", "state.apply", "optim.average", "optim.take_rows")
+@case("state.fresh", "state.graft", "state.apply")
 def _(device):
     model, _ = started(device)
     optimizer = ll.chain(ll.optimizer(torch.optim.Adam, lr=0.1), ll.ema(0.9))
@@ -351,6 +351,15 @@ def _(device):
     return state, ll.optim.hyperparameters(optimizer, state)
 
 
+@case("optim.average", "optim.take_rows")
+def _(device):
+    optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.01), ll.ema(0.5))
+    state, _ = train(device, optimizer=optimizer, make=plain)
+    first = next(name for name, tensor in state.params.items() if tensor.ndim == 2)
+    rows = torch.arange(len(state.params[first]), device=device) > 0
+    return ll.optim.average(optimizer, state), ll.optim.take_rows(optimizer, state, {first: rows})
+
+
 @case("optim.where")
 def _(device):
     return ll.optim.where(torch.tensor(True, device=device), {"x": data(device)[0]}, {"x": data(device)[0] * 2})
@@ -377,6 +386,21 @@ def _(device):
         microbatches=3,
     )
     return grad_fn(state, data(device)[0])
+
+
+@case("contrib.sample_influence")
+def _(device):
+    model = plain(device)
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 24).view(6, 4), torch.arange(6) % 3)
+    loader = ll.make_loader(data, batch_size=3, device=device)
+
+    def weighted(model, batch):
+        (x, y), weights = batch
+        return (weights * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    step = ll.make_train_step(ll.make_grad_fn(model, weighted), SGD)
+    state = ll.init_state(model, SGD, epoch_length=2)
+    return ll.contrib.sample_influence(step, state, loader, lambda state: state.params["0.weight"].square().sum(), 3)
 
 
 # Metrics.
@@ -542,6 +566,16 @@ def _(device):
     )
 
 
+@case("debug.run_twice", "debug.checksums")
+def _(device):
+    optimizer = ll.chain(ll.debug.checksums(), ll.optimizer(torch.optim.SGD, lr=0.1))
+    model, state = started(device, optimizer, plain)
+    step = ll.debug.run_twice(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), every=1)
+    for batch in batches(device):
+        state, metrics = step(state, batch)
+    return state, ll.compute(metrics)
+
+
 # Stacks and derivatives of steps.
 
 
@@ -558,25 +592,6 @@ def _(device):
         stack, metrics = step(stack, batch)
     numbers = ll.transforms.compute_members(metrics), ll.transforms.members_of(stack)
     return stack, ll.transforms.unstack_states(stack), numbers
-
-
-@case("optim.average", "optim.take_rows")
-def _(device):
-    optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.01), ll.ema(0.5))
-    state, _ = train(device, optimizer=optimizer, make=plain)
-    first = next(name for name, tensor in state.params.items() if tensor.ndim == 2)
-    rows = torch.arange(len(state.params[first]), device=device) > 0
-    return ll.optim.average(optimizer, state), ll.optim.take_rows(optimizer, state, {first: rows})
-
-
-@case("debug.run_twice", "debug.checksums")
-def _(device):
-    optimizer = ll.chain(ll.debug.checksums(), ll.optimizer(torch.optim.SGD, lr=0.1))
-    model, state = started(device, optimizer, plain)
-    step = ll.debug.run_twice(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), every=1)
-    for batch in batches(device):
-        state, metrics = step(state, batch)
-    return state, ll.compute(metrics)
 
 
 @case("transforms.differentiable")
@@ -606,21 +621,6 @@ _COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` r
 _RECORD = "a record, which holds what the case of its function shows"
 _MODULES = "tests/losses/test_offload.py runs it on the far device, with the bits of the CPU"
 _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
-
-
-@case("contrib.sample_influence")
-def influence(device):
-    model = plain(device)
-    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 24).view(6, 4), torch.arange(6) % 3)
-    loader = ll.make_loader(data, batch_size=3, device=device)
-
-    def weighted(model, batch):
-        (x, y), weights = batch
-        return (weights * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    step = ll.make_train_step(ll.make_grad_fn(model, weighted), SGD)
-    state = ll.init_state(model, SGD, epoch_length=2)
-    return ll.contrib.sample_influence(step, state, loader, lambda state: state.params["0.weight"].square().sum(), 3)
 
 
 # Names that make no tensors of their own.
