@@ -50,6 +50,11 @@ def sample_influence(
     to keep the states at their starts, and once with a graph, the last segment first. Memory grows with `sqrt(steps)`.
     Returned are the (samples of the dataset,) gradients, and the last state of the replayed run.
 
+    The derivative is exact. Leaving a sample out takes its weight from 1 to 0, over which the loss is not linear, the less so
+    the smaller the batch and the higher the learning rate. Among 20 digits, after 40 steps of SGD with momentum, the ranks of
+    `-gradients` and of the changes in runs without each digit correlate by 0.997 in batches of 64, and by 0.88 in batches of 8
+    (by 0.99 at a tenth of the learning rate, and by 0.996 if weights fall to 0.9 alone).
+
     Args:
         train_step: the run's step, for batches `(batch, weights)`: what the loader yields, and (samples,) weights, by which
             the loss function multiplies its samples' losses. In `(weights * losses).mean()`, a sample of weight 0 leaves a gap
