@@ -139,7 +139,7 @@ def _embedded(
     """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
     params, buffers, _ = trees_of(state)
     host.check(params, buffers)
-    seeds = [mix(state.seed, state.step, rank(), each) for each in indices(index, len(batches))]
+    seeds = [mix(state.seed, state.step, rank(), microbatch) for microbatch in indices(index, len(batches))]
     passes = largest_over_ranks(len(batches))
     embeddings: list[Any] = []
 

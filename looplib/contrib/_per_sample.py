@@ -104,15 +104,16 @@ def make_per_sample_grad_fn(
         samples = counter(batch)
         columns, layout = _columns_of(batch, samples)
 
-        def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
+        def loss_of_sample(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
             body = partial(_value_and_sums, host, form, loss_fn, _batch_of_one(layout, rows), lent)
             return host.run({**params, **leaves}, lent, seed, body, in_place=True)
 
-        each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
+        grad_of_sample = torch.func.grad(loss_of_sample, has_aux=True)
+        grads_of_samples = torch.func.vmap(grad_of_sample, in_dims=(None, 0), randomness="different")
         try:
             # Use the plain form of attention and recurrent layers: vmap would run fused kernels one sample at a time.
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RecurrentInParts():
-                grads, sums = each(pick(params, names), columns)
+                grads, sums = grads_of_samples(pick(params, names), columns)
         except RuntimeError as error:
             host.explain(params, buffers)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
@@ -174,9 +175,9 @@ def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
     def take(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return column(leaf) if leaf.dim() else leaf
-        each = " with one item for each sample" * listed(leaf)
-        if each or hasattr(leaf, "__array__"):
-            raise TypeError(f"the batch has a {type(leaf).__name__}{each}; per-sample gradients need tensors")
+        per_sample = " with one item for each sample" * listed(leaf)
+        if per_sample or hasattr(leaf, "__array__"):
+            raise TypeError(f"the batch has a {type(leaf).__name__}{per_sample}; per-sample gradients need tensors")
         return leaf
 
     def column(rows: Tensor) -> _Column:

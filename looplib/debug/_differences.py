@@ -63,7 +63,7 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
         pairs = trees.paired(*(print_.items() for print_ in prints))
     else:
         pairs = trees.paired(leaves_by_path(one), leaves_by_path(other))
-    return [found for pair in pairs if (found := _difference(*pair, rtol, atol))]
+    return [difference for pair in pairs if (difference := _difference(*pair, rtol, atol))]
 
 
 def _is_fingerprint(tree: Any) -> bool:

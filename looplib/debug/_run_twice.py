@@ -35,7 +35,7 @@ class CorruptionError(RuntimeError):
 
     def __str__(self) -> str:
         separator = "\n  "
-        ranks = "".join(f"\nrank {rank}:\n  {few(found, 6, separator)}" for rank, found in self.leaves.items())
+        ranks = "".join(f"\nrank {rank}:\n  {few(leaves, 6, separator)}" for rank, leaves in self.leaves.items())
         return (
             f"step {self.step} gave different bits in two runs from the same state and batch:{ranks}\nIf it happens again at "
             "this step, the step itself is not a function of its state and batch (ll.testing.assert_pure says why; on a GPU, "
@@ -65,6 +65,9 @@ def run_twice(train_step: TrainStep, *, every: int = 100) -> TrainStep:
     **What is found.** Every difference between the two runs: bits that flip while a step computes, or in its memory (weights,
     moments, buffers, activations, gradients) while one of the runs uses it. A flipped bit of a gradient may be rounded
     away in the update; with `ll.debug.checksums()` in the chain it is found too, and the leaf where it began comes first.
+    A low bit of a moment or a buffer may be rounded away when the new average is computed. The results then have the bits
+    of a clean run, so nothing is corrupt, and nothing is found: of 2,000 flips at random in a small network, all 800 in
+    weights and gradients were found, 790 of 800 in AdamW's moments, and 393 of 400 in BatchNorm's statistics.
 
     **What is not found.** A flip in the state between two steps is in the input of both runs, which then agree; so is one
     in a step that is not checked. Compare ranks for that (`ll.distributed.check_replicas`), or, on one process, fingerprints
@@ -102,9 +105,11 @@ def run_twice(train_step: TrainStep, *, every: int = 100) -> TrainStep:
                 if not same_bits(tensor, before[name]):
                     tensor.copy_(before[name])
         again, again_metrics = train_step(start.replace(params=after.params, buffers=after.buffers), batch)
-        found = differences({"metrics": metrics}, {"metrics": again_metrics}) + differences(first, again)
-        found.sort(key=lambda leaf: not leaf.path.startswith(f"/opt_state/{_NAME}/"))  # where it began comes first
-        leaves = {rank: leaves for rank, leaves in enumerate(together().gather(found)) if leaves}
+        differing = differences({"metrics": metrics}, {"metrics": again_metrics}) + differences(first, again)
+        differing.sort(
+            key=lambda leaf: not leaf.path.startswith(f"/opt_state/{_NAME}/")
+        )  # where it began comes first
+        leaves = {rank: leaves for rank, leaves in enumerate(together().gather(differing)) if leaves}
         if leaves:
             raise CorruptionError(start.step, leaves)
         return again, again_metrics

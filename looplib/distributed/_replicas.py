@@ -49,11 +49,11 @@ def check_replicas(state: TrainState) -> None:
     trees_held = {"params": state.params, "opt_state": state.opt_state}
     held = {trees.pointer(path)[1:]: leaf for path, leaf in trees.leaves(trees_held) if isinstance(leaf, Tensor)}
     everywhere, in_shards = checksums_by_name(held)
-    found = different(ranks, {**fields_of(state, COUNTS), **everywhere}, in_shards)
-    if found:
+    versions_by_name = different(ranks, {**fields_of(state, COUNTS), **everywhere}, in_shards)
+    if versions_by_name:
         lines = [
             f"{name} is " + ", and ".join(f"{version.value} on {_ranks(version.ranks)}" for version in versions)
-            for name, versions in found.items()
+            for name, versions in versions_by_name.items()
         ]
         between = "\n  "
         raise ValueError(f"the ranks hold different values:\n  {few(lines, 10, between)}")

@@ -40,13 +40,13 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
 
 def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] | None:
     """Metrics of all ranks that have any. A rank without metrics passes `like`, a template of what they would be."""
-    own = None if metrics is None else dict(metrics)
+    of_rank = None if metrics is None else dict(metrics)
     if not _ranks.is_distributed():
-        return own
+        return of_rank
     unsent: _Unsent = {}
-    if own is None and like is not None:
+    if of_rank is None and like is not None:
         _pickled(dict(like), unsent)
-    parts = [part for part in _exchanged(own, unsent) if part is not None]
+    parts = [part for part in _exchanged(of_rank, unsent) if part is not None]
     return merge(*parts) if parts else None
 
 

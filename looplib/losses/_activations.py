@@ -68,7 +68,7 @@ def with_forwards(
 
 def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
     classes = modules if isinstance(modules, tuple) else (modules,)
-    if all(isinstance(each, type) for each in classes):
+    if all(isinstance(kind, type) for kind in classes):
         return lambda name, module: isinstance(module, classes)
     check(
         callable(modules) and not isinstance(modules, nn.Module),

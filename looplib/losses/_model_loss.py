@@ -49,8 +49,8 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_columns(batch: Any) -> None:
-    found = type(batch).__name__
-    check(isinstance(batch, Mapping), f"the batch is a {found}; give a dict of arguments of the model", TypeError)
+    kind = type(batch).__name__
+    check(isinstance(batch, Mapping), f"the batch is a {kind}; give a dict of arguments of the model", TypeError)
 
 
 def innermost(model: Any) -> Any:

@@ -145,7 +145,7 @@ def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
         return none, none, none
     scores, labels, *groups = map(torch.cat, zip(*columns, strict=True))
     # A NaN among the scores makes all counts NaN.
-    one = torch.where(scores.isnan().any(), torch.nan, torch.ones_like(labels, dtype=wide_dtype(labels.device)))
+    ones = torch.where(scores.isnan().any(), torch.nan, torch.ones_like(labels, dtype=wide_dtype(labels.device)))
     scores, order = scores.sort()  # 0.0 and -0.0 are equal
     new_group = torch.zeros_like(labels[1:])
     if groups:
@@ -154,7 +154,7 @@ def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
         new_group = groups[0][order[1:]] != groups[0][order[:-1]]
     new_score = (scores[1:] != scores[:-1]) | new_group
     group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_score))
-    positive, negative = (_sums(tie, torch.where(side[order], one, 0)) for side in (labels, ~labels))
+    positive, negative = (_sums(tie, torch.where(side[order], ones, 0)) for side in (labels, ~labels))
     group_of = group.new_zeros(len(positive)).scatter_(0, tie, group)  # of each run of equal scores
     positives, negatives = _sums(group_of, positive), _sums(group_of, negative)
     below = negative.cumsum(0) - negative / 2 - (negatives.cumsum(0) - negatives)[group_of]

@@ -42,7 +42,7 @@ class Cat(NamedTuple):
 
     def merge(self, other: Cat) -> Cat:
         """The tensors of both, one after the other."""
-        both = [each.reshape(1) if not each.dim() else each for each in (self.tensor, other.tensor)]
+        both = [tensor if tensor.dim() else tensor.reshape(1) for tensor in (self.tensor, other.tensor)]
         return Cat(torch.cat(both, self.dim), self.dim)
 
     def compute(self) -> Tensor:

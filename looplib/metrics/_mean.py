@@ -147,7 +147,7 @@ def _merged_by_name(parts: Sequence[Metrics]) -> dict[str, Metric]:
 def _merged(records: list[Any]) -> Metric:
     if len(records) > 1 and all(isinstance(record, Mean) for record in records):
         return Mean.merge(*records)  # all at once, in few operations
-    merged: Metric = reduce(lambda one, other: one.merge(other), records)
+    merged: Metric = reduce(lambda total, record: total.merge(record), records)
     return merged
 
 

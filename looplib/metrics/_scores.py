@@ -188,8 +188,8 @@ def _errors(predictions: Tensor, targets: Tensor, weights: Tensor | None) -> Ten
     """Absolute errors, real numbers also for complex tensors."""
     _fit(predictions.shape, targets, weights, "predictions", "targets")
     wide = torch.promote_types(wide_dtype(predictions.device), torch.promote_types(predictions.dtype, targets.dtype))
-    one, other = (tensor.detach().flatten().to(wide) for tensor in (predictions, targets))
-    return (one - other).abs()
+    predictions, targets = (tensor.detach().flatten().to(wide) for tensor in (predictions, targets))
+    return (predictions - targets).abs()
 
 
 def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Reading:
@@ -231,8 +231,8 @@ def _fit(shape: torch.Size, labels: Tensor, weights: Tensor | None, name: str, o
     wanted = tuple(labels.shape)
     check(shape == wanted, f"{name} have shape {tuple(shape)} and {of} {wanted}; give both the same shape")
     if weights is not None:
-        given = tuple(weights.shape)
-        check(given == wanted, f"weights have shape {given}; {of} need {wanted}")
+        of_weights = tuple(weights.shape)
+        check(of_weights == wanted, f"weights have shape {of_weights}; {of} need {wanted}")
         real("weights", weights)
 
 
@@ -254,6 +254,6 @@ def fit_labels(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> b
 
 
 def _integers(name: str, tensor: Tensor, advice: str = "") -> None:
-    found = f"{name} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+    described = f"{name} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
     integers = not (tensor.is_floating_point() or tensor.is_complex())
-    check(integers, f"{found}; give integers or booleans{advice}")
+    check(integers, f"{described}; give integers or booleans{advice}")

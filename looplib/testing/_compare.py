@@ -17,11 +17,11 @@ from looplib.state import copy_state
 from looplib.types import DonatedStateError, TrainState
 
 
-def fail(what: str, found: Collection[str], why: str) -> None:
-    """Raise an AssertionError that lists what was found. If nothing was found, the check has passed."""
+def fail(what: str, faults: Collection[str], why: str) -> None:
+    """Raise an AssertionError that lists the faults. If there are none, the check has passed."""
     __tracebackhide__ = True
-    if found:
-        raise AssertionError("\n".join([f"{what}:", "  " + few(found, between="\n  "), why]))
+    if faults:
+        raise AssertionError("\n".join([f"{what}:", "  " + few(faults, between="\n  "), why]))
 
 
 def about_kernels(state: TrainState) -> str:
@@ -75,8 +75,8 @@ def differing(one: Any, other: Any, tolerance: float = 0.0) -> list[str]:
         return [str(difference) for difference in differences(one, other)]
     lines = []
     for name, tree in one.items():
-        found = differences({name: tree}, {name: other.get(name)}, atol=tolerance * largest(tree))
-        lines += [str(difference) for difference in found]
+        changed = differences({name: tree}, {name: other.get(name)}, atol=tolerance * largest(tree))
+        lines += [str(difference) for difference in changed]
     return lines
 
 

@@ -132,10 +132,12 @@ def assert_donated_equals_pure(
         for number, batch in enumerate(batches):
             now, metrics = donated(now, copied(batch))
             kept.append(metrics)
-            found = differing(expected[number], result_of((now, metrics)))
+            changed = differing(expected[number], result_of((now, metrics)))
             fail(
-                f"after step {number + 1}, a donated step differs from a pure one", found, why + about_kernels(state)
+                f"after step {number + 1}, a donated step differs from a pure one",
+                changed,
+                why + about_kernels(state),
             )
         for number, metrics in enumerate(kept):
-            found = differing(expected[number]["metrics"], compute(metrics))
-            fail(f"metrics of step {number + 1} have changed since", found, why)
+            changed = differing(expected[number]["metrics"], compute(metrics))
+            fail(f"metrics of step {number + 1} have changed since", changed, why)

@@ -178,14 +178,14 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
 
 
 def _differing_outputs(expected: Any, actual: Any, tolerance: float) -> list[str]:
-    one, other = ({trees.named(p, "output"): leaf for p, leaf in trees.leaves(out)} for out in (expected, actual))
-    return differing(one, other, tolerance)
+    expected, actual = ({trees.named(p, "output"): x for p, x in trees.leaves(out)} for out in (expected, actual))
+    return differing(expected, actual, tolerance)
 
 
 def _check_outputs(outputs: Any, shape: tuple[int, ...], wanted: str) -> None:
     for path, leaf in trees.leaves(outputs):
-        found = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        described = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         check(
             isinstance(leaf, Tensor) and leaf.shape[: len(shape)] == shape,
-            f"{trees.named(path, 'output')} is {found}, where the batch has {tuple(shape)}; return {wanted}",
+            f"{trees.named(path, 'output')} is {described}, where the batch has {tuple(shape)}; return {wanted}",
         )

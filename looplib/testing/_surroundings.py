@@ -25,8 +25,9 @@ def _generators(state: TrainState) -> tuple[torch.Generator, ...]:
 
 def stream_positions(state: TrainState) -> dict[str, Any]:
     _, python, numpy = save_streams()
-    found = {"Python's random": python, "numpy.random": numpy}
-    return found | {f"torch's random stream on {each.device}": each.get_state() for each in _generators(state)}
+    positions = {"Python's random": python, "numpy.random": numpy}
+    generators = _generators(state)
+    return positions | {f"torch's random stream on {rng.device}": rng.get_state() for rng in generators}
 
 
 @contextmanager

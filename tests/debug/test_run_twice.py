@@ -152,7 +152,7 @@ def test_every_flipped_bit_is_found_in_its_step_and_leaf(donate, count):
         found[where] += 1
     print(found)
     assert found["params"] + found["grads"] == count * 2 / 5
-    assert found["rounded away"] < count / 5
+    assert found["rounded away"] <= max(1, count // 50)
 
 
 @pytest.mark.parametrize("donate", [False, True])
