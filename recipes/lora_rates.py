@@ -12,6 +12,8 @@ Ctrl-C stops, rerunning continues (delete the folder to start over).
 Reached with seeds 0 and 1, in 51 seconds on one core: 3.41 and 3.37 bits per byte of held-out code without an adapter, 3.22
 and 3.19 with the best rate, 0.012 both times; 3.31 and 3.26 with 0.001, and 4.60 and 4.40 with 0.3, which is worse than no
 adapter. The stack takes 0.6 MiB, and eight states with a base of their own 3.7 MiB. peft's answers are the same.
+A step of eight adapters on four layers of width 128 takes 0.37 of a raw loop over them, and 0.17 if it is compiled
+(tests/benchmarks/adapters.py).
 """
 
 from __future__ import annotations

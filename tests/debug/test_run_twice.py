@@ -261,7 +261,8 @@ def test_no_false_alarm(donate, layers, steps):
 
 def a_thousand_steps(seed):
     with ll.distributed.setup():
-        _, train_step, state, batches, strike = make_run(True, "ddp", seed=seed, layers=one_layer)
+        model, train_step, start, batches, strike = make_run(True, "ddp", seed=seed, layers=one_layer)
+        state = ll.bind(model, start)
         for number in range(1000):
             state, _ = train_step(state, batches[number % STEPS])
         assert list(strike.calls.values()) == [2] * 1000
