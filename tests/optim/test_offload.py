@@ -13,10 +13,8 @@ from far.test_cases import bits
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problem import assert_refused, batches, loss_fn, net, raw_loop, run, step_of
-from ranks import launch
 from shared import both_steps, update
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import looplib as ll
@@ -369,19 +367,6 @@ def test_steps_that_run_as_graphs_refuse_it():
         lambda: ll.transforms.differentiable(step)(state, batches(1)[0]),
     ):
         assert_refused(UntraceableError, "ll.optim.offload compile_step leave", call)
-
-
-def sharded_is_refused():
-    with ll.distributed.setup():
-        model, optimizer = net(norm=nn.LayerNorm), offloaded(adamw())
-        fully_shard(model)
-        assert_refused(
-            TypeError, "offload 0.weight DTensor CPUOffloadPolicy", lambda: ll.init_state(model, optimizer)
-        )
-
-
-def test_sharded_parameters_are_refused_by_name():
-    launch(1, sharded_is_refused)
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
