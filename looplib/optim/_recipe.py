@@ -271,7 +271,7 @@ def check_class(cls: Any, *parameters: Any) -> None:
     check(
         not any(one.__name__ == "CPUOffloadOptimizer" for one in kind.__mro__),
         f"{kind.__name__} makes another optimizer's update, on copies of its own parameters, which hooks of theirs fill during the "
-        "backward pass: write ll.optim.offload(ll.optimizer(torch.optim.AdamW, lr=...)), which keeps the moments on the host",
+        "backward pass: write ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, lr=...)), which keeps the moments on the host",
         TypeError,
     )
     advice = (

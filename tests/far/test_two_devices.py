@@ -66,7 +66,7 @@ WRAPPED = {
         cases.ADAMW,
         cases.SGD,
         ll.optimizer(torch.optim.NAdam, lr=0.01),
-        ll.optim.offload(cases.ADAMW, buffer_bytes=300),
+        ll.optim.offload_state(cases.ADAMW, buffer_bytes=300),
     ],
 )
 @pytest.mark.parametrize("donate", [True, False])

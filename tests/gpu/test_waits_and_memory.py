@@ -221,7 +221,7 @@ def test_moments_on_the_host_are_pinned_and_change_no_bits(device, donate):
             state, _ = step(state, batch)
         return state
 
-    inner = [adamw(), ll.optim.offload(adamw()), ll.optim.offload(adamw(), buffer_bytes=1000)]
+    inner = [adamw(), ll.optim.offload_state(adamw()), ll.optim.offload_state(adamw(), buffer_bytes=1000)]
     plain, *hosted = (trained(ll.chain(ll.clip_by_global_norm(0.1), one, ll.ema(0.9))) for one in inner)
     for state in hosted:
         for kept, expected in zip(moments(state, "AdamW"), moments(plain, "AdamW"), strict=True):
@@ -233,7 +233,7 @@ def test_moments_on_the_host_are_pinned_and_change_no_bits(device, donate):
 
 def test_moments_come_to_the_device_while_the_backward_pass_runs(device):
     """On CUDA, the backward pass is made to take about a second, and all first copies end before it does."""
-    model, optimizer, late = net(device, width=512), ll.optim.offload(adamw()), False
+    model, optimizer, late = net(device, width=512), ll.optim.offload_state(adamw()), False
 
     def slow(model, batch):
         loss = loss_fn(model, batch)
@@ -264,7 +264,7 @@ def test_moments_come_to_the_device_while_the_backward_pass_runs(device):
 def test_moments_on_the_host_leave_their_memory_free(device):
     """As far as the device counts its memory: elsewhere, the steps only have to run."""
     buffer_bytes, batch, found = 2**22, torch.randn(64, 512).to(device), []
-    for wrap in (lambda inner: inner, lambda inner: ll.optim.offload(inner, buffer_bytes=buffer_bytes)):
+    for wrap in (lambda inner: inner, lambda inner: ll.optim.offload_state(inner, buffer_bytes=buffer_bytes)):
         empty = allocated(device)
         model, optimizer = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))).to(device), wrap(adamw())
         step = ll.make_train_step(

@@ -236,8 +236,8 @@ def moments(report: Report, settings: Settings, seconds: float) -> None:
     loss_fn = ll.autocast(task.loss_fn, torch.bfloat16)
     kinds = {
         "on the device": adamw,
-        "on the host": ll.optim.offload(adamw),
-        "on the host, all in the buffer": ll.optim.offload(adamw, buffer_bytes=2**40),
+        "on the host": ll.optim.offload_state(adamw),
+        "on the host, all in the buffer": ll.optim.offload_state(adamw, buffer_bytes=2**40),
     }
     for name, optimizer in kinds.items():
         with report.attempt(f"{row}, {name}"):

@@ -31,11 +31,11 @@ _GROUPS = 4  # groups that the buffer holds: one is updated while others are on 
 Row = dict[str, Any]  # what an optimizer keeps for a parameter
 
 
-def offload(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimizer:
+def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimizer:
     """CPU offload of the optimizer's state: keep its moments in the host's memory, and update on the device.
 
     >>> import looplib as ll, torch
-    >>> adamw = ll.optim.offload(ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    >>> adamw = ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, lr=1e-3))
     >>> optimizer = ll.chain(ll.clip_by_global_norm(1.0), adamw, ll.ema(0.999))
     >>> model = torch.nn.Linear(2, 1)  # .to(device)
     >>> state = ll.init_state(model, optimizer)
@@ -45,7 +45,7 @@ def offload(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimizer:
     Between updates the device holds none of the moments (AdamW's take twice the memory of the weights), so they leave
     their memory to the activations. An update copies them to the device in groups of parameters, updates with the same
     kernel, and copies them back. It therefore has the bits of the optimizer alone. The state has the same structure, so
-    checkpoints can be restored with and without `offload`.
+    checkpoints can be restored with and without `offload_state`.
 
     All moments travel to the device and back in each update: 8 bytes per parameter in each direction for AdamW in float32,
     in both directions at the same time. The first `buffer_bytes` of them travel while the backward pass runs; a step takes
@@ -72,13 +72,13 @@ def offload(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimizer:
     Source: Ren et al., "ZeRO-Offload", 2021, and torchao's `CPUOffloadOptimizer`, which update on the host instead, by the
     CPU's kernel.
     """
-    check_writes(optimizer, "offload")
+    check_writes(optimizer, "offload_state")
     check_count("buffer_bytes", buffer_bytes)
     name, part = next(iter(optimizer.parts.items()))
     check(
         len(optimizer.parts) == 1 and part.by_parameter,
-        f"offload takes one optimizer of torch's that keeps tensors of the parameter's shape, and got {optimizer.call or optimizer}: "
-        "wrap that optimizer alone, ll.chain(ll.clip_by_global_norm(1.0), ll.optim.offload(ll.optimizer(torch.optim.AdamW, "
+        f"offload_state takes one optimizer of torch's that keeps tensors of the parameter's shape, and got {optimizer.call or optimizer}: "
+        "wrap that optimizer alone, ll.chain(ll.clip_by_global_norm(1.0), ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, "
         "lr=1e-3))), or within a partition those of its labels",
     )
     assert part.init is not None
@@ -90,7 +90,7 @@ def offload(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimizer:
         for param_name, param in params.items():
             check(
                 is_plain(param),
-                f"offload keeps the moments of plain tensors, and {param_name} is a {type(param).__name__}: leave it out, and for "
+                f"offload_state keeps the moments of plain tensors, and {param_name} is a {type(param).__name__}: leave it out, and for "
                 "fully_shard write offload_policy=CPUOffloadPolicy(), which keeps weights, gradients and moments on the host",
                 TypeError,
             )
@@ -138,14 +138,14 @@ def offload(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimizer:
         by_parameter=False,
         for_graphs=Part(role="weights", transform=_refuse, update_=_refuse),
     )
-    return with_repr(Optimizer({name: made}), offload, optimizer, buffer_bytes=buffer_bytes)
+    return with_repr(Optimizer({name: made}), offload_state, optimizer, buffer_bytes=buffer_bytes)
 
 
 def _refuse(*args: Any, **info: Any) -> NoReturn:
     raise UntraceableError(
-        "ll.optim.offload copies moments while an update runs, and a graph has all of its tensors from its start to its end: "
+        "ll.optim.offload_state copies moments while an update runs, and a graph has all of its tensors from its start to its end: "
         "take the step without ll.compile_step, ll.vmap_step and ll.transforms.differentiable (the model's blocks can be "
-        "compiled, for block in model.blocks: block.compile()), or leave out ll.optim.offload"
+        "compiled, for block in model.blocks: block.compile()), or leave out ll.optim.offload_state"
     )
 
 
@@ -240,7 +240,7 @@ def _load(
         names, size = groups.popleft()
         moments: dict[str, dict[str, Tensor]] = {
             name: {
-                # It is on the device if `offload` is new to the run.
+                # It is on the device if `offload_state` is new to the run.
                 key: entry if entry.is_cpu else entry.cpu()
                 for key, entry in states[name].items()
                 if _travels(entry, params[name])

@@ -35,7 +35,7 @@ def adamw(**options):
 
 
 def offloaded(optimizer, buffer_bytes=SMALL):
-    return ll.optim.offload(optimizer, buffer_bytes=buffer_bytes)
+    return ll.optim.offload_state(optimizer, buffer_bytes=buffer_bytes)
 
 
 def on(device, count=4):
@@ -305,7 +305,7 @@ def test_any_parameters_in_any_order_have_the_bits_of_the_optimizer_alone(
         return bits(torch.utils._pytree.tree_map(torch.Tensor.cpu, (params, opt_state)))
 
     plain = ll.optimizer(torch.optim.AdamW, lr=0.1, **options)
-    assert trained(ll.optim.offload(plain, buffer_bytes=buffer_bytes)) == trained(plain)
+    assert trained(ll.optim.offload_state(plain, buffer_bytes=buffer_bytes)) == trained(plain)
 
 
 # What is refused
@@ -317,23 +317,25 @@ def test_what_it_cannot_keep_is_refused_by_name(device):
         ll.chain(ll.clip_by_global_norm(1.0), adam),
         ll.optim.partition({"all": adam}, lambda name, tensor: "all"),
         ll.optim.own_steps(adam),
-        ll.optim.offload(adam),
+        ll.optim.offload_state(adam),
         ll.optimizer(torch.optim.LBFGS, lr=0.1),
         ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
         ll.optimizer(torch.optim.Adafactor, lr=0.1),
         ll.optim.part("mine", update_=lambda grads, state, params, step: (params, state), role="weights"),
     ):
         name = str(wrong.call).partition("(")[0]
-        assert_refused(ValueError, f"offload {name} wrap", lambda wrong=wrong: ll.optim.offload(wrong))
-    assert_refused(ValueError, "ema no weights", lambda: ll.optim.offload(ll.ema(0.9)))
-    assert_refused(TypeError, "class Adam ll.optimizer", lambda: ll.optim.offload(torch.optim.Adam))
-    assert_refused(ValueError, "buffer_bytes 0 at least 1", lambda: ll.optim.offload(adam, buffer_bytes=0))
+        assert_refused(ValueError, f"offload_state {name} wrap", lambda wrong=wrong: ll.optim.offload_state(wrong))
+    assert_refused(ValueError, "ema no weights", lambda: ll.optim.offload_state(ll.ema(0.9)))
+    assert_refused(TypeError, "class Adam ll.optimizer", lambda: ll.optim.offload_state(torch.optim.Adam))
+    assert_refused(ValueError, "buffer_bytes 0 at least 1", lambda: ll.optim.offload_state(adam, buffer_bytes=0))
 
     class Special(torch.Tensor):
         pass
 
     params = {"w": torch.zeros(3).as_subclass(Special)}
-    assert_refused(TypeError, "offload w Special CPUOffloadPolicy", lambda: ll.optim.offload(adam).init(params))
+    assert_refused(
+        TypeError, "offload_state w Special CPUOffloadPolicy", lambda: ll.optim.offload_state(adam).init(params)
+    )
 
 
 def test_a_state_of_another_optimizer_is_refused_before_anything_is_written(device):
@@ -366,7 +368,7 @@ def test_steps_that_run_as_graphs_refuse_it():
         lambda: ll.vmap_step(step)(stack, batches(1)[0]),
         lambda: ll.transforms.differentiable(step)(state, batches(1)[0]),
     ):
-        assert_refused(UntraceableError, "ll.optim.offload compile_step leave", call)
+        assert_refused(UntraceableError, "ll.optim.offload_state compile_step leave", call)
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
@@ -383,5 +385,5 @@ def test_torchaos_offloading_optimizer_is_refused_with_the_line_to_write():
     import torchao.optim
 
     for wrong in (torchao.optim.CPUOffloadOptimizer, CPUOffloadOptimizer, CPUOffloadOptimizer([torch.ones(2)])):
-        words = "CPUOffloadOptimizer ll.optim.offload(ll.optimizer(torch.optim.AdamW,"
+        words = "CPUOffloadOptimizer ll.optim.offload_state(ll.optimizer(torch.optim.AdamW,"
         assert_refused(TypeError, words, lambda wrong=wrong: ll.optimizer(wrong, lr=1e-3))
