@@ -42,27 +42,27 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
     >>> state.opt_state["AdamW"]["state"]["weight"]["exp_avg"].device
     device(type='cpu')
 
-    Between updates the device holds none of the moments (AdamW's take twice the memory of the weights), so they leave
-    their memory to the activations. An update copies them to the device in groups of parameters, updates with the same
-    kernel, and copies them back. It therefore has the bits of the optimizer alone. The state has the same structure, so
-    checkpoints can be restored with and without `offload_state`.
+    Between updates the device holds none of the moments. AdamW's take twice the memory of the weights, which is then free
+    for activations. An update copies them to the device in groups of parameters, updates with the same kernel, and copies
+    them back, so it has the bits of the optimizer alone. The state has the same structure, so a checkpoint can be restored
+    with and without `offload_state`.
 
-    All moments travel to the device and back in each update: 8 bytes per parameter in each direction for AdamW in float32,
-    in both directions at the same time. The first `buffer_bytes` of them travel while the backward pass runs; a step takes
-    longer by about the time of the rest on the bus. That counts less with `ll.accumulate`, which updates once for all
-    microbatches. At the end the host waits for the last copy, so that a checkpoint or another thread reads the state whole.
+    All moments travel to the device and back in each update: 8 bytes per parameter in each direction for AdamW in float32.
+    The first `buffer_bytes` of them come while the backward pass still runs; the rest cannot, for want of memory, and the
+    way back begins after it. A step therefore takes longer by about the time of one direction on the bus, which counts less
+    with `ll.accumulate`. At the end the host waits for the last copy, so that whatever reads the state next reads it whole.
 
-    The host's memory is pinned. Tensors of a restored checkpoint or of `ll.copy_state` are not, and are replaced at the next
-    update. A pure step copies the state on the host and pins new memory, so write `donate=True`. On several ranks with
-    DistributedDataParallel, each keeps all moments on its host. Counts and other single numbers stay where the optimizer
-    keeps them. Parameters on the CPU are updated there, and nothing is copied.
+    The moments are in pinned memory, which cannot be swapped out and which torch may round up to a power of two for each
+    tensor. Copies, such as those of `ll.copy_state`, are not pinned until their next update. A pure step copies the moments
+    on the host and pins new memory, so write `donate=True`. With DistributedDataParallel, each rank keeps all moments. Counts
+    stay where the optimizer keeps them. Parameters on the CPU are updated there, and nothing is copied.
 
     Args:
         optimizer: what `ll.optimizer` returns for a class of `torch.optim` that keeps tensors of the parameter's shape:
             SGD without dampening, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Muon. In a chain or a
             partition, wrap it alone.
-        buffer_bytes: bytes of moments on the device at once, during an update. It holds at least those of the largest
-            parameter. Larger buffers let more copies run beside the backward pass.
+        buffer_bytes: bytes of moments on the device at once, during an update; at least those of the largest parameter are.
+            With a larger buffer, more of the copies run beside the backward pass.
 
     Raises:
         TypeError: `optimizer` is something different. From `init`, a parameter is a DTensor or of another subclass.
@@ -77,9 +77,9 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
     name, part = next(iter(optimizer.parts.items()))
     check(
         len(optimizer.parts) == 1 and part.by_parameter,
-        f"offload_state takes one optimizer of torch's that keeps tensors of the parameter's shape, and got {optimizer.call or optimizer}: "
-        "wrap that optimizer alone, ll.chain(ll.clip_by_global_norm(1.0), ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, "
-        "lr=1e-3))), or within a partition those of its labels",
+        "offload_state takes one optimizer of torch's that keeps tensors of the parameter's shape, and got "
+        f"{optimizer.call or optimizer}: wrap that optimizer alone, ll.chain(ll.clip_by_global_norm(1.0), "
+        "ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, lr=1e-3))), or within a partition those of its labels",
     )
     assert part.init is not None
     assert part.transform is not None
@@ -87,13 +87,7 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
     begin, first_half, second_half = part.init, part.transform, part.update_
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        for param_name, param in params.items():
-            check(
-                is_plain(param),
-                f"offload_state keeps the moments of plain tensors, and {param_name} is a {type(param).__name__}: leave it out, and for "
-                "fully_shard write offload_policy=CPUOffloadPolicy(), which keeps weights, gradients and moments on the host",
-                TypeError,
-            )
+        _check_plain(params)
         states: dict[str, Row] = {}
         for group in _groups(params, params, mapped(_nbytes, params), buffer_bytes):
             made = begin(pick(params, group.names), **extra)
@@ -101,6 +95,7 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
         return {**made, "state": pick(states, params)}
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
+        _check_plain(pick(params, grads))
         out = first_half(grads, _as_on_device(state, params), params, step, **info)
         groups = _groups_of(grads, state["state"], params, buffer_bytes)
         visits: deque[_Visit] = deque()
@@ -111,9 +106,7 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
         grads: Grads, state: Any, params: Params, step: int, carry: Any = None, **info: Any
     ) -> tuple[Params, Any]:
         states: dict[str, Row] = state["state"]
-        visits: deque[_Visit] = (
-            deque() if carry is None else carry
-        )  # emptied below, which frees what has been updated
+        visits: deque[_Visit] = carry or deque()  # emptied below, which frees what has been updated
         loaded = {one for visit in visits for one in visit.moments}
         groups = _groups_of([one for one in grads if one not in loaded], states, params, buffer_bytes)
         last: dict[torch.device, torch.Event] = {}
@@ -141,10 +134,20 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
     return with_repr(Optimizer({name: made}), offload_state, optimizer, buffer_bytes=buffer_bytes)
 
 
+def _check_plain(params: Params) -> None:
+    for name, param in params.items():
+        check(
+            is_plain(param),
+            f"offload_state keeps the moments of plain tensors, and {name} is a {type(param).__name__}: leave offload_state out, and "
+            "for fully_shard write offload_policy=CPUOffloadPolicy(), which keeps weights, gradients and moments on the host",
+            TypeError,
+        )
+
+
 def _refuse(*args: Any, **info: Any) -> NoReturn:
     raise UntraceableError(
-        "ll.optim.offload_state copies moments while an update runs, and a graph has all of its tensors from its start to its end: "
-        "take the step without ll.compile_step, ll.vmap_step and ll.transforms.differentiable (the model's blocks can be "
+        "ll.optim.offload_state copies moments while an update runs, and a graph has all of its tensors from its start to its "
+        "end: take the step without ll.compile_step, ll.vmap_step and ll.transforms.differentiable (the model's blocks can be "
         "compiled, for block in model.blocks: block.compile()), or leave out ll.optim.offload_state"
     )
 
@@ -160,7 +163,7 @@ class _Group(NamedTuple):
 
 
 def _groups(names: Iterable[str], params: Params, sizes: Mapping[str, int], buffer_bytes: int) -> deque[_Group]:
-    """Groups of parameters of one device, in order, several of which fit into the buffer unless one has only one parameter."""
+    """Parameters in order, in groups of one device. The buffer holds several; a larger parameter is a group by itself."""
     groups: list[_Group] = []
     last: dict[torch.device, int] = {}  # index of the group to which a parameter of the device is added
     for name in names:
@@ -188,7 +191,10 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _travels(entry: Any, param: Tensor) -> bool:
-    """True for a moment of a parameter on a device: what is kept on the host between updates."""
+    """True for a moment of a parameter on a device, which is on the host between updates.
+
+    Counts stay where the optimizer keeps them: on the host, or on the device if a fused kernel reads them there.
+    """
     if not isinstance(entry, Tensor) or not entry.dim() or param.is_cpu or param.is_meta:
         return False
     return entry.shape == param.shape and entry.dtype == param.dtype
