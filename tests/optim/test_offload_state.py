@@ -332,10 +332,10 @@ def test_what_it_cannot_keep_is_refused_by_name(device):
     class Special(torch.Tensor):
         pass
 
-    params = {"w": torch.zeros(3).as_subclass(Special)}
-    assert_refused(
-        TypeError, "offload_state w Special CPUOffloadPolicy", lambda: ll.optim.offload_state(adam).init(params)
-    )
+    params, inner = {"w": torch.zeros(3).as_subclass(Special)}, ll.optim.offload_state(adam)
+    opt_state = adam.init({"w": torch.zeros(3)})
+    for call in (lambda: inner.init(params), lambda: inner.update(params, opt_state, params, 0)):
+        assert_refused(TypeError, "offload_state w Special CPUOffloadPolicy", call)
 
 
 def test_a_state_of_another_optimizer_is_refused_before_anything_is_written(device):
