@@ -530,6 +530,8 @@ class Part:
         loss_scale: `loss_scale(state) -> Tensor`, of the part that scales losses.
         unscale: `unscale(grads, scale)`, which divides gradients by it in place.
         evaluates: True if `update_` evaluates the loss at other parameters, as LBFGS does.
+        by_parameter: True if all that the update of a parameter reads and writes is in the state's `["state"][name]`, and the
+            tensors there are written in place: some parameters may then be updated before others. See `ll.optim.offload_state`.
         for_graphs: the part as operations on tensors alone, which runs in its place while a step is traced into a graph.
             None for a part whose own halves are that, as yours are if they read no values.
     """
@@ -545,6 +547,7 @@ class Part:
     loss_scale: Callable[[Any], Tensor] | None = None
     unscale: Callable[[Grads, Tensor], None] | None = None
     evaluates: bool = False
+    by_parameter: bool = False
     for_graphs: Part | None = None
 
 

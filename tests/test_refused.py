@@ -19,6 +19,7 @@ import looplib as ll
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401 - a line of the page names it
+    from torchao.optim import CPUOffloadOptimizer  # noqa: F401 - as above
 
 PAGE = (ROOT / "recipes/REFUSED.md").read_text()
 BEGINNING = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]

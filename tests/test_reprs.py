@@ -56,6 +56,7 @@ OPTIMIZERS = [
     "ll.chain(ll.optim.clip_by_value(0.5), ll.optim.clip_by_norm(1.0, norm_type=1), ll.optimizer(SGD, lr=0.1))",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
     "ll.optim.own_steps(ll.optim.every(ll.optimizer(SGD, lr=0.1), 2, gradients='last'))",
+    "ll.optim.offload_state(ll.optimizer(AdamW, lr=0.001), buffer_bytes=1000000)",
     "ll.optim.part('own', transform=halved_part)",
 ]
 GRAD_FN = "ll.make_grad_fn(Linear, loss_fn)"

@@ -7,6 +7,7 @@ from looplib._core.tracing import where
 from looplib.optim._averaging import average, ema, ema_warmup, eval_state, swa
 from looplib.optim._clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from looplib.optim._norms import global_norm
+from looplib.optim._offload_state import offload_state
 from looplib.optim._optimizer import hyperparameters, optimizer, set_hyperparameters
 from looplib.optim._part import part
 from looplib.optim._plateau import reduce_on_plateau
@@ -31,6 +32,7 @@ __all__ = [
     "global_norm",
     "hyperparameters",
     "inject",
+    "offload_state",
     "optimizer",
     "own_steps",
     "part",

@@ -138,6 +138,7 @@ def optimizer(
         description=description,
         kernel=partial(kernel_name, recipe, plans),
         evaluates=cls is torch.optim.LBFGS,
+        by_parameter=recipe.has_plain_entries,
         for_graphs=Part(
             role="weights", transform=partial(transform_in_graph, recipe), update_=partial(update_in_graph, recipe)
         ),

@@ -268,6 +268,12 @@ _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 def check_class(cls: Any, *parameters: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
     kind = cls if isinstance(cls, type) else type(cls)
+    check(
+        not any(one.__name__ == "CPUOffloadOptimizer" for one in kind.__mro__),
+        f"{kind.__name__} makes another optimizer's update, on copies of its own parameters, which hooks of theirs fill during the "
+        "backward pass: write ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, lr=...)), which keeps the moments on the host",
+        TypeError,
+    )
     advice = (
         f"write {_line_for(cls, kind)}, without parameters. The parameters are in the state, "
         "ll.init_state(model, optimizer)"

@@ -131,7 +131,7 @@ def _taken(
     name = next((each for each in path if each in kept), None)
     if name is None or not isinstance(leaf, Tensor):
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-    indices, before, where = kept[name], params[name], trees.pointer(path)
+    indices, before, where = kept[name].to(leaf.device), params[name], trees.pointer(path)  # it may be on the host
     if not (
         isinstance(fresh, Tensor) and isinstance(probe, Tensor)
     ):  # made by an update, so `init` has none for new rows

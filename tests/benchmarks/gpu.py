@@ -9,6 +9,7 @@
 - small: an MLP and a ResNet-20 at batch 128: CUDA graphs of the whole step, beside the raw loop eager, compiled, and
   captured by hand.
 - saves: how long the loop stands still for a synchronous, an asynchronous donated and an asynchronous pure save.
+- moments: the time and the peak memory of a step with AdamW's moments on the device and on the host.
 - reads: how often the host waits for a step with a loss scale, with recomputation and with accumulation.
 
 Contenders take turns in shuffled order, and each ratio has its 95% interval over the rounds. Goals stand beside the

@@ -102,6 +102,8 @@ def optimizers_on_two_ranks(folder):
             expected = local(raw_loop(model, data, raw([*model.parameters()])))
             state = continued_and_resumed(data, ours(), f"{folder}/{name}")
             assert state_is(state, expected)
+            with pytest.raises(TypeError, match=r"offload_state.*0.weight is a DTensor.*CPUOffloadPolicy"):
+                ll.init_state(model, ll.optim.offload_state(adamw(0.01)))
 
             # Without its rounding to bfloat16 (by a method, since torch 2.15 by `to`), Muon on shards is Muon on whole ones.
             rounding = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)

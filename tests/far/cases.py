@@ -281,6 +281,9 @@ def with_infinity(device):
 
 OPTIMIZERS = {
     "optim.swa": ll.chain(ADAMW, ll.optim.swa(start=1, buffers=True)),
+    "optim.offload_state": ll.chain(
+        ll.clip_by_global_norm(0.1), ll.optim.offload_state(ADAMW, buffer_bytes=200), ll.ema(0.9)
+    ),
     "optim.own_steps": ll.optim.own_steps(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step))),
     "optim.partition": ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim)),
 }
@@ -659,6 +662,7 @@ ON_THE_HOST = {
     "optim.optimizer": "the number of updates, where torch.optim has it",
     "evaluation.predict_to": "files",
     "optim.ema": _COUNTS,
+    "optim.offload_state": "moments, which it keeps there",
     "optim.own_steps": _COUNTS,
     "optim.every": _COUNTS,
     "optim.inject": "numbers that the host reads at each step",

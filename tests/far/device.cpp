@@ -41,8 +41,9 @@ void report(const char* what) {
   op.call(what);
 }
 
-// ---- Streams. A non-blocking copy waits in its stream's queue until something orders or waits for that stream: as late
-// as a real device might run it, so that a missing wait shows as wrong numbers.
+// ---- Streams. A non-blocking copy waits in its stream's queue until a kernel runs there or something waits for it: as late
+// as a real device might run it, so that a missing wait shows as wrong numbers. A stream that is told to wait for an event
+// of another one has that in its own queue.
 
 struct Queue {
   std::deque<std::function<void()>> work;
@@ -104,8 +105,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *event = new FarEvent{stream, queued.ended + static_cast<int64_t>(queued.work.size())};
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<FarEvent*>(event); }
-  void block(void* event, const Stream&) const override {
-    if (auto* far = static_cast<FarEvent*>(event)) run(queue(far->stream), far->until);
+  void block(void* event, const Stream& waiting) const override {
+    auto* far = static_cast<FarEvent*>(event);
+    if (!far || queryEvent(event)) return;
+    std::lock_guard<std::recursive_mutex> guard(streams_mutex);
+    queue(waiting).work.push_back([stream = far->stream, until = far->until] { run(queue(stream), until); });
   }
   bool queryEvent(void* event) const override {
     auto* far = static_cast<FarEvent*>(event);
@@ -118,7 +122,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     report("synchronize event");
-    block(event, stream_of(current));
+    if (auto* far = static_cast<FarEvent*>(event)) run(queue(far->stream), far->until);
   }
   void synchronizeDevice(const DeviceIndex index) const override {
     report("synchronize device");

@@ -96,6 +96,7 @@ TABLES = {
         Row("ll.chain(optimizer, ll.ema(0.999))", 0),
         Row("ll.chain(optimizer, ll.optim.swa(start=100))", 0),
         Row("ll.optim.own_steps(optimizer)", 0),
+        Row("ll.optim.offload_state(optimizer)", 1, "The host waits until the last moments are back."),
         Row("ll.optim.every(optimizer, 2)", 0),
         Row('ll.optim.partition({"1": optimizer, "2": optimizer}, lambda name, tensor: str(tensor.ndim))', 0),
     ],

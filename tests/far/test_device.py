@@ -70,6 +70,19 @@ def test_a_non_blocking_copy_waits_for_its_stream():
     assert pinned.tolist() == [5, 5, 5]
 
 
+def test_a_stream_that_waits_for_another_does_not_make_the_host_wait():
+    x, pinned = ones(), torch.zeros(3).pin_memory()
+    first, second = torch.Stream("far"), torch.Stream("far")
+    with first:
+        pinned.copy_(x, non_blocking=True)
+    second.wait_event(first.record_event())
+    done = second.record_event()
+    assert pinned.tolist() == [0, 0, 0]
+    assert not done.query()
+    done.synchronize()
+    assert pinned.tolist() == [1, 1, 1]
+
+
 def test_the_device_is_there_only_while_it_is_used():
     assert torch.accelerator.is_available()
     assert torch.accelerator.device_count() == 2

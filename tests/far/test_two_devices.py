@@ -60,7 +60,15 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [cases.ADAMW, cases.SGD, ll.optimizer(torch.optim.NAdam, lr=0.01)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        cases.ADAMW,
+        cases.SGD,
+        ll.optimizer(torch.optim.NAdam, lr=0.01),
+        ll.optim.offload_state(cases.ADAMW, buffer_bytes=300),
+    ],
+)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_a_model_on_two_devices_trains_and_resumes_and_leaves_both_random_streams(tmp_path, wrap, donate, optimizer):

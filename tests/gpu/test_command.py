@@ -26,7 +26,8 @@ def measured(folder, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "table", "count"), [("saves", "saves", 3), ("reads", "host reads", 3), ("small", "MLP", 8)]
+    ("rows", "table", "count"),
+    [("saves", "saves", 3), ("reads", "host reads", 3), ("moments", "moments", 3), ("small", "MLP", 8)],
 )
 def test_the_rows_are_measured_without_a_gpu(rows, table, count, tmp_path):
     found, printed = measured(tmp_path, "--rows", rows)

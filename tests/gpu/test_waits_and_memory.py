@@ -203,3 +203,85 @@ def test_a_donated_step_takes_no_more_memory_than_the_raw_loop(compiling_device,
         return torch.accelerator.max_memory_allocated(device) - before
 
     assert peak(donated_step) <= 1.0 * peak(raw_step) + 2**16  # a few scalars
+
+
+def moments(state, part):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(state.opt_state[part]) if leaf.dim()]
+
+
+@both_steps
+def test_moments_on_the_host_are_pinned_and_change_no_bits(device, donate):
+    batch = batch_on(device)
+
+    def trained(optimizer):
+        model = net(device)
+        step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2), optimizer, donate=donate)
+        state = ll.init_state(model, optimizer)
+        for _ in range(4):
+            state, _ = step(state, batch)
+        return state
+
+    inner = [adamw(), ll.optim.offload_state(adamw()), ll.optim.offload_state(adamw(), buffer_bytes=1000)]
+    plain, *hosted = (trained(ll.chain(ll.clip_by_global_norm(0.1), one, ll.ema(0.9))) for one in inner)
+    for state in hosted:
+        for kept, expected in zip(moments(state, "AdamW"), moments(plain, "AdamW"), strict=True):
+            assert kept.is_cpu
+            assert kept.is_pinned() == (device.type != "cpu")
+            assert torch.equal(kept, expected.cpu())
+        assert all(torch.equal(tensor, plain.params[name]) for name, tensor in state.params.items())
+
+
+def test_moments_come_to_the_device_while_the_backward_pass_runs(device):
+    """On CUDA, the backward pass is made to take about a second, and all first copies end before it does."""
+    model, optimizer, late = net(device, width=512), ll.optim.offload_state(adamw()), False
+
+    def slow(model, batch):
+        loss = loss_fn(model, batch)
+        if late and device.type == "cuda":
+            loss.register_hook(lambda grad: torch.cuda._sleep(2 * 10**9))
+        return loss
+
+    grad_fn, state, batch = ll.make_grad_fn(model, slow), ll.init_state(model, optimizer), batch_on(device)
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    for _ in range(3):  # which allocate
+        state, _ = step(state, batch)
+    late = True
+    grads = grad_fn(state, batch).grads
+    ended = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+    out = optimizer.transform(grads, state.opt_state, state.params, state.step)
+    visits = [*out.carry["AdamW"]]
+    assert sum(len(visit.moments) for visit in visits) == len(state.params)
+    for visit in visits:
+        if visit.loaded is not None:
+            visit.loaded.synchronize()
+    if device.type == "cuda":
+        assert not ended.query()
+    for name, row in state.opt_state["AdamW"]["state"].items():
+        for key, moment in visits[0].moments[name].items():
+            assert torch.equal(moment.cpu(), row[key])
+
+
+def test_moments_on_the_host_leave_their_memory_free(device):
+    """As far as the device counts its memory: elsewhere, the steps only have to run."""
+    buffer_bytes, batch, found = 2**22, torch.randn(64, 512).to(device), []
+    for wrap in (lambda inner: inner, lambda inner: ll.optim.offload_state(inner, buffer_bytes=buffer_bytes)):
+        empty = allocated(device)
+        model, optimizer = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))).to(device), wrap(adamw())
+        step = ll.make_train_step(
+            ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=True
+        )
+        state = ll.init_state(model, optimizer)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        between = allocated(device) - empty
+        if device.type not in ("cpu", "far"):
+            torch.accelerator.reset_peak_memory_stats(device)
+        state, _ = step(state, batch)
+        peak = 0 if device.type in ("cpu", "far") else torch.accelerator.max_memory_allocated(device) - empty
+        found.append((between, peak))
+        size = sum(tensor.nbytes for tensor in moments(state, "AdamW"))
+        del model, step, state
+    if device.type not in ("cpu", "far"):
+        (plain_between, plain_peak), (between, peak) = found
+        assert between <= plain_between - size + 2**16
+        assert peak <= plain_peak - size + buffer_bytes + 2**16

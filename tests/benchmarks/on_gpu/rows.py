@@ -229,6 +229,32 @@ def conditional_steps(report: Report, settings: Settings, seconds: float) -> Non
             report.add(name, {"host reads": host_reads(settings.device, step)}, row)
 
 
+def moments(report: Report, settings: Settings, seconds: float) -> None:
+    """GPT-2 small with AdamW's moments on the device and on the host: the time of a step and the peak of memory."""
+    row, adamw = "moments of AdamW", ll.optimizer(torch.optim.AdamW, lr=1e-4)
+    task = gpt2(settings.device, settings.small)
+    loss_fn = ll.autocast(task.loss_fn, torch.bfloat16)
+    kinds = {
+        "on the device": adamw,
+        "on the host": ll.optim.offload_state(adamw),
+        "on the host, all in the buffer": ll.optim.offload_state(adamw, buffer_bytes=2**40),
+    }
+    for name, optimizer in kinds.items():
+        with report.attempt(f"{row}, {name}"):
+            report.check_time(needed=0 if settings.small else 10)
+            free(settings.device)
+            before = allocated(settings.device)
+            step = looplib_step(task.make(), loss_fn, task.batches[0], True, optimizer=optimizer)
+            measure = contenders.own_loop(step, settings.device, lambda: 0.0).measure
+            measure(3)
+            peak = peak_memory(settings.device, step, before)
+            cells = {
+                "a step": Seconds(statistics.median(measure(1) for _ in range(settings.steps))),
+                "peak memory": "" if peak is None else Mebibytes(peak / 2**20),
+            }
+            report.add(name, cells, row)
+
+
 def saves(report: Report, settings: Settings, seconds: float) -> None:
     """Time for which the loop stands still for a save of GPT-2 small with Adam's moments, 1.5 GB."""
     task = gpt2(settings.device, settings.small)
@@ -292,5 +318,6 @@ ROWS: dict[str, tuple[Callable[[Report, Settings, float], None], float]] = {
     "language": (language_model, 0.2),
     "saves": (saves, 0.12),
     "reads": (conditional_steps, 0.05),
+    "moments": (moments, 0.05),
     "small": (small_models, 0.12),
 }
