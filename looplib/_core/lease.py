@@ -220,6 +220,20 @@ def check_state(value: Any, call: str) -> None:
     raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 
+def check_assigned(state: Any) -> None:
+    """Raise ValueError if somebody has put other tensors into the params of a state of a donated run."""
+    run = state._lease
+    other = [] if run is None else [name for name in run.params if lease_on(state._params[name]) is not run]
+    check(not other, _ASSIGNED.format(name=other and min(other)))
+
+
+_ASSIGNED = (
+    "state.params[{name!r}] is another tensor than the step put there. A state does not change, and its dicts are those of "
+    "other states too: write state = state.replace(params={{**state.params, {name!r}: tensor}}), or write into the tensor, "
+    "state.params[{name!r}].copy_(...) under torch.no_grad()"
+)
+
+
 # Writing
 
 

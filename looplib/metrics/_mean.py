@@ -261,8 +261,9 @@ class Window:
     A name that only some of the steps have, such as one that an update reports and a skipped update does not, is merged
     over these steps. `metrics()` raises ValueError if nothing was added.
 
-    One step whose loss or norm is infinite or NaN makes the mean of the window so. If updates may be skipped for it (float16
-    with a loss scale, `skip_nonfinite`), add only the others: `if not state.skipped: window = window.add(metrics)`.
+    One step whose loss is infinite or NaN makes the mean of the window so. If updates may be skipped for it (float16
+    with a loss scale, `skip_nonfinite`), add only the others: `if not state.skipped: window = window.add(metrics)`. A norm that
+    is not finite counts in no mean if its update is skipped.
     """
 
     merged: tuple[Metrics, ...] = ()
