@@ -292,6 +292,20 @@ REFUSED = [
         )
         for given in (GRAD_FN, SGD)
     ),
+    *(
+        (lambda args=args, settings=settings, part=part: part(*args, **settings), rf"{name} is a part.*wraps nothing")
+        for name, part, setting in (
+            ("clip_by_global_norm", ll.clip_by_global_norm, "max_norm"),
+            ("clip_by_norm", ll.optim.clip_by_norm, "max_norm"),
+            ("clip_by_value", ll.optim.clip_by_value, "max_value"),
+            ("skip_nonfinite", ll.skip_nonfinite, "max_consecutive"),
+            ("dynamic_loss_scale", ll.optim.dynamic_loss_scale, "init_scale"),
+            ("ema", ll.ema, "decay"),
+            ("swa", ll.optim.swa, "start"),
+        )
+        for args, settings in (((SGD, 1), {}), ((1, SGD), {}), ((GRAD_FN,), {setting: 1}), ((SGD,), {}))
+    ),
+    (lambda: ll.make_train_step(MODEL, lambda model, batch: model(batch), SGD), r"write ll\.make_train_step\(ll\.make_grad_fn"),
 ]
 
 

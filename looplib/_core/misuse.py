@@ -19,6 +19,7 @@ Each gets one warning. This file does nothing else: steps compute the same with 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -354,6 +355,8 @@ def _look_at_optimizer(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], 
 
 # Early stopping
 
+_NEVER = sys.maxsize  # a step that no evaluation is after
+
 # Of each run, the steps at which `ll.evaluate` first and last returned a score of each name.
 _scores: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -363,7 +366,7 @@ def note_scores(state: Any, names: Iterable[str]) -> None:
     if not warnings_of_misuse.on:
         return
     known = _scores.setdefault(state.run, {})
-    known.update({name: (known[name][0] if name in known else state.step, state.step) for name in names})
+    known.update({name: (known.get(name, (state.step,))[0], state.step) for name in names})
 
 
 def warn_of_unwatched(state: Any, key: str, monitor: str) -> None:
@@ -374,7 +377,7 @@ def warn_of_unwatched(state: Any, key: str, monitor: str) -> None:
     known = _scores.get(state.run, {}) if warnings_of_misuse.on else {}
     first, last = known.get(monitor, (0, 0))
     if first < last < state.step:
-        del known[monitor]
+        known[monitor] = (_NEVER, last)
         if is_first():
             warn(
                 f"ll.evaluate has returned {monitor!r} at steps {first} and {last}, and state.extra[{key!r}], which watches it, has "
@@ -517,7 +520,7 @@ class LossWatch:
         weight = float(loss.weight) * loss.times
         if weight == samples:
             return
-        values = {name: float(value) for name, value in plain.items() if kinds_of_mean(value, samples) != {"samples"}}
+        values = {name: float(value.detach()) for name, value in plain.items() if kinds_of_mean(value, samples) != {"samples"}}
         # A constant has the same mean over anything.
         names = [repr(name) for name, value in values.items() if self._first.setdefault(name, value) != value == value]
         if names:

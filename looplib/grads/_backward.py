@@ -106,17 +106,18 @@ def backward(
 
 
 def _check_model(grad_fn: GradFn, model: nn.Module, params: dict[str, Tensor]) -> None:
-    """Raise unless this is the module of the gradient function, in whichever wrapper, as far as that is known."""
-    made_from = next((record.model for record in chain(grad_fn) if record.model is not None), model)
-    if made_from is not model:
-        own = _modules.tensors(_modules.members(made_from).params)
-        name = type(model).__name__
-        check(
-            own.keys() == params.keys() and all(own[key] is param for key, param in params.items()),
-            f"the grad_fn was made of another {type(made_from).__name__} than this {name}, and would run that one's forward "
-            f"pass, in its modes and with its hooks, on this one's parameters: give the model of the grad_fn, or make one of "
-            f"this model, ll.make_grad_fn(model, loss_fn)",
-        )
+    """Raise for another module of the same architecture than that of the gradient function, as far as that is known.
+
+    One of a different architecture is refused by its names.
+    """
+    made_of = next((record.model for record in chain(grad_fn) if record.model is not None), model)
+    own = params if made_of is model else _modules.tensors(_modules.members(made_of).params)
+    check(
+        own.keys() != params.keys() or all(own[name] is param for name, param in params.items()),
+        f"the grad_fn was made of another {type(made_of).__name__} than this {type(model).__name__}, and would run that one's "
+        "forward pass, in its modes and with its hooks, on this one's parameters: give the model of the grad_fn, or make a "
+        "grad_fn of this model, ll.make_grad_fn(model, loss_fn)",
+    )
 
 
 def _scale_of(scaler: torch.amp.GradScaler, params: dict[str, Tensor]) -> Tensor:
