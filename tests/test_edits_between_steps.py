@@ -421,7 +421,7 @@ def test_saving_a_module_that_a_run_left_behind_by_replace_warns(edit, trial):
 
 def test_a_tensor_that_is_put_into_the_params_of_a_donated_state_is_refused():
     kept = ll.copy_state(ll.init_state(net(seed=2)))
-    model, step, state = begin(donate=True)
+    _, step, state = begin(donate=True)
     for bound in (True, False):
         state = state if bound else ll.copy_state(state)
         for x in BATCHES[:2]:
@@ -461,7 +461,7 @@ def test_buffers_that_are_written_in_a_module_that_the_steps_do_not_use_are_warn
     assert [one.filename for one in caught] == [__file__]
     assert "the buffers 3.running_mean" in str(caught[0].message)
     assert "state.replace(buffers={**state.buffers, '3.running_mean': value})" in str(caught[0].message)
-    plain, plain_step, plain_state = begin(donate, bound)
+    _, plain_step, plain_state = begin(donate, bound)
     for x in BATCHES:
         plain_state, _ = plain_step(plain_state, x)
     assert torch.equal(plain_state.buffers["3.running_mean"], mean[-1])  # the warning is right: it has no effect

@@ -305,7 +305,10 @@ REFUSED = [
         )
         for args, settings in (((SGD, 1), {}), ((1, SGD), {}), ((GRAD_FN,), {setting: 1}), ((SGD,), {}))
     ),
-    (lambda: ll.make_train_step(MODEL, lambda model, batch: model(batch), SGD), r"write ll\.make_train_step\(ll\.make_grad_fn"),
+    (
+        lambda: ll.make_train_step(MODEL, lambda model, batch: model(batch), SGD),
+        r"write ll\.make_train_step\(ll\.make_grad_fn",
+    ),
 ]
 
 

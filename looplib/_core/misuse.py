@@ -133,9 +133,7 @@ class _Stale:
 
     def _marks_of_buffers(self) -> dict[str, tuple[int, int]]:
         """The memory of each buffer that is saved, and torch's count of the writes to it."""
-        held = {
-            name: own_buffers(part).get(key) for ref, key, name in self._buffers if (part := ref()) is not None
-        }
+        held = {name: own_buffers(part).get(key) for ref, key, name in self._buffers if (part := ref()) is not None}
         return {
             name: (tensor.data_ptr(), _counted(tensor)) if tensor is not None and has_values(tensor) else (0, 0)
             for name, tensor in held.items()
@@ -520,9 +518,15 @@ class LossWatch:
         weight = float(loss.weight) * loss.times
         if weight == samples:
             return
-        values = {name: float(value.detach()) for name, value in plain.items() if kinds_of_mean(value, samples) != {"samples"}}
+        values = {
+            name: float(value.detach())
+            for name, value in plain.items()
+            if kinds_of_mean(value, samples) != {"samples"}
+        }
         # A constant has the same mean over anything.
-        names = [repr(name) for name, value in values.items() if self._first.setdefault(name, value) != value == value]
+        names = [
+            repr(name) for name, value in values.items() if self._first.setdefault(name, value) != value == value
+        ]
         if names:
             self._warn(_BESIDE, names=few(names), weight=weight, samples=samples)
 

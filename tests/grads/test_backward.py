@@ -515,7 +515,9 @@ def test_another_module_than_that_of_the_gradient_function_is_refused():
     per_sample = ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).square().mean())
     for grad_fn in (plain, ll.accumulate(plain, 2), ll.contrib.clip_per_sample(per_sample, max_norm=1.0)):
         for wrong in (other, copy.deepcopy(model)):
-            with pytest.raises(ValueError, match="made of another Sequential than this.*give the model of the grad_fn"):
+            with pytest.raises(
+                ValueError, match=r"made of another Sequential than this.*give the model of the grad_fn"
+            ):
                 ll.grads.backward(grad_fn, wrong, x, step=0)
             assert all(param.grad is None for param in (*wrong.parameters(), *model.parameters()))
         ll.grads.backward(grad_fn, model, x, step=0)
