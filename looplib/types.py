@@ -585,6 +585,11 @@ class Optimizer:
 
     def init(self, params: Params, **extra: Any) -> dict[str, Any]:
         """First state: a dict with an entry for each part that keeps one."""
+        if not isinstance(params, Mapping):
+            raise TypeError(
+                f"params are a {type(params).__name__}: give name -> tensor, such as state.params or "
+                "dict(model.named_parameters())"
+            )
         return {name: part.init(params, **extra) for name, part in self.parts.items() if part.init is not None}
 
     def fits(self, opt_state: Any) -> bool:

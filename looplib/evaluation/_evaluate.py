@@ -216,7 +216,8 @@ def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
     check(
         isinstance(state, TrainState) and (callable(step) or isinstance(step, Mapping)),
         f"{function} takes a step and then a state, and found a {type(step).__name__} and then a "
-        f"{type(state).__name__}: write {function}({before}step, state, batches)",
+        f"{type(state).__name__}: write {function}({before}step, state, batches), with ll.init_state(model) for the weights that a "
+        "module has",
         TypeError,
     )
 

@@ -124,6 +124,11 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
         ValueError: the dicts have different names.
         TypeError: a value that is merged with another one is not a metric (the message names it).
     """
+    for metrics in (first, *rest):
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"merge got {named(metrics)}: give dicts of name -> record, and those of a list as merge(*list)"
+            )
     for other in rest:
         if other.keys() != first.keys():
             raise ValueError(
@@ -272,6 +277,11 @@ class Window:
 
     def add(self, metrics: Metrics) -> Window:
         """The window with the metrics of one more step, cut off from the graph of their loss."""
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"the metrics of a step are {named(metrics)}: give the second value that a step returns, or a dict of records, "
+                'such as {"loss": ll.Mean(loss, 1, times=number of samples)}'
+            )
         if any(map(_has_graph, metrics.values())):
             metrics = trees.map_tensors(Tensor.detach, metrics)
         waiting = (*self.waiting, metrics)

@@ -66,6 +66,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     Source: `optax.partition`.
     """
+    check_type("optimizers are", optimizers, Mapping, "give a dict of label -> optimizer")
     for key, member in optimizers.items():
         check_type(f"{key!r} in a partition is", member, Optimizer, "give what ll.optimizer returns")
         _check_inner(member, "partition")
