@@ -419,9 +419,12 @@ def test_saving_a_module_that_a_run_left_behind_by_replace_warns(edit, trial):
     assert caught[0].filename == __file__
 
 
-def test_a_tensor_that_is_put_into_the_params_of_a_donated_state_is_refused():
+@pytest.mark.every_case
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_that_is_put_into_the_params_of_a_donated_state_is_refused(compiled):
     kept = ll.copy_state(ll.init_state(net(seed=2)))
     _, step, state = begin(donate=True)
+    step = ll.compile_step(step, backend="eager") if compiled else step
     for bound in (True, False):
         state = state if bound else ll.copy_state(state)
         for x in BATCHES[:2]:
