@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import check, check_real, named
+from looplib._core.checks import as_tensor, check, check_real, named
 from looplib._core.contracts import BatchPart
 from looplib._core.engines import Sync
 from looplib._core.mappings import as_record, mapped, wide_dtype, without
@@ -242,6 +242,17 @@ def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         "metrics would count the stand-in that it runs on: return Means alone, or give the loader drop_last=True",
     )
     return mapped(lambda mean: Mean(mean.total * 0, 0), means)
+
+
+def without_skipped(report: Mapping[str, Any], applied: Any) -> dict[str, Any]:
+    """What an update reports. A mean that is not finite, such as an infinite norm, has no weight if the update is skipped."""
+    return {name: _if_finite(value, applied) if isinstance(value, Mean) else value for name, value in report.items()}
+
+
+def _if_finite(mean: Mean, applied: Tensor | bool) -> Mean:
+    total = as_tensor(mean.total)
+    counts = total.isfinite() | (applied.to(total.device) if isinstance(applied, Tensor) else applied)
+    return Mean(torch.where(counts, total, 0), counts * mean.weight, mean.times)
 
 
 def apart(value: Any) -> Any:

@@ -23,7 +23,7 @@ from looplib._core import torch_private
 from looplib._core.contracts import BatchPart
 from looplib._core.engines import Sync, sync_over_ranks
 from looplib._core.forward_writes import put_back, with_copies
-from looplib._core.lease import overwritten, trees_of
+from looplib._core.lease import check_assigned, overwritten, trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.misuse import LossWatch, left_behind
 from looplib._core.passes import Passes, passes
@@ -195,6 +195,7 @@ def make_grad_fn(
             finally:
                 _interrupts.waits.depth -= 1
         if in_step and host.lent:  # a call by hand may be of any tensors
+            check_assigned(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since

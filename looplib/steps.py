@@ -19,8 +19,8 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.chain import any_of, flags_in_graph, update_where
-from looplib._core.checks import check
-from looplib._core.errors import fold
+from looplib._core.checks import check, named
+from looplib._core.errors import fold, with_advice
 from looplib._core.forward_writes import put_back
 from looplib._core.lease import overwritten, trees_of
 from looplib._core.misuse import LossWatch, Watch
@@ -28,7 +28,7 @@ from looplib._core.passes import passes
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
 from looplib._core.samples import as_counter
-from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss
+from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss, without_skipped
 from looplib.gradients import EVALUATED, check_history
 from looplib.grads.wrapping import DROPPED, check_summed
 from looplib.metrics import Mean
@@ -102,6 +102,7 @@ def spec_of(step: object, transform: str) -> StepSpec:
     return cast(StepSpec, record.parts)
 
 
+@with_advice("write ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)")
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
@@ -157,12 +158,18 @@ def make_train_step(
     itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included, ask
     `ll.after_signal(signal.SIGINT)` at its end.
 
-    **Warnings.** Four mistakes get one warning each: ten calls in a row with the same state and different batches;
+    **Warnings.** These mistakes get one warning each: ten calls in a row with the same state and different batches;
     saving or calling the module while it still has the weights from before its first pure step; a pure step of
-    another network whose loss reaches such a module's parameters; and writing to such a module's parameters between two
-    steps (WGAN's clipping, a perturbation), which has no effect. A donated run on a state that is not bound to the module
-    leaves it behind likewise. Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
-    the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
+    another network whose loss reaches such a module's parameters; writing to such a module's parameters or buffers between
+    two steps (WGAN's clipping, a perturbation), which has no effect; and `step()` of an optimizer of torch's that has parameters
+    of the module and finds no `.grad`. A donated run on a state that is not bound to the module leaves it behind likewise, as
+    after `state.replace(params=...)`. If that state is a copy (`ll.copy_state`), the run is taken for a trial, and the
+    module for that of the run before it.
+
+    Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
+    the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only. Nothing
+    notices `torch.nn.utils.clip_grad_norm_` between two steps: it finds no `.grad` and returns 0 (clip by
+    `ll.clip_by_global_norm`, a part of `ll.chain`).
     """
     given, grad_fn = grad_fn, check_summed(grad_fn, "make_train_step")
     check_writes(optimizer, "make_train_step")
@@ -201,12 +208,20 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             try:
                 undo(state, before)
                 fold(error)
+                if isinstance(error, (TypeError, AttributeError)) and "'TrainState' object" in str(error):
+                    error.add_note(_OF_A_LOSS)
                 raise
             finally:
                 _interrupts.waits.depth -= 1
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step
+
+
+_OF_A_LOSS = (
+    "make_train_step calls a gradient function, grad_fn(state, batch, **request) -> Gradients. If this is a loss function "
+    "(model, batch), write ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)"
+)
 
 
 def _train_step_for_graphs(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
@@ -230,9 +245,12 @@ def _train_step_for_graphs(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[T
         new_params, opt_state, report = update_where(
             flags, optimizer, first.grads, first.state, params, state.step, info
         )
+        applied = any_of(flags)
         metrics = with_report(out.metrics, first.metrics, out.samples)
+        if applied is not True:
+            metrics |= without_skipped({name: metrics[name] for name in first.metrics}, applied)
         metrics = with_late_report(metrics, report, out.samples)
-        return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, any_of(flags))
+        return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, applied)
 
     return step_for_graphs
 
@@ -242,11 +260,12 @@ def _gradients(
 ) -> Gradients:
     """The gradients of a step, of a loss that is multiplied by the scale of the update if it has one."""
     scale = optimizer.loss_scale(opt_state)
-    if scale is None:
-        return grad_fn(state, batch, **request)
-    out = grad_fn(state, batch, scale=scale, **request)
-    what = "gradients of a loss that was not multiplied by the scale of dynamic_loss_scale"
-    check(out.scale is scale, DROPPED.format(who="make_train_step", what=what), TypeError)
+    out = grad_fn(state, batch, **request) if scale is None else grad_fn(state, batch, scale=scale, **request)
+    if not isinstance(out, Gradients):
+        raise TypeError(f"the gradient function returned {named(out)}. {_OF_A_LOSS}")
+    if scale is not None:
+        what = "gradients of a loss that was not multiplied by the scale of dynamic_loss_scale"
+        check(out.scale is scale, DROPPED.format(who="make_train_step", what=what), TypeError)
     return out
 
 
@@ -327,7 +346,7 @@ def make_eval_step(
             watch.look_beside(values["loss"], values, samples)
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    parts = StepSpec("eval", _without_update(eval_step), (model, metric_fn), count_samples=counter)
+    parts = StepSpec("eval", _without_update(eval_step), (forward, metric_fn), count_samples=counter)
     return with_repr(with_spec(eval_step, parts), make_eval_step, model, metric_fn, count_samples=count_samples)
 
 
@@ -367,7 +386,7 @@ def make_predict_step(
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_gradients(model, predict_fn, training)
-    watched, counter = (model, predict_fn), as_counter(count_samples)
+    watched, counter = (predict_step, predict_fn), as_counter(count_samples)
     step = with_spec(predict_step, StepSpec("predict", _without_update(predict_step), watched, count_samples=counter))
     settings = {"training": training, "count_samples": count_samples}
     return with_repr(step, make_predict_step, model, predict_fn, **settings)

@@ -114,7 +114,8 @@ class TrainState(lease.Leased):
         batch_steps: updates made on the last batch: usually 1, 0 if the update was skipped, more with `same_batch`.
         no_batch: True after an update that belongs to no batch (`ll.apply_gradients`), which `batch_steps` then counts.
             Predicates of samples and epochs do not fire for it.
-        params, buffers: dicts of name -> tensor, as given by `named_parameters` and `named_buffers`.
+        params, buffers: dicts of name -> tensor, as given by `named_parameters` and `named_buffers`. States of a run may hold
+            the same dict, so leave its entries as they are: `replace(params={**state.params, name: tensor})`.
         opt_state: the optimizer's pytree.
         seed: int from which all randomness of the run is derived.
         extra: your own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
@@ -588,6 +589,11 @@ class Optimizer:
 
     def init(self, params: Params, **extra: Any) -> dict[str, Any]:
         """First state: a dict with an entry for each part that keeps one."""
+        if not isinstance(params, Mapping):
+            raise TypeError(
+                f"params are a {type(params).__name__}: give name -> tensor, such as state.params or "
+                "dict(model.named_parameters())"
+            )
         return {name: part.init(params, **extra) for name, part in self.parts.items() if part.init is not None}
 
     def fits(self, opt_state: Any) -> bool:

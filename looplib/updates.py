@@ -52,7 +52,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.torch_storage import memory_of
 from looplib._core.tracing import refuse_in_graph
 from looplib._core.trees import map_tensors
-from looplib._objective import aux_records
+from looplib._objective import aux_records, without_skipped
 from looplib.metrics import Mean
 from looplib.optim.chains import check_writes
 from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainState, next_state
@@ -313,6 +313,8 @@ def update(
         applied = first.apply is True or read(first)
         trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
         makes_update = applied is True or any_of(applied)
+        if first.metrics and not makes_update:
+            metrics |= without_skipped({name: metrics[name] for name in first.metrics}, False)
         if not makes_update:
             if before is not None:
                 put_back(before.copies)
@@ -383,7 +385,7 @@ def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
-    """The metrics of a step, with those that its update reports before anything is written."""
+    """The metrics of a step, with those that its update reports before anything is written, in a new dict."""
     for name in report:
         check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
     # A Mean is taken as it is, without a copy: first halves compute what they report.

@@ -103,6 +103,35 @@ def test_layers_and_parametrizations_that_are_added_later_are_named(donate, edit
     step(state, X)
 
 
+@pytest.mark.parametrize("edit", OTHER_TENSORS)
+@both_steps
+def test_parameters_that_are_replaced_after_a_step_was_compiled_are_named(donate, edit):
+    model, step, state = begin(donate)
+    step = ll.compile_step(step, backend="eager")
+    for x in BATCHES[:2]:
+        state, _ = step(state, x)
+    edit(model)
+    with (
+        pytest.warns(UserWarning, match="the parameters of Sequential changed since the step was compiled"),
+        pytest.raises(ValueError, match=rf"{OTHER_TENSORS[edit]}.* is another tensor than when the state was made"),
+    ):
+        step(state, X)
+    _ = state.params  # it is not spent
+
+
+@pytest.mark.parametrize("edit", [replaced])
+def test_compiled_predictions_with_the_old_tensors_are_refused(edit):
+    model, _, state = begin()
+    predict_step = ll.compile_step(ll.make_predict_step(model, lambda model, x: model(x)), backend="eager")
+    predict_step(state, X)
+    edit(model)
+    with (
+        pytest.warns(UserWarning, match="the parameters of Sequential changed"),
+        pytest.raises(ValueError, match="is another tensor than when the state was made"),
+    ):
+        predict_step(state, X)
+
+
 @pytest.mark.parametrize("edit", [frozen_layer_swapped, appended])
 @both_steps
 def test_layers_that_are_replaced_after_a_step_was_compiled_are_named(donate, edit):
@@ -356,11 +385,112 @@ def test_a_trial_on_a_copy_of_a_run_says_nothing_about_its_module():
     torch.testing.assert_close(model.state_dict()["0.weight"], state.params["0.weight"].detach())
 
 
+def cut(state):
+    return state.replace(params={name: param.detach().clamp(-0.01, 0.01) for name, param in state.params.items()})
+
+
+def cut_in_part(state):
+    return state.replace(params={**state.params, "0.weight": torch.zeros(4, 4)})
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("trial", [False, True])
+@pytest.mark.parametrize("edit", [cut, cut_in_part])
+def test_saving_a_module_that_a_run_left_behind_by_replace_warns(edit, trial):
+    adam = ll.optimizer(torch.optim.Adam, lr=0.1)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adam, donate=True)
+    state = ll.init_state(model, adam)
+    for x in BATCHES:
+        state, _ = step(state, x)
+    if trial:
+        copied = ll.copy_state(state)
+        for x in BATCHES:
+            copied, _ = step(copied, x)
+        model.state_dict()
+    state = edit(state)
+    for x in BATCHES:
+        state, _ = step(state, x)
+    assert not torch.equal(model[0].weight, state.params["0.weight"])
+    with pytest.warns(UserWarning, match=r"still has the weights of before training.*not bound") as caught:
+        model.state_dict()
+    model.state_dict()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_that_is_put_into_the_params_of_a_donated_state_is_refused(compiled):
+    kept = ll.copy_state(ll.init_state(net(seed=2)))
+    _, step, state = begin(donate=True)
+    step = ll.compile_step(step, backend="eager") if compiled else step
+    for bound in (True, False):
+        state = state if bound else ll.copy_state(state)
+        for x in BATCHES[:2]:
+            state, _ = step(state, x)
+        assigned = state.params["2.weight"]
+        state.params["2.weight"] = kept.params["2.weight"]  # which the next step would write over
+        with pytest.raises(ValueError, match=r"state.params\['2.weight'\] is another tensor.*state.replace\(params="):
+            step(state, X)
+        state.params["2.weight"] = assigned
+        state, _ = step(state, X)
+    torch.testing.assert_close(dict(kept.params), dict(net(seed=2).named_parameters()), rtol=0, atol=0)
+
+
 # Buffers
 
 
 def assigned_buffer(model):
     model[3].running_mean = torch.full((4,), 5.0)
+
+
+def reset_statistics(model):
+    model[3].reset_running_stats()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("donate", "bound"), [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("edit", [assigned_buffer, reset_statistics])
+def test_buffers_that_are_written_in_a_module_that_the_steps_do_not_use_are_warned_of_once(edit, donate, bound):
+    model, step, state = begin(donate, bound)
+    mean = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in BATCHES:
+            state, _ = step(state, x)
+            mean.append(state.buffers["3.running_mean"])
+            edit(model)
+    assert [one.filename for one in caught] == [__file__]
+    assert "the buffers 3.running_mean" in str(caught[0].message)
+    assert "state.replace(buffers={**state.buffers, '3.running_mean': value})" in str(caught[0].message)
+    _, plain_step, plain_state = begin(donate, bound)
+    for x in BATCHES:
+        plain_state, _ = plain_step(plain_state, x)
+    assert torch.equal(plain_state.buffers["3.running_mean"], mean[-1])  # the warning is right: it has no effect
+
+
+@pytest.mark.parametrize("use", ["forward", "its own values", "switched off", "caches"])
+def test_buffers_that_move_for_another_reason_are_not_warned_of(use):
+    model, step, state = begin(bound=False)
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    state = state.replace(buffers={**state.buffers, "cache": torch.zeros(2)})
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
+    ll.debug.warn_of_misuse(use != "switched off")
+    try:
+        for x in BATCHES:
+            state, _ = step(state, x)
+            if use == "forward":
+                torch.func.functional_call(model, state.params, x)  # which moves the module's statistics
+            elif use == "its own values":
+                model.load_state_dict({**state.params, **{k: v for k, v in state.buffers.items() if k != "cache"}})
+            elif use == "caches":
+                model.cache = torch.ones(3)
+            else:
+                reset_statistics(model)
+    finally:
+        ll.debug.warn_of_misuse(True)
+    assert state.step == len(BATCHES)
 
 
 @pytest.mark.parametrize("steps", [0, 2])

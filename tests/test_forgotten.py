@@ -201,3 +201,66 @@ def test_a_module_of_a_pure_run_is_copied_and_pickled_as_any_other():
     )
     out = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
     assert out.stdout == b"9 2\n"
+
+
+# An optimizer of torch's beside the steps.
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_optimizer_of_torchs_that_finds_no_gradients_is_warned_of_once(donate):
+    run = Run()
+    state, step = run.state, run.make_step(donate=donate)
+    adam = torch.optim.Adam(run.model.parameters())
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+
+    def train(state):
+        for batch in run.batches:
+            adam.zero_grad()
+            state, _ = step(state, batch)
+            adam.step()
+
+    with pytest.warns(UserWarning, match=r"this Adam has parameters.*ll\.grads\.backward") as caught:
+        train(state)
+    assert [one.filename for one in caught] == [__file__]
+    assert not adam.state  # the warning is right
+    assert donate or all(map(torch.equal, before, run.model.parameters()))
+
+
+def by_hand(run, optimizer, batch):
+    mean_square(run.model, batch).backward()
+
+
+def by_looplib(run, optimizer, batch):
+    ll.grads.backward(run.grad_fn, run.model, batch, step=0)
+
+
+@pytest.mark.parametrize("gradients", [by_hand, by_looplib])
+def test_optimizers_of_torchs_that_have_something_to_do_are_not_warned_of(gradients):
+    run = Run()
+    state, step = run.state, run.make_step(donate=True)
+    ours, other = (
+        torch.optim.SGD(run.model.parameters(), lr=0.1),
+        torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1),
+    )
+    lbfgs = torch.optim.LBFGS(run.model.parameters(), max_iter=1)
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = mean_square(run.model, run.batches[0])
+        loss.backward()
+        return loss
+
+    for batch in run.batches:
+        state, _ = step(state, batch)
+        other.step()  # of another network, whose gradients are not there in each step
+        lbfgs.step(closure)
+        gradients(run, ours, batch)
+        ours.step()
+        ours.zero_grad()
+    ll.debug.warn_of_misuse(False)
+    try:
+        ours.step()
+    finally:
+        ll.debug.warn_of_misuse(True)
+    with pytest.warns(UserWarning, match="this SGD has parameters"):
+        ours.step()

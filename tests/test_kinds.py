@@ -15,6 +15,7 @@ from shared import assert_each_refused
 from torch import nn
 
 import looplib as ll
+import looplib.testing
 
 pytestmark = pytest.mark.every_case
 ROOMS = (
@@ -291,6 +292,63 @@ REFUSED = [
             (ll.ema, r"ll\.optimizer\(.*\), ll\.ema"),
         )
         for given in (GRAD_FN, SGD)
+    ),
+    *(
+        (lambda args=args, settings=settings, part=part: part(*args, **settings), rf"{name} is a part.*wraps nothing")
+        for name, part, setting in (
+            ("clip_by_global_norm", ll.clip_by_global_norm, "max_norm"),
+            ("clip_by_norm", ll.optim.clip_by_norm, "max_norm"),
+            ("clip_by_value", ll.optim.clip_by_value, "max_value"),
+            ("skip_nonfinite", ll.skip_nonfinite, "max_consecutive"),
+            ("dynamic_loss_scale", ll.optim.dynamic_loss_scale, "init_scale"),
+            ("ema", ll.ema, "decay"),
+            ("swa", ll.optim.swa, "start"),
+        )
+        for args, settings in (((SGD, 1), {}), ((1, SGD), {}), ((GRAD_FN,), {setting: 1}), ((SGD,), {}))
+    ),
+    # Pieces taken alone, with what a raw loop has.
+    (lambda: ll.checkpoint_io("unused").save(MODEL), r"that is ll\.init_state\(model\)"),
+    (lambda: ll.evaluate(THINGS["eval_step"], MODEL, [BATCH]), r"ll\.init_state\(model\)"),
+    (lambda: ll.every_n_steps(5)(5), r"counts.*ll\.TrainState\(step=step\)"),
+    (lambda: GRAD_FN(MODEL, BATCH), r"ll\.grads\.backward\(grad_fn, model, batch, step=step\)"),
+    (lambda: ll.checkpoint.capture(MODEL), r"write ll\.checkpoint\.capture\(environment=environment\)"),
+    (lambda: ll.data.windows("some text", 4), r"tokens are a str.*input_ids"),
+    (
+        lambda: ll.debug.first_difference([THINGS["state"]], {}),
+        "a run is a list; give a mapping from steps to states",
+    ),
+    (
+        lambda: ll.grads.map_batch(GRAD_FN, lambda batch: batch),
+        r"<lambda>\(batch\), which is called as \(state, batch\)",
+    ),
+    (lambda: ll.losses.restrict_grad(BATCH.sum(), MODEL), r"got a Linear as parameters: give module\.parameters\(\)"),
+    (lambda: ll.Window().add(BATCH.sum()), r"the metrics of a step are a Tensor.*second value"),
+    (lambda: ll.metrics.merge([{"loss": ll.Mean(1.0)}]), r"merge got a list.*merge\(\*list\)"),
+    (
+        lambda: ll.optim.global_norm(dict(MODEL.named_parameters())),
+        r"global_norm got a dict: give tensors, such as grads\.values",
+    ),
+    (lambda: ll.optim.global_norm(MODEL), r"global_norm got a Linear: give tensors"),
+    (lambda: ll.optim.partition([SGD], lambda name, tensor: "all"), "optimizers are a list; give a dict of label"),
+    (lambda: SGD.init(MODEL.parameters()), r"params are a generator: give name -> tensor.*named_parameters"),
+    (lambda: ll.transforms.stack_states([MODEL, MODEL]), "state is a Linear; give a TrainState"),
+    (lambda: ll.distributed.rank_zero_only(None), r"rank_zero_only got None: give the function"),
+    *(
+        (
+            lambda check=check: check(MODEL, THINGS["state"], BATCH),
+            f"{check.__name__} got a Linear; give a .*step of it",
+        )
+        for check in (
+            ll.testing.assert_pure,
+            ll.testing.assert_overfits,
+            ll.testing.assert_resumes,
+            ll.testing.assert_samples_independent,
+            ll.testing.assert_causal,
+        )
+    ),
+    (
+        lambda: ll.make_train_step(MODEL, lambda model, batch: model(batch), SGD),
+        r"write ll\.make_train_step\(ll\.make_grad_fn",
     ),
 ]
 

@@ -168,8 +168,7 @@ def test_mean_losses_and_aux_are_recorded():
         losses = F.cross_entropy(model(x), y, reduction="none")
         return ll.Mean((losses * (y != 0)).sum(), (y != 0).sum()), {"largest": losses.max()}
 
-    with pytest.warns(UserWarning, match="'largest' beside the loss"):
-        out = ll.make_grad_fn(model, loss_fn)(ll.init_state(model), (x, y))
+    out = ll.make_grad_fn(model, loss_fn)(ll.init_state(model), (x, y))
     losses = F.cross_entropy(model(x), y, reduction="none")
     losses[y != 0].mean().backward()
     for name, parameter in model.named_parameters():
@@ -636,3 +635,15 @@ def test_an_expanded_buffer_is_no_matter_to_a_skipped_donated_step():
     state, _ = step(ll.init_state(model, optimizer), torch.full((4, 2), math.nan))
     assert state.skipped
     assert model[0].running_mean.tolist() == [0, 0]
+
+
+def test_a_loss_function_in_place_of_a_gradient_function_is_named_at_its_first_call():
+    model, x = nn.Linear(2, 1), torch.ones(4, 2)
+    state = ll.init_state(model, SGD)
+    for loss_fn in (lambda model, batch, **more: model(batch).mean(), lambda *args, **more: torch.tensor(1.0)):
+        for donate in (False, True):
+            with pytest.raises(TypeError) as error:
+                ll.make_train_step(loss_fn, SGD, donate=donate)(state, x)
+            said = [str(error.value), *getattr(error.value, "__notes__", [])]
+            assert any("write ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)" in line for line in said)
+    ll.make_train_step(ll.make_grad_fn(model, lambda model, batch: model(batch).mean()), SGD)(state, x)

@@ -93,9 +93,7 @@ def check(state, optimizer, largest):
     torch.testing.assert_close(dict(state.params), params, **CLOSE)
     torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), mean, **CLOSE)
     torch.testing.assert_close(largest, expected, **CLOSE)
-    numbers = ll.optim.hyperparameters(optimizer, state)
-    assert numbers["part_of_latest"] == 4 / (4 + step)
-    assert numbers["lr"] == 1e-2 * (1 - step % 5 / 5)
+    assert ll.optim.hyperparameters(optimizer, state)["lr"] == 1e-2 * (1 - step % 5 / 5)
 
 
 def run(step, state, data):
@@ -183,5 +181,5 @@ def test_the_gradient_function_refuses_a_part_of_a_batch():
 def test_each_is_short_and_imports_nothing_private():
     for block in BLOCKS:
         lines = [line for line in block.splitlines() if line.strip()]
-        assert len(lines) < (20 if "evaluation" in block else 10), block
+        assert len(lines) < (15 if re.search("evaluation|def dot", block) else 10), block
         assert not re.search(r"\b_[a-z]\w*\.|import|ll\._", block), block

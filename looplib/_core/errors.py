@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
 from looplib._core.checks import named
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # looplib, and how torch calls a module's forward
 _FOLDED = f"{Path(__file__).parents[1]}{os.sep}", nn.modules.module.__file__
@@ -71,6 +76,37 @@ def missing(record: Any, owner: str, name: str, advice: Mapping[str, str]) -> At
     """Error for an attribute that a record does not have, with what to write instead."""
     instead = f": {advice[name]}" if name in advice else ""
     return AttributeError(f"{owner} has no attribute {name!r}{instead}", name=name, obj=record)
+
+
+def with_advice(advice: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: add what to write to Python's error for a call that does not fit the signature.
+
+    >>> @with_advice("write halve(x)")
+    ... def halve(x):
+    ...     return x / 2
+    >>> halve(1.0, 2.0)
+    Traceback (most recent call last):
+    TypeError: halve() takes 1 positional argument but 2 were given: write halve(x)
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def called(*args: P.args, **settings: P.kwargs) -> R:
+            __tracebackhide__ = True
+            try:
+                return function(*args, **settings)
+            except TypeError as error:
+                try:
+                    signature.bind(*args, **settings)
+                except TypeError:
+                    raise TypeError(f"{error}: {advice}") from None
+                raise
+
+        return called
+
+    return decorate
 
 
 def no_assignment(owner: str, advice: str) -> Callable[[Any, str, Any], NoReturn]:

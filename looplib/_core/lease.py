@@ -173,7 +173,7 @@ def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Te
     try:
         written_since = state._at != clock.time
     except AttributeError:
-        check_state(state, call)
+        check_state(state, call, _STEP_OF_MODULE)
         raise
     if written_since:
         check_valid(state)
@@ -209,15 +209,40 @@ def _spent(state: Any, name: str, writer: Lease) -> str:
     )
 
 
-def check_state(value: Any, call: str) -> None:
+_STEP_OF_MODULE = (
+    "In a loop with torch's own optimizer, ll.grads.backward(grad_fn, model, batch, step=step) takes the module"
+)
+
+
+def check_state(
+    value: Any,
+    call: str,
+    of_module: str = "Of a module in a loop of your own, that is ll.init_state(model), made at each call",
+) -> None:
     """Raise TypeError unless this is a state; `call` shows how the function is called."""
     if isinstance(value, Leased):
         return
     if isinstance(value, (tuple, dict)):
         call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
+    if isinstance(value, int):
+        call += ". In a loop of your own, give the counts that it reads, such as ll.TrainState(step=step)"
     if isinstance(value, torch.nn.Module):
-        call += ". In a loop with torch's own optimizer, ll.grads.backward(grad_fn, model, batch, step=step) takes the module"
+        call += f". {of_module}"
     raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
+
+
+def check_assigned(state: Any) -> None:
+    """Raise ValueError if somebody has put other tensors into the params of a state of a donated run."""
+    run = state._lease
+    other = [] if run is None else [name for name in run.params if lease_on(state._params[name]) is not run]
+    check(not other, _ASSIGNED.format(name=other and min(other)))
+
+
+_ASSIGNED = (
+    "state.params[{name!r}] is another tensor than the step put there. A state does not change, and its dicts are those of "
+    "other states too: write state = state.replace(params={{**state.params, {name!r}: tensor}}), or write into the tensor, "
+    "state.params[{name!r}].copy_(...) under torch.no_grad()"
+)
 
 
 # Writing

@@ -3,7 +3,9 @@
 - A loop without `state =` trains the initial state forever.
 - The module of a pure run, or of a donated run whose state is not bound to it, keeps its initial weights:
   `torch.save(model.state_dict())` then saves them, `model(x)` runs them, the loss of another network trains against them, and
-  what you write to them has no effect.
+  what you write to them or to its buffers has no effect.
+- An optimizer of torch's beside a train step finds no gradients, and its schedulers set a learning rate that nothing uses.
+- The record of an early stopping that never sees a score never stops the run.
 - Buffers, modes and `requires_grad` of a module may change while its steps use what they were. `_core.modules`, which knows
   that, warns of these.
 - A plain scalar is taken for the mean over the samples of its microbatch or rank. torch's graph tells of its own losses what
@@ -17,13 +19,15 @@ Each gets one warning. This file does nothing else: steps compute the same with 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
@@ -31,11 +35,21 @@ from looplib._core.checks import few, warn
 from looplib._core.checksums import checksums
 from looplib._core.forward_writes import has_values, versions
 from looplib._core.lease import last_write
-from looplib._core.modules import members, running, tensors
+from looplib._core.memory import tensors_in
+from looplib._core.modules import members, named_modules, running, tensors
+from looplib._core.ranks import is_first
 from looplib._core.reach import Reach
 from looplib._core.records import chain
 from looplib._core.switch import warnings_of_misuse
-from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
+from looplib._core.torch_private import (
+    class_weights_of,
+    mean_shape_of,
+    own_buffers,
+    reduction_of,
+    transient_buffers,
+    version,
+)
+from looplib._core.torch_storage import lease_on
 from looplib._core.tracing import current, entered
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
@@ -53,6 +67,8 @@ class Watch:
     def __init__(self, grad_fn: Any) -> None:
         made = next((record for record in chain(grad_fn) if record.model is not None), None)
         self._model = made and made.model
+        if self._model is not None:
+            _watch_torch_optimizers(self._model)
         self._reach: Reach | None = made and made.reach
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
         self._state: Any = None
@@ -84,17 +100,26 @@ class Watch:
 class _Stale:
     """A module as it was before steps on other tensors, and its hooks."""
 
-    def __init__(self, module: nn.Module, state: Any) -> None:
-        self._refs = {
-            name: weakref.ref(tensor)
-            for name, tensor in tensors(members(module).params).items()
-            if _is_trained(tensor)
-        }
-        self.writes = _writes(module)  # empty once its user has been warned of a use
+    def __init__(self, module: nn.Module, state: Any, donated: bool) -> None:
+        own = {name: tensor for name, tensor in tensors(members(module).params).items() if _is_trained(tensor)}
+        # A donated run may go on with some of the module's own parameters, after `state.replace(params=...)`.
+        self.shared = {id(tensor) for tensor in state.params.values()} if donated else set[int]()
+        self._refs = {name: weakref.ref(tensor) for name, tensor in own.items() if id(tensor) not in self.shared}
+        self.writes = _writes(module, self.shared)  # empty once its user has been warned of a use
         self.hooks: list[RemovableHandle] = []
         self.run = state.seed, state.step
         self.marks: tuple[list[int], list[int]] | None = self._marks()  # None if writes are not looked for
         self.sums: list[int] | None = checksums(self.params.values())  # until the second step has compared them
+        self.trial = False
+        caches = {(id(part), key) for part in module.modules() for key in transient_buffers(part)}
+        self._buffers = [
+            (weakref.ref(part), key, f"{prefix}.{key}".lstrip("."))
+            for prefix, part in named_modules(module)
+            for key, tensor in own_buffers(part).items()
+            if tensor is not None and (id(part), key) not in caches
+        ]
+        self.buffers = self._marks_of_buffers()
+        self.called = False  # since the last step: a forward pass moves statistics
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -105,6 +130,18 @@ class _Stale:
         """The memory of each parameter, and torch's counts of the writes to them."""
         params = self.params
         return [tensor.data_ptr() for tensor in params.values()], versions(params)
+
+    def _marks_of_buffers(self) -> dict[str, tuple[int, int]]:
+        """The memory of each buffer that is saved, and torch's count of the writes to it."""
+        held = {name: own_buffers(part).get(key) for ref, key, name in self._buffers if (part := ref()) is not None}
+        return {
+            name: (tensor.data_ptr(), _counted(tensor)) if tensor is not None and has_values(tensor) else (0, 0)
+            for name, tensor in held.items()
+        }
+
+    def is_taken_over(self, state: Any) -> bool:
+        """True if this state begins to write over what the module's run needs to go on."""
+        return (state.seed, state.step - 1) != self.run and _shares_lease(self.params, state)
 
     def used(self, module: nn.Module) -> None:
         """Its user has called or saved it: if it was written before, that was meant."""
@@ -126,23 +163,32 @@ class _Stale:
         if self.marks is None or not self.writes:
             return
         marks, before, sums = self._marks(), self.marks, self.sums
-        self.marks, self.sums = marks, None
-        written = follows and (marks != before or (sums is not None and checksums(self.params.values()) != sums))
-        if not written:
+        buffers, known, called = self._marks_of_buffers(), self.buffers, self.called
+        self.marks, self.sums, self.buffers, self.called = marks, None, buffers, False
+        if not follows:
             return
-        # By a donated step, or with the state's own values.
-        times = [last_write(tensor) for tensor in self.params.values()]
-        if times == [time for *_, time in self.writes] and self._is_of(module) and not self._has_values_of(state):
-            self.marks = None
-            warn(_NO_EFFECT.format(type=type(module).__name__))
+        of_params = marks != before or (sums is not None and checksums(self.params.values()) != sums)
+        of_buffers = [] if called else [name for name, mark in buffers.items() if mark != known[name]]
+        # Not if a donated step wrote them.
+        if (
+            (of_params or of_buffers)
+            and [last_write(tensor) for tensor in self.params.values()] == [time for *_, time in self.writes]
+            and self._is_of(module)
+        ):
+            self._warn(module, state, of_params, of_buffers)
 
-    def _has_values_of(self, state: Any) -> bool:
-        return all(
-            (value := state.params.get(name)) is not None
-            and value.shape == tensor.shape
-            and torch.equal(value.to(tensor), tensor)
-            for name, tensor in self.params.items()
-        )
+    def _warn(self, module: nn.Module, state: Any, of_params: bool, of_buffers: Sequence[str]) -> None:
+        """Warn of what was written, unless its values are the state's own."""
+        if of_params and not all(_is_value(state.params.get(name), tensor) for name, tensor in self.params.items()):
+            what, line = "the parameters", _PARAMS_LINE
+        else:
+            now = tensors(members(module).buffers)
+            other = [name for name in of_buffers if name in now and not _is_value(state.buffers.get(name), now[name])]
+            if not other:
+                return
+            what, line = f"the buffers {few(other)}", _BUFFERS_LINE.format(name=other[0])
+        self.marks = None
+        warn(_NO_EFFECT.format(what=what, line=line, type=type(module).__name__))
 
 
 class _Hook:
@@ -155,10 +201,11 @@ class _Hook:
         # Steps and looplib's exports know whose weights they use.
         if any(module is each for wrapper in running.models for each in wrapper.modules()):
             return
+        stale.called = True
         if not running.models:  # not in the loss of another network
             stale.used(module)
         # Not if it has other weights by now, or for this call, as by torch.func.functional_call.
-        if _writes(module) == stale.writes:
+        if _writes(module, stale.shared) == stale.writes:
             stale.writes.clear()
             warn(_STALE.format(type=type(module).__name__))
 
@@ -177,12 +224,13 @@ _STALE = (
     "torch.func.functional_call(model, params, x). If you mean the weights that the module has, ignore this warning"
 )
 _NO_EFFECT = (
-    "the parameters of this {type} were written between two steps (clipped, perturbed, loaded or initialized), which has no "
-    "effect: the steps are pure, or their state is not bound to the module, so the weights that they train are those of "
-    "the state. Write these, `state = state.replace(params={{name: param.clamp(-c, c) for name, param in "
-    "state.params.items()}})` under torch.no_grad(), or take donate=True and a bound state (from ll.init_state, or state = "
+    "{what} of this {type} were written between two steps (clipped, perturbed, loaded or initialized), which has no "
+    "effect: the steps are pure, or their state is not bound to the module, so what they use is in the state. Write that, "
+    "`state = {line}` under torch.no_grad(), or take donate=True and a bound state (from ll.init_state, or state = "
     "ll.bind(model, state)), which has the module's own. If you mean the module and not the run, ignore this warning"
 )
+_PARAMS_LINE = "state.replace(params={name: param.clamp(-c, c) for name, param in state.params.items()})"
+_BUFFERS_LINE = "state.replace(buffers={{**state.buffers, {name!r}: value}})"
 _warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 
@@ -195,14 +243,17 @@ def _looks_away() -> bool:
 def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
     """Record a step on tensors that are not the module's.
 
-    A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that.
+    A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that, unless this
+    step writes over what that run needs to go on.
     """
     if _looks_away():
-        return
-    if (stale := _stale.get(module)) is not None:
+        return None
+    stale = _stale.get(module)
+    if stale is not None and not (stale.trial and stale.is_taken_over(state)):
         return stale.look(module, state)
-    _stale[module] = stale = _Stale(module, state)
-    if donated and any(time for *_, time in stale.writes):
+    _stale[module] = stale = _Stale(module, state, donated)
+    if donated and any(time for *_, time in stale.writes) and not _shares_lease(stale.params, state):
+        stale.trial = True
         stale.writes.clear()
         return None
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
@@ -232,16 +283,28 @@ def warn_of_reached(others: Iterable[Tensor]) -> None:
             _warn_if_stale(module)
 
 
-def _writes(module: nn.Module) -> list[tuple[int, int, int]]:
+def _writes(module: nn.Module, shared: Set[int]) -> list[tuple[int, int, int]]:
     """The memory of each trained parameter, torch's count of its writes, and the time of the last donated step's.
 
-    If one differs later, it was written. torch does not count what fused kernels write.
+    If one differs later, it was written. torch does not count what fused kernels write. Those whose ids are in `shared` are
+    left out.
     """
     return [
         (tensor.data_ptr(), _counted(tensor), last_write(tensor))
         for tensor in module.parameters()
-        if _is_trained(tensor)
+        if _is_trained(tensor) and id(tensor) not in shared
     ]
+
+
+def _is_value(value: Tensor | None, tensor: Tensor) -> bool:
+    return value is not None and value.shape == tensor.shape and torch.equal(value.to(tensor), tensor)
+
+
+def _shares_lease(params: Mapping[str, Tensor], state: Any) -> bool:
+    """True if a state has tensors of the donated run that trained these parameters, as after `state.replace(params=...)`."""
+    leases = {id(lease) for tensor in params.values() if (lease := lease_on(tensor)) is not None}
+    held = tensors_in((state.params, state.buffers, state.opt_state))
+    return any(lease is not None and id(lease) in leases for lease in map(lease_on, held))
 
 
 def _is_trained(tensor: Tensor) -> bool:
@@ -250,6 +313,75 @@ def _is_trained(tensor: Tensor) -> bool:
 
 def _counted(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version(tensor)
+
+
+# Optimizers of torch's beside train steps
+
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_hooks: list[RemovableHandle] = []  # of all of torch's optimizers, registered with the first train step
+
+_IDLE = (
+    "this {optimizer} has parameters of the {model}, which a train step trains, and none of them has a .grad, so its step() "
+    "changes nothing: a train step makes the update by its own optimizer and leaves .grad as it is. Take the lines of a raw "
+    "loop out (backward, clip_grad_norm_, step, zero_grad and the scheduler's), and give the train step ll.chain(..., "
+    "ll.optimizer(torch.optim.{optimizer}, lr=a number or schedule)). To keep this optimizer, call ll.grads.backward(grad_fn, "
+    "model, batch, step=step) in place of the train step"
+)
+
+
+def _watch_torch_optimizers(model: nn.Module) -> None:
+    _trained.add(model)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_look_at_optimizer))
+
+
+def _look_at_optimizer(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    """Hook of `optimizer.step()`: warn once of one without gradients that has parameters of a train step's module."""
+    if torch.compiler.is_dynamo_compiling() or not warnings_of_misuse.on or optimizer in _told:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # A closure computes the gradients later.
+    if any(param.grad is not None for param in params) or any(map(callable, (*args[1:], *settings.values()))):
+        return
+    known = {*map(id, params)}
+    for model in _trained:
+        if any(id(param) in known for param in model.parameters()):
+            _told.add(optimizer)
+            return warn(_IDLE.format(optimizer=type(optimizer).__name__, model=type(model).__name__))
+
+
+# Early stopping
+
+_NEVER = sys.maxsize  # a step that no evaluation is after
+
+# Of each run, the steps at which `ll.evaluate` first and last returned a score of each name.
+_scores: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def note_scores(state: Any, names: Iterable[str]) -> None:
+    """Note that an evaluation of this state has returned these scores."""
+    if not warnings_of_misuse.on:
+        return
+    known = _scores.setdefault(state.run, {})
+    known.update({name: (known.get(name, (state.step,))[0], state.step) for name in names})
+
+
+def warn_of_unwatched(state: Any, key: str, monitor: str) -> None:
+    """Warn once of a record that has seen no value, if `ll.evaluate` has returned some, the last one before this step.
+
+    A loop that updates its record after each evaluation but one (before the training) has updated it by the second.
+    """
+    known = _scores.get(state.run, {}) if warnings_of_misuse.on else {}
+    first, last = known.get(monitor, (0, 0))
+    if first < last < state.step:
+        known[monitor] = (_NEVER, last)
+        if is_first():
+            warn(
+                f"ll.evaluate has returned {monitor!r} at steps {first} and {last}, and state.extra[{key!r}], which watches it, has "
+                "seen no value, so early_stopping cannot stop the run: write state = ll.update_best(state, scores) after "
+                "each evaluation"
+            )
 
 
 # Models whose batches were looked at for packed rows: the number of calls. One that was warned of is at -1.
@@ -344,6 +476,7 @@ class LossWatch:
     def __init__(self) -> None:
         self._calls = 0
         self._warned: set[str] = set()
+        self._first: dict[str, float] = {}  # of values beside the loss that are no mean over the samples
 
     def _warn(self, message: str, **words: Any) -> None:
         if message not in self._warned:
@@ -385,8 +518,17 @@ class LossWatch:
         weight = float(loss.weight) * loss.times
         if weight == samples:
             return
-        if names := [name for name, value in plain.items() if kinds_of_mean(value, samples) != {"samples"}]:
-            self._warn(_BESIDE, names=few([repr(name) for name in names]), weight=weight, samples=samples)
+        values = {
+            name: float(value.detach())
+            for name, value in plain.items()
+            if kinds_of_mean(value, samples) != {"samples"}
+        }
+        # A constant has the same mean over anything.
+        names = [
+            repr(name) for name, value in values.items() if self._first.setdefault(name, value) != value == value
+        ]
+        if names:
+            self._warn(_BESIDE, names=few(names), weight=weight, samples=samples)
 
 
 def kinds_of_mean(loss: Tensor, samples: int) -> set[str]:

@@ -262,6 +262,26 @@ def _can_be_called(function: Any, kind: str) -> bool:
     return True
 
 
+def check_call(who: str, function: Callable[..., Any], *positional: str) -> None:
+    """Raise TypeError for a plain function that cannot be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*positional)
+    except TypeError:
+        raise TypeError(
+            f"{who} got {_called(function, None)}, which is called as ({', '.join(positional)})"
+        ) from None
+
+
+def check_no_module(who: str, function: Any, advice: str) -> None:
+    """Raise TypeError for a module in the place of a function that is made of one."""
+    __tracebackhide__ = True
+    check(not isinstance(function, nn.Module), f"{who} got {named(function)}; give {advice}", TypeError)
+
+
 def _call_of(kind: str) -> str:
     """A call of a function of this kind: `grad_fn(state, batch, **request)`."""
     positional, named = CALLS[kind]

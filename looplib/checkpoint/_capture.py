@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, check_type, few, named
+from looplib._core.errors import with_advice
 from looplib._core.modules import _generators
 from looplib._core.trees import map_leaves
 
 
+@with_advice("write ll.checkpoint.capture(environment=environment), each object by a name")
 def capture(**objects: Any) -> dict[str, Any]:
     """Capture the global random streams, and the state of objects that have a `state_dict`, for `state.extra`.
 
@@ -50,6 +52,12 @@ def capture(**objects: Any) -> dict[str, Any]:
             f"{name!r} is {named(each)}, whose state a new process does not have yet, and restore needs one like it"
         )
         check(not isinstance(each, torch.optim.Optimizer), f"{title}; {advice}", TypeError)
+        check(
+            hasattr(each, "state_dict"),
+            f"{name!r} is {named(each)}, which has no state_dict(): give the object itself, and plain values to "
+            "state.with_extra",
+            AttributeError,
+        )
     streams = _plain(RandomStreams().state_dict())
     return {"streams": streams, "objects": {name: _plain(each.state_dict()) for name, each in objects.items()}}
 

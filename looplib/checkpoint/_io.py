@@ -360,7 +360,7 @@ class CheckpointIO:
                 of parts of its update that the checkpoint or the state may lack: see **Other parts of the update**.
             resized: of a state, names or patterns of leaves whose shape, and of lists and dicts in `extra` whose size, is to be
                 the checkpoint's, such as `("params.means", "extra.history")`: see **Shapes that change during a run**.
-            quiet: if True, print nothing.
+            quiet: if True, print nothing, not even that a plain DataLoader starts its epoch again.
 
         Returns:
             The saved state, or `state` itself if "latest" is requested and there is no checkpoint yet. For a mapping, a

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.checks import check, check_count, check_number
+from looplib._core.checks import check, check_count, check_number, named
 from looplib._core.misuse import forget_trial
 from looplib._core.random import restored
 from looplib._core.records import check_kind
@@ -140,7 +140,7 @@ def _check(optimizer_of_lr: Any, state: TrainState, low: float, high: float, ste
     check_number("diverged", diverged, lambda multiple: multiple > 1, advice)
     check(
         callable(optimizer_of_lr) and not isinstance(optimizer_of_lr, Optimizer),
-        f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "
+        f"optimizer_of_lr is {named(optimizer_of_lr)}; give a function of the learning rate, such as "
         "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)",
         TypeError,
     )

@@ -63,6 +63,11 @@ def windows(tokens: Any, length: int, stride: int | None = None) -> Windows:
     Source: `get_batch` in Karpathy, nanoGPT, https://github.com/karpathy/nanoGPT, draws its batches from the windows
     with `stride=1`, with replacement.
     """
+    check(
+        not isinstance(tokens, (str, bytes)),
+        f"tokens are a {type(tokens).__name__}; give numbers, such as tokenizer(text)['input_ids'], or list(text.encode())",
+        TypeError,
+    )
     check_count("length", length)
     check_optional_count("stride", stride)
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import as_tensor, check, check_number, few
+from looplib._core.checks import as_tensor, check, check_number, check_type, few
 from looplib._core.checksums import bits_of
 from looplib._core.ranks import local
 from looplib.debug._fingerprint import Fingerprint, fingerprint, leaves_by_path, same_bits
@@ -191,6 +191,8 @@ def first_difference(
         ValueError: the runs have no step in common.
     """
     _check_tolerances(rtol, atol)
+    for run in (one, other):
+        check_type("a run is", run, Mapping, "give a mapping from steps to states, such as {state.step: state}")
     steps = sorted(set(one) & set(other))
     check(
         steps,

@@ -13,9 +13,11 @@ def warn_of_misuse(on: bool) -> None:
     >>> ll.debug.warn_of_misuse(False)  # in a script that has run for a month without one
     >>> ll.debug.warn_of_misuse(True)
 
-    These warnings look at what raises no error: a loop without `state =`, a module that keeps its first weights, layers that
-    went into eval mode, several steps on each batch without `same_batch`, `requires_grad` that changed after
-    `make_grad_fn`, buffers that were replaced, losses that are averaged over something other than they mean, packed rows.
+    These warnings look at what raises no error: a loop without `state =`, a module that keeps its first weights or is written
+    between steps that do not use it, an optimizer of torch's that finds no `.grad`, layers that went into eval mode, several
+    steps on each batch without `same_batch`, `requires_grad` that changed after `make_grad_fn`, buffers that were replaced,
+    losses that are averaged over something other than they mean, packed rows, a record for early stopping that never sees its
+    scores.
     All else stays: steps compute the same bits, and what would be wrong in any case is still refused.
 
     With them, a small step takes some 2% longer, and labels of -100 and weights of losses are read now and then (at the 1st,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check, check_optional_count, parts_of
+from looplib._core.checks import check, check_optional_count, named, parts_of
 from looplib._core.mappings import pick
 from looplib._core.memory import tensors_in
 from looplib._core.ranks import local
@@ -109,7 +109,9 @@ def nbytes(tree: Any) -> int:
     """
     for leaf in pytree.tree_iter(tree):
         name = type(leaf).__name__
-        check(not hasattr(leaf, "state_dict"), f"nbytes got a {name}; give {name.lower()}.state_dict()", TypeError)
+        check(
+            not hasattr(leaf, "state_dict"), f"nbytes got {named(leaf)}; give {name.lower()}.state_dict()", TypeError
+        )
     storages = {}
     for leaf in tensors_in(tree):
         for part in parts_of(local(leaf)):

@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check_number
+from looplib._core.checks import check, check_number, named
 from looplib._core.collective import finish_all, together
 
 P = ParamSpec("P")
@@ -218,6 +218,12 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
     The function raises RuntimeError if it runs a model that is sharded by FSDP2, which needs all ranks.
     """
+
+    check(
+        callable(function),
+        f"rank_zero_only got {named(function)}: give the function, rank_zero_only(print)('once')",
+        TypeError,
+    )
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check, few, separated, warn
+from looplib._core.misuse import note_scores
 from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.records import check_kind
@@ -119,6 +120,7 @@ def evaluate(
         records = _records("evaluate", eval_step, state, reading, count if rates else None)
         _warn_of_tensors(records)
         metrics = compute(records, prefix)  # waits for the device
+    note_scores(state, metrics)
     return metrics | _rates(counts, time.perf_counter() - began, prefix, divide) if rates else metrics
 
 
@@ -214,7 +216,8 @@ def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
     check(
         isinstance(state, TrainState) and (callable(step) or isinstance(step, Mapping)),
         f"{function} takes a step and then a state, and found a {type(step).__name__} and then a "
-        f"{type(state).__name__}: write {function}({before}step, state, batches)",
+        f"{type(state).__name__}: write {function}({before}step, state, batches), with ll.init_state(model) for the weights that a "
+        "module has",
         TypeError,
     )
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_count, check_optional_count, check_type
-from looplib._core.records import check_kind
+from looplib._core.records import chain, check_kind
 from looplib.grads.wrapping import DROPPED, check_summed
 from looplib.types import GradFn, Gradients, Metric, TrainState
 
@@ -66,8 +66,8 @@ def backward(
         The metrics: `loss`, and what the loss function and the wrappers report.
 
     Raises:
-        ValueError: with `scaler`, `grad_fn` has no meaning for a scaled loss, such as per-sample gradients; or gradients do not
-            fit the module's parameters. See also `make_grad_fn`.
+        ValueError: `grad_fn` was made of a different module; with `scaler`, it has no meaning for a scaled loss, such as
+            per-sample gradients; or gradients do not fit the module's parameters. See also `make_grad_fn`.
         TypeError: an argument is something different, or a wrapper of yours drops what it is given by name and with it the scale.
     """
     grad_fn = check_summed(grad_fn, "backward")
@@ -80,6 +80,7 @@ def backward(
         check_type("scaler is", scaler, torch.amp.GradScaler, advice)
     slots = _modules.members(model)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
+    _check_model(grad_fn, model, params)
     counts: Any = {"epoch": epoch, **dict.fromkeys(("batch", "samples", "batch_samples", "batch_steps"))}
     state = TrainState(step=step, seed=operator.index(seed), params=params, buffers=buffers, extra=extra, **counts)
     scale = None if scaler is None or not scaler.is_enabled() else _scale_of(scaler, params)
@@ -102,6 +103,21 @@ def backward(
         for name, grad in out.grads.items():
             _add(params[name], grad)
     return out.metrics
+
+
+def _check_model(grad_fn: GradFn, model: nn.Module, params: dict[str, Tensor]) -> None:
+    """Raise for another module of the same architecture than that of the gradient function, as far as that is known.
+
+    One of a different architecture is refused by its names.
+    """
+    made_of = next((record.model for record in chain(grad_fn) if record.model is not None), model)
+    own = params if made_of is model else _modules.tensors(_modules.members(made_of).params)
+    check(
+        own.keys() != params.keys() or all(own[name] is param for name, param in params.items()),
+        f"the grad_fn was made of another {type(made_of).__name__} than this {type(model).__name__}, and would run that one's "
+        "forward pass, in its modes and with its hooks, on this one's parameters: give the model of the grad_fn, or make a "
+        "grad_fn of this model, ll.make_grad_fn(model, loss_fn)",
+    )
 
 
 def _scale_of(scaler: torch.amp.GradScaler, params: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.records import kind_of, with_repr
+from looplib._core.records import check_call, kind_of, with_repr
 from looplib._core.samples import count_samples
 from looplib.grads.wrapping import check_grad_fn, kept
 from looplib.types import GradFn, Gradients, TrainState
@@ -45,6 +45,7 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
     grad_fn = check_grad_fn(grad_fn, "map_batch")
     is_function = callable(batch_fn) and kind_of(batch_fn) is None
     check(is_function, f"map_batch got {batch_fn!r}; give a function (state, batch) -> batch", TypeError)
+    check_call("map_batch", batch_fn, "state", "batch")
 
     def mapped(state: TrainState, batch: Any, **request: Any) -> Gradients:
         return grad_fn(state, batch_fn(state, batch), **request)

@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TextIO, TypeVar
 
 from torch import Tensor
 
-from looplib._core.checks import check, check_optional_count, check_type
+from looplib._core.checks import check, check_optional_count, check_type, named
 from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
 from looplib._core.records import shown
@@ -82,7 +82,7 @@ class progress(Generic[T]):
     ) -> None:
         check(
             callable(loader),
-            f"progress takes the loader of a run, and a {type(loader).__name__} is no function of the state; write "
+            f"progress takes the loader of a run, and {named(loader)} is no function of the state; write "
             "bar = ll.progress(loader, epochs=10) and `for batch in bar(state)`",
             TypeError,
         )

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 from looplib._core.torch_private import functorch_level_of
 
 
@@ -46,6 +46,11 @@ def restrict_grad(loss: Tensor, params: Iterable[Tensor]) -> Tensor:
             gathered copies of the parameters; or it is called within a `torch.func` transform, such as that of per-sample
             gradients.
     """
+    check(
+        not isinstance(params, nn.Module),
+        f"restrict_grad got {named(params)} as parameters: give module.parameters()",
+        TypeError,
+    )
     params = [param for param in params if param.requires_grad]
     check(
         functorch_level_of(loss) < 1,

@@ -124,6 +124,11 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
         ValueError: the dicts have different names.
         TypeError: a value that is merged with another one is not a metric (the message names it).
     """
+    for metrics in (first, *rest):
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"merge got {named(metrics)}: give dicts of name -> record, and those of a list as merge(*list)"
+            )
     for other in rest:
         if other.keys() != first.keys():
             raise ValueError(
@@ -261,8 +266,9 @@ class Window:
     A name that only some of the steps have, such as one that an update reports and a skipped update does not, is merged
     over these steps. `metrics()` raises ValueError if nothing was added.
 
-    One step whose loss or norm is infinite or NaN makes the mean of the window so. If updates may be skipped for it (float16
-    with a loss scale, `skip_nonfinite`), add only the others: `if not state.skipped: window = window.add(metrics)`.
+    One step whose loss is infinite or NaN makes the mean of the window so. If updates may be skipped for it (float16
+    with a loss scale, `skip_nonfinite`), add only the others: `if not state.skipped: window = window.add(metrics)`. A norm that
+    is not finite counts in no mean if its update is skipped.
     """
 
     merged: tuple[Metrics, ...] = ()
@@ -271,6 +277,11 @@ class Window:
 
     def add(self, metrics: Metrics) -> Window:
         """The window with the metrics of one more step, cut off from the graph of their loss."""
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"the metrics of a step are {named(metrics)}: give the second value that a step returns, or a dict of records, "
+                'such as {"loss": ll.Mean(loss, 1, times=number of samples)}'
+            )
         if any(map(_has_graph, metrics.values())):
             metrics = trees.map_tensors(Tensor.detach, metrics)
         waiting = (*self.waiting, metrics)

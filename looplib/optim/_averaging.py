@@ -20,13 +20,14 @@ from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
-from looplib.optim._part import made_of, refuse_old
+from looplib.optim._part import made_of, wraps_nothing
 from looplib.optim.chains import of_another
 from looplib.types import Grads, Optimizer, Params, TrainState, check_state
 
 Tensors = dict[str, Tensor]
 
 
+@wraps_nothing("ema(0.999)", takes_functions=True)
 def ema(
     decay: float | Callable[[int], float] = 0.999,
     *,
@@ -70,7 +71,6 @@ def ema(
     Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
-    refuse_old(decay, "ema(0.999)")
     advice = "give a number from 0 to 1, or a function of the averages so far"
     if not callable(decay):
         check_number("decay", decay, lambda decay: 0 <= decay <= 1, advice)
@@ -184,6 +184,7 @@ def ema_warmup(decay: float, *, inv_gamma: float | None = None, power: float | N
     return lambda count: min(decay, 1 - (1 + count / gamma) ** -exponent)
 
 
+@wraps_nothing("optim.swa(start=1500)")
 def swa(*, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
     """Stochastic weight averaging (SWA): the equal average of the weights at regular intervals.
 

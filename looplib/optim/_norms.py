@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from looplib._core import torch_private
-from looplib._core.checks import check
+from looplib._core.checks import check, named
 from looplib._core.mappings import stacked
 from looplib._core.ranks import any_sharded
 
@@ -29,6 +29,8 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Raises:
         TypeError: a tensor is sparse, for which torch has no norm.
     """
+    advice = "give tensors, such as grads.values(), or [p.grad for p in model.parameters() if p.grad is not None]"
+    check(not isinstance(tensors, (Mapping, nn.Module)), f"global_norm got {named(tensors)}: {advice}", TypeError)
     tensors = list(tensors)
     try:
         return norm_of(tensors, norm_type)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from looplib.types import Evaluation, Grads, Optimizer, Params, Part, Role, Tran
 
 _FIRST = ("grads", "state", "params", "step")
 ROLES = get_args(Role)
+F = TypeVar("F", bound=Callable[..., Optimizer])
 
 
 def part(
@@ -160,25 +162,34 @@ def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -
     return Optimizer({name: Part(role=role, description=mapped(described, settings), **fields)})
 
 
-def refuse_old(value: Any, shown: str) -> None:
-    """Raise TypeError for a gradient function or an optimizer, which a part of an update does not wrap.
+def wraps_nothing(line: str, takes_functions: bool = False) -> Callable[[F], F]:
+    """Decorator of a function that makes a part: a call with what it would wrap is refused, with the line to write.
 
-    An average takes functions of its own.
+    `takes_functions` is True for a part that has a function as an argument.
     """
-    name = shown.partition("(")[0].rpartition(".")[2]
-    own = callable(value) and name != "ema"
-    check(
-        not (isinstance(value, Optimizer) or kind_of(value) == "grad_fn" or own),
-        f"{name} is a part of the update and wraps nothing: write ll.chain({_in_order(shown)}) and give that to "
-        "ll.make_train_step and ll.init_state",
-        TypeError,
+    name = line.partition("(")[0].rpartition(".")[2]
+    optimizer = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    in_order = f"{optimizer}, ll.{line}" if name in ("ema", "swa") else f"ll.{line}, {optimizer}"
+    message = (
+        f"{name} is a part of the update and wraps nothing: write ll.chain({in_order}) and give that to ll.make_train_step "
+        "and ll.init_state"
     )
 
+    def is_wrapped(value: Any) -> bool:
+        function = callable(value) and not takes_functions
+        return isinstance(value, Optimizer) or kind_of(value) == "grad_fn" or function
 
-def _in_order(shown: str) -> str:
-    optimizer = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-    after = shown.startswith(("ema", "optim.swa"))
-    return f"{optimizer}, ll.{shown}" if after else f"ll.{shown}, {optimizer}"
+    def decorate(make: F) -> F:
+        @functools.wraps(make)
+        def make_part(*args: Any, **settings: Any) -> Optimizer:
+            __tracebackhide__ = True
+            if any(map(is_wrapped, (*args, *settings.values()))):
+                raise TypeError(message)
+            return make(*args, **settings)
+
+        return cast(F, make_part)
+
+    return decorate
 
 
 # Functions of a part, which take what they name

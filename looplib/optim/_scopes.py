@@ -17,6 +17,7 @@ from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import shards
 from looplib._core.records import with_repr
 from looplib._core.tracing import number_in, on_host, where
+from looplib._objective import without_skipped
 from looplib.optim._part import made_of
 from looplib.optim._recipe import check_by_kind
 from looplib.optim.chains import check_writes
@@ -65,6 +66,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     Source: `optax.partition`.
     """
+    check_type("optimizers are", optimizers, Mapping, "give a dict of label -> optimizer")
     for key, member in optimizers.items():
         check_type(f"{key!r} in a partition is", member, Optimizer, "give what ll.optimizer returns")
         _check_inner(member, "partition")
@@ -299,11 +301,15 @@ def _of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
     """Results of the chains of a partition together: a flag and a carried value for each label."""
     grads = {name: grad for out in outs.values() for name, grad in out.grads.items()}
     flags = mapped(lambda out: out.apply, outs)
+    reports = {
+        label: out.metrics if out.apply is True else without_skipped(out.metrics, any_of(out.apply))
+        for label, out in outs.items()
+    }
     return Transformed(
         grads,
         states,
         True if all(flag is True for flag in flags.values()) else flags,
         mapped(lambda out: out.carry, outs),
-        {within(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
+        {within(label, name): value for label, report in reports.items() for name, value in report.items()},
         [each for out in outs.values() for each in out.on_skip],
     )

@@ -24,7 +24,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import for_message
 from looplib._objective import multiply
 from looplib.metrics import Mean
-from looplib.optim._part import made_of, refuse_old
+from looplib.optim._part import made_of, wraps_nothing
 from looplib.types import Grads, Optimizer, Params, Transformed
 
 
@@ -44,6 +44,7 @@ class NonFiniteGradientsError(ArithmeticError):
     __module__ = "looplib.optim"  # as tracebacks name it
 
 
+@wraps_nothing("skip_nonfinite()")
 def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
     """Non-finite gradients: skip updates with infinite or NaN gradients, and raise after too many in a row.
 
@@ -63,9 +64,10 @@ def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
     It is a part of an update (`ll.chain`), anywhere before the optimizer: it looks at the gradients as they entered the
     chain. In an optimizer of a `partition`, it looks at that one's gradients, and the others still update.
 
-    A skipped update's metrics are returned like any others, and its loss or `grad_norm` is often not finite, which would
-    make the mean of a whole window so. To leave them out, write `if not state.skipped:` before `window.add(metrics)` or
-    `log_metrics(state, metrics)`.
+    A skipped update's metrics are returned like any others. What the update reports, such as a `grad_norm` that is infinite,
+    has no weight then: alone it is NaN, and the mean of a window is that of the other steps. The loss is what it is: if it is
+    NaN or infinite, so is the mean of its window. To leave such steps out, write `if not state.skipped:` before
+    `window.add(metrics)` or `log_metrics(state, metrics)`.
 
     Args:
         max_consecutive: number of skips in a row that are accepted, 0 or more.
@@ -76,7 +78,6 @@ def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
 
     Source: `optax.apply_if_finite`.
     """
-    refuse_old(max_consecutive, "skip_nonfinite()")
     check_count("max_consecutive", max_consecutive, 0, "give how many skips in a row to accept, 0 or more")
 
     def init(params: Params, **extra: Any) -> dict[str, Tensor]:
@@ -127,6 +128,7 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
     return stacked(torch_private.foreach_norm(filled, ord=float("inf"))).isfinite().all()
 
 
+@wraps_nothing("optim.dynamic_loss_scale()")
 def dynamic_loss_scale(
     init_scale: float = 2.0**16,
     *,
@@ -157,9 +159,10 @@ def dynamic_loss_scale(
     It is a part of an update (`ll.chain`), the only one of its kind, and not within a `partition`. Gradients that you
     compute yourself say by what their loss was multiplied: `ll.apply_gradients(..., scale=optimizer.loss_scale(state.opt_state))`.
 
-    A skipped update's metrics are returned like any others, and its loss or `grad_norm` is often not finite, which would
-    make the mean of a whole window so. To leave them out, write `if not state.skipped:` before `window.add(metrics)` or
-    `log_metrics(state, metrics)`.
+    A skipped update's metrics are returned like any others. What the update reports, such as a `grad_norm` that is infinite,
+    has no weight then: alone it is NaN, and the mean of a window is that of the other steps. The loss is what it is: if it is
+    NaN or infinite, so is the mean of its window. To leave such steps out, write `if not state.skipped:` before
+    `window.add(metrics)` or `log_metrics(state, metrics)`.
 
     Args:
         init_scale: initial scale.
@@ -176,7 +179,6 @@ def dynamic_loss_scale(
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
-    refuse_old(init_scale, "optim.dynamic_loss_scale()")
     settings = {
         "init_scale": init_scale,
         "growth_factor": growth_factor,

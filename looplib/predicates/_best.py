@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor
 
 from looplib._core.checks import check_argument, check_number, check_type, few, is_count, named, warn
+from looplib._core.errors import with_advice
+from looplib._core.misuse import warn_of_unwatched
 from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
@@ -234,7 +236,13 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     return state.with_extra(**{key: record.update(scores[record.monitor], state.step)})
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+_METRIC = (
+    "The metric is that of the record in the state: ll.init_state(..., "
+    'extra={"best": ll.predicates.BestSoFar("eval/loss")})'
+)
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
 class early_stopping(Predicate):
     """Early stopping: true once `patience` evaluations in a row have brought no improvement.
 
@@ -265,29 +273,24 @@ class early_stopping(Predicate):
 
     It behaves like Lightning's EarlyStopping and, with `BestSoFar(..., cumulative=False)`, like transformers'
     EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning. There is also a
-    warning if the record has seen no value after `patience + 1` epochs.
+    warning if `ll.evaluate` has returned the metric twice and the record has seen no value of it. Of an evaluation that you
+    write yourself nothing is known, so a record that is never updated with its values never stops the run.
     """
 
     patience: int
     key: str = field(default="best", kw_only=True)
 
-    def __post_init__(self) -> None:
-        if not is_count(self.patience):
-            raise ValueError(
-                f"{self!r}: patience must be an int of at least 1. The metric is that of the record in the state: "
-                'll.init_state(..., extra={"best": ll.predicates.BestSoFar("eval/loss")})'
-            )
+    @with_advice(f"write ll.early_stopping(patience=3), without the metric. {_METRIC}")
+    def __init__(self, patience: int, *, key: str = "best") -> None:
+        object.__setattr__(self, "patience", patience)
+        object.__setattr__(self, "key", key)
+        if not is_count(patience):
+            raise ValueError(f"{self!r}: patience must be an int of at least 1. {_METRIC}")
 
     def fires(self, state: TrainState) -> bool:
         record = record_of(state, self.key, BestSoFar)
-        # Said once, at the end of the first epoch after which a run that is evaluated in each could have stopped.
-        if record.best is None and not record.waited and (state.epoch, state.batch) == (self.patience + 1, 0):
-            if is_first():
-                warn(
-                    f"after {state.epoch} epochs, state.extra[{self.key!r}] has seen no value of {record.monitor!r}, so "
-                    f"{self!r} cannot stop the run: write state = ll.update_best(state, scores) after each evaluation"
-                )
-            return False
+        if record.best is None and not record.waited:
+            warn_of_unwatched(state, self.key, record.monitor)
         return record.waited >= self.patience
 
     def __repr__(self) -> str:

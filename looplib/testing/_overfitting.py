@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from looplib._core.checks import check, check_count, check_number
+from looplib._core.records import check_no_module
 from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.testing._compare import copied, fail
@@ -49,6 +50,11 @@ def assert_overfits(
         ValueError: the initial loss is not above 0 and `below` is not given, or the step has no such metric.
     """
     __tracebackhide__ = True
+    check_no_module(
+        "assert_overfits",
+        step,
+        "a step of it, as ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer) returns",
+    )
     check_count("steps", steps, advice="give 1 or more")
     check_number(
         "fraction", fraction, lambda part: part > 0, "give the part of the first loss to be reached, such as 0.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from looplib._core.records import check_no_module
 from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
@@ -38,6 +39,9 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
         AssertionError: something differs. The message has the names and the differences.
     """
     __tracebackhide__ = True
+    check_no_module(
+        "assert_pure", step, "a step of it, as ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer) returns"
+    )
     with streams_kept(state):
         before, inputs = copied(state), copied(batch)
         modules, positions = module_values(step), stream_positions(state)

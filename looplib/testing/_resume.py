@@ -14,6 +14,7 @@ from torch import Tensor
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
 from looplib._core.mappings import fields_of, mapped
+from looplib._core.records import check_no_module
 from looplib.checkpoint import checkpoint_io
 from looplib.data import Loader
 from looplib.metrics import compute
@@ -59,6 +60,11 @@ def assert_resumes(
         TypeError, ValueError: from `checkpoint_io`, if a state cannot be saved or restored.
     """
     __tracebackhide__ = True
+    check_no_module(
+        "assert_resumes",
+        step,
+        "a step of it, as ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer) returns",
+    )
     check_optional_count("steps", steps, 2, "a run is stopped between two batches")
     most = math.inf if isinstance(batches, Loader) else len(batches)
     steps = int(min(6, most) if isinstance(batches, Loader) else most) if steps is None else steps

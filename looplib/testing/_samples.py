@@ -10,9 +10,12 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from looplib._core import samples, trees
 from looplib._core.checks import check
+from looplib._core.records import check_no_module
 from looplib.testing._compare import check_tolerance, copied, differing, fail, in_float64, in_its_dtype
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
+
+_PREDICT = "a predict step of it, ll.make_predict_step(model, lambda model, batch: model(batch))"
 
 
 def assert_samples_independent(
@@ -49,6 +52,11 @@ def assert_samples_independent(
     After Karpathy, "A Recipe for Training Neural Networks", 2019: "use backprop to chart dependencies".
     """
     __tracebackhide__ = True
+    check_no_module(
+        "assert_samples_independent",
+        function,
+        _PREDICT,
+    )
     check_tolerance(tolerance)
     count = samples.counter_of(function)(batch)
     check(count > 1, f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
@@ -145,6 +153,11 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
         ValueError: all tokens are the same, or an output does not have the shape (batch, length, ...).
     """
     __tracebackhide__ = True
+    check_no_module(
+        "assert_causal",
+        function,
+        _PREDICT,
+    )
     check_tolerance(tolerance)
     check(
         tokens.dim() > 1 and tokens.shape[1] > 1,

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 from looplib._core.checks import check, few, warn
-from looplib._core.lease import give_up, trees_of
+from looplib._core.lease import check_assigned, give_up, trees_of
 from looplib._core.misuse import Watch, warn_of_reached
 from looplib._core.modules import _generators
 from looplib._core.random import mix
@@ -175,6 +175,8 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
         try:
             if donate:
                 trees_of(state)  # the loss may have run other steps while it was traced
+                if compiler.is_reassigned(state):
+                    check_assigned(state)
                 lease, spent = give_up(state, ready.machine.program.written)
             out, checks = compiler.run(ready, state)
             applied = bool(out.applied)
@@ -293,7 +295,8 @@ class Compiler:
         no_grad: True if the programs run without recording gradients.
         kinds: number of each layout of a state.
         table: programs by their inputs, and then by the host's answers.
-        known: the state that the last run has made, its layout, and the function that lists its tensors.
+        known: the state that the last run has made, its layout, the function that lists its tensors, and the ids of its
+            parameters.
         compilations: number of programs made.
     """
 
@@ -304,7 +307,9 @@ class Compiler:
     no_grad: ClassVar[bool] = True
     kinds: dict[Any, int] = field(default_factory=dict, init=False)
     table: dict[Any, dict[Any, Any]] = field(default_factory=dict, init=False)
-    known: tuple[weakref.ref[TrainState], int, Callable[..., list[Tensor]]] | None = field(default=None, init=False)
+    known: tuple[weakref.ref[TrainState], int, Callable[..., list[Tensor]], list[int]] | None = field(
+        default=None, init=False
+    )
     compilations: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -313,6 +318,10 @@ class Compiler:
     def knows(self, state: TrainState) -> bool:
         """True if the last run has made this state."""
         return self.known is not None and self.known[0]() is state
+
+    def is_reassigned(self, state: TrainState) -> bool:
+        """True if the last run has made this state, with other parameters."""
+        return self.known is not None and self.knows(state) and self.known[3] != [*map(id, state.params.values())]
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         """Find or make the program for these inputs, and get the host's answers for this step."""
@@ -438,4 +447,4 @@ class Compiler:
         if machine.made is None:
             _, kind = self.tensors_of(state)
             machine.made = kind, reader((state.params, state.buffers, state.opt_state))
-        self.known = weakref.ref(state), *machine.made
+        self.known = weakref.ref(state), *machine.made, [*map(id, state.params.values())]

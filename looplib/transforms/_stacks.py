@@ -19,7 +19,7 @@ from looplib._core.checks import as_tensor, check, few, is_plain, separated, war
 from looplib._core.copies import is_shared
 from looplib._core.mappings import fields_of
 from looplib._core.trees import same, same_kind
-from looplib.types import TREES, Metric, TrainState
+from looplib.types import TREES, Metric, TrainState, check_state
 
 _MOMENT = ("step", "epoch", "batch", "epoch_length", "samples")  # counts that all members share
 
@@ -52,6 +52,8 @@ def stack_states(states: Sequence[TrainState], *, same_seeds: bool = False) -> T
         ValueError: there are no states, or they differ (the message says where).
     """
     check(states, "stack_states got no states; give a list of at least one")
+    for state in states:
+        check_state(state, "ll.transforms.stack_states([state, state])")
     first = states[0]
     for (number, state), name in itertools.product(enumerate(states), _MOMENT):
         at, first_at = getattr(state, name), getattr(first, name)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core.checks import LIBRARIES
-from looplib._core.modules import FunctionalModule, named_modules
+from looplib._core.modules import FunctionalModule, named_modules, running
 from looplib._core.torch_private import own_modules, own_parameters
 
 _FOLDERS = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -104,6 +104,8 @@ def _references(thing: Any, path: str, names: set[str]) -> Iterator[Reference]:
     parts = next((parts for kind, parts in _PARTS.items() if isinstance(thing, kind)), None)
     if parts is not None:
         yield from ((path, partial(getattr, thing, part)) for part in parts)
+        if isinstance(thing, FunctionalModule):
+            yield f"the parameters of {type(thing.model).__name__}", _HeldParameters(thing)
     elif isinstance(thing, types.FunctionType):
         yield from _of_function(thing, names)
     elif isinstance(thing, nn.Module):
@@ -129,6 +131,21 @@ _PARTS = {
     property: ("fget",),
     FunctionalModule: ("model",),
 }
+
+
+class _HeldParameters:
+    """A number that changes if a module holds other parameters than before, such as a new `nn.Parameter`.
+
+    While a step runs the module, it holds those of a state, which do not count.
+    """
+
+    def __init__(self, host: FunctionalModule) -> None:
+        self._host, self._last = host, 0
+
+    def __call__(self) -> int:
+        if not running.models:
+            self._last = hash(tuple(id(owner.get(key)) for owner, key, _ in self._host.slots.params))
+        return self._last
 
 
 def _of_module(model: nn.Module) -> Iterator[Reference]:

@@ -380,7 +380,7 @@ def test_a_function_that_reads_the_state_misses_the_rest_by_name():
 def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
     model, batch = net(), data(1)[0]
     grad_fn, state = ll.make_grad_fn(model, loss_fn), ll.init_state(model)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler, apart = torch.amp.GradScaler("cpu"), net(group_norm)
 
     def backward(grad_fn, **changes):
         return ll.grads.backward(**{"grad_fn": grad_fn, "model": model, "batch": batch, "step": 0} | changes)
@@ -401,7 +401,8 @@ def test_what_cannot_be_right_is_refused_and_leaves_grad_as_it_was():
             ValueError,
             "per-sample scaled bfloat16",
             lambda: backward(
-                ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(net(group_norm), loss_fn), 1.0),
+                ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(apart, loss_fn), 1.0),
+                model=apart,
                 scaler=scaler,
             ),
         ),
@@ -504,3 +505,20 @@ def train_on_two_ranks(engine):
 @pytest.mark.parametrize("engine", ["ddp-options", "ddp", "fsdp", "reduce"])
 def test_on_two_ranks_it_has_the_bits_of_torchs_loop(engine):
     launch(2, train_on_two_ranks, engine)
+
+
+def test_another_module_than_that_of_the_gradient_function_is_refused():
+    model, other = (nn.Sequential(nn.Linear(2, 3), nn.Dropout(p), nn.Linear(3, 1)) for p in (0.0, 0.9))
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(4, 2)
+    plain = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    per_sample = ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).square().mean())
+    for grad_fn in (plain, ll.accumulate(plain, 2), ll.contrib.clip_per_sample(per_sample, max_norm=1.0)):
+        for wrong in (other, copy.deepcopy(model)):
+            with pytest.raises(
+                ValueError, match=r"made of another Sequential than this.*give the model of the grad_fn"
+            ):
+                ll.grads.backward(grad_fn, wrong, x, step=0)
+            assert all(param.grad is None for param in (*wrong.parameters(), *model.parameters()))
+        ll.grads.backward(grad_fn, model, x, step=0)
+        model.zero_grad()

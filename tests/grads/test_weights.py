@@ -298,7 +298,8 @@ def test_a_plain_scalar_beside_a_loss_over_tokens_is_warned_of_once(where):
         of_samples = beside(
             lambda model, batch, loss: ll.Mean(model(batch["x"]).mean(), 1, times=len(batch["labels"]))
         )
-        for right in (by_tokens, of_samples, beside(lambda *_: 0.5)):
+        constant, weight = torch.tensor(0.5), nn.Parameter(torch.tensor(2.0))
+        for right in (by_tokens, of_samples, *(beside(lambda *_, it=it: it) for it in (0.5, constant, weight.exp()))):
             calls(right)(state)
         if where == "accumulate":  # where the graph tells
             calls(beside(lambda model, batch, loss: model(batch["x"]).mean()))(state)

@@ -552,3 +552,25 @@ def test_weights_that_a_decision_keeps_are_those_of_that_moment(way, last):
         for p in state.params.values():
             p.add_(1)
     assert bits(state.opt_state["halved"]) == bits(expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_numbers_of_a_part_are_logged_with_those_of_the_others(way):
+    def init(params):
+        return {"made": torch.tensor(0)}
+
+    def update_(grads, state, params, step):
+        return params, {"made": state["made"] + 1}
+
+    def hyperparameters(state, step):
+        return {"made": float(state["made"]), "now": float(step)}
+
+    functions = {"init": init, "update_": update_, "hyperparameters": hyperparameters}
+    optimizer = ll.chain(sgd(lr=ll.schedules.linear(1.0, total=10)), ll.optim.part("counting", **functions))
+    model, data = net(), batches(3)
+    step, state = made_step(model, optimizer, way), ll.init_state(model, optimizer)
+    for x in data:
+        state, _ = step(state, x)
+    values = ll.optim.hyperparameters(optimizer, state)
+    assert (values["made"], values["now"]) == (3, 3)
+    assert values["lr"] == pytest.approx(0.7)

@@ -137,3 +137,56 @@ def test_without_any_element_the_flag_lies_where_the_gradients_do():
     params = {"empty": torch.ones(0, device="meta")}
     out = sgd.transform(params, sgd.init(params), params, 0)
     assert out.apply.device.type == "meta"
+
+
+# What a window says of skipped steps
+
+
+def with_bad_gradients(model, batch):
+    """The loss stays finite, and the gradient is NaN, as after an overflow."""
+    x, bad = batch
+    out = model(x)
+    loss = (out - 1).square().mean()
+    return loss + (0 * out.sum()).sqrt() if bad else loss
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("form", ["pure", "donated", "graph", "partition"])
+def test_the_norms_of_skipped_updates_are_not_in_the_mean_of_a_window(form):
+    clipped = ll.chain(ll.skip_nonfinite(), ll.clip_by_global_norm(0.5), SGD)
+    name = "grad_norm"
+    if form == "partition":
+        clipped, name = ll.optim.partition({"all": clipped}, lambda name, tensor: "all"), "grad_norm/all"
+    model, raw, window, norms, losses = net(), net(), ll.Window(), [], []
+    step = make_train_step(ll.make_grad_fn(model, with_bad_gradients), clipped, donate=form == "donated")
+    step = ll.compile_step(step, backend="eager") if form == "graph" else step
+    state, sgd = ll.init_state(model, clipped), torch.optim.SGD(raw.parameters(), lr=0.1)
+    for number, x in enumerate(batches(6)):
+        bad = number % 3 == 1
+        state, metrics = step(state, (x, bad))
+        assert state.skipped == bad
+        assert math.isnan(ll.compute(metrics)[name]) == bad
+        window = window.add(metrics)
+        sgd.zero_grad()
+        loss = with_bad_gradients(raw, (x, False))
+        losses.append(loss.item())
+        if not bad:
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(raw.parameters(), 0.5).item())
+            sgd.step()
+    values = ll.compute(window.metrics())
+    assert values[name] == pytest.approx(sum(norms) / len(norms), rel=1e-6)
+    assert values["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+@both_steps
+def test_a_loss_that_is_not_finite_is_in_the_mean_of_its_window(donate):
+    safe, model = ll.chain(ll.skip_nonfinite(), ll.clip_by_global_norm(0.5), SGD), net()
+    step, state = step_of(model, safe, donate, loss_fn), ll.init_state(model, safe)
+    window = ll.Window()
+    for factor, x in zip((1.0, math.nan, 1.0), batches(3), strict=True):
+        state, metrics = step(state, (x, factor))
+        window = window.add(metrics)
+    values = ll.compute(window.metrics())
+    assert math.isnan(values["loss"])
+    assert math.isfinite(values["grad_norm"])

@@ -1,5 +1,6 @@
 """Best-so-far and early stopping against transformers' callback, torch's own bookkeeping and plain definitions."""
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -10,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import mean_square
+from torch import nn
 from transformers import EarlyStoppingCallback, TrainerState
 from transformers.trainer import Trainer
 
@@ -217,25 +220,57 @@ def test_a_save_warns_of_a_record_that_was_never_updated(tmp_path):
     ckpt.save(state.replace(step=5, extra=None), scores)
 
 
-def test_a_record_that_is_never_updated_is_named_once_it_could_have_stopped_the_run():
+def test_a_record_that_never_sees_its_scores_is_named_once_they_were_returned_twice():
+    model, sgd = nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    loader = ll.make_loader(torch.arange(4.0)[:, None], batch_size=2)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, mean_square), sgd)
+    eval_step = ll.make_eval_step(model, mean_square)
     done = ll.after_epochs(9) | ll.early_stopping(patience=2)
-    loader = ll.make_loader(range(4), batch_size=2)
 
-    def run(evaluated_every):
-        state = ll.TrainState(epoch_length=2, extra={"best": ll.predicates.BestSoFar("eval/loss")})
+    def run(every=1, updates=True, before=False, of_training=False):
+        state = ll.init_state(model, sgd, loader=loader, extra={"best": BestSoFar("eval/loss")})
+        if before:  # a baseline, which is only looked at
+            ll.evaluate(eval_step, state, loader, prefix="eval/")
+        epochs = 0
         while not done(state):
-            for _ in loader(state):
-                end = state.batch == 1
-                state = state.replace(step=state.step + 1, batch=0 if end else 1, epoch=state.epoch + end)
-                if evaluated_every and end and state.epoch % evaluated_every == 0:
-                    state = ll.update_best(state, {"eval/loss": 1 / state.epoch})
-        return state.epoch
+            for batch in loader(state):
+                state, _ = train_step(state, batch)
+                assert not done(state) or state.epoch > 3
+            epochs += 1
+            if of_training:
+                ll.evaluate(eval_step, state, loader, prefix="train/")
+            if epochs % every == 0:
+                scores = ll.evaluate(eval_step, state, loader, prefix="eval/")
+                if updates:
+                    state = ll.update_best(state, scores)
+        return epochs
 
-    with pytest.warns(
-        UserWarning, match="after 3 epochs, .*'best'. has seen no value of 'eval/loss'.*update_best"
-    ) as told:
-        assert run(evaluated_every=0) == 9
+    with pytest.warns(UserWarning, match=r"returned 'eval/loss' at steps 2 and 4.*'best'.*update_best") as told:
+        assert run(updates=False) == 9
     assert len(told) == 1
-    assert run(evaluated_every=1) == run(evaluated_every=2) == run(evaluated_every=3) == 9
+    assert told[0].filename == __file__
+    for every in (1, 4):  # also more rarely than patience would let a run go on that is evaluated in each epoch
+        for before in (False, True):
+            run(every, before=before, of_training=True)
+    ll.debug.warn_of_misuse(False)
+    try:
+        run(updates=False)
+    finally:
+        ll.debug.warn_of_misuse(True)
+
+
+def test_early_stopping_with_the_name_of_a_metric_says_what_to_write():
+    for call in (
+        lambda: early_stopping("val_loss", patience=3),
+        lambda: early_stopping("val_loss", 3),
+        lambda: early_stopping(monitor="val_loss", patience=3),
+        lambda: early_stopping(),
+    ):
+        with pytest.raises(TypeError, match=r"early_stopping.*: write ll\.early_stopping\(patience=3\).*BestSoFar\("):
+            call()
+    assert early_stopping(3, key="mine") == early_stopping(patience=3, key="mine") != early_stopping(3)
+    assert pickle.loads(pickle.dumps(early_stopping(3))) == copy.deepcopy(early_stopping(3)) == early_stopping(3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        early_stopping(3).patience = 4
     with pytest.raises(ValueError, match=r"early_stopping\(patience='val_loss'\): patience must.*BestSoFar"):
         ll.early_stopping("val_loss")
