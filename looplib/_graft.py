@@ -136,7 +136,11 @@ def graft(
     grafted = {name: trees.map_leaves(lambda _: next(rest), getattr(new_state, name)) for name in _GRAFTED}
     length = old_state.epoch_length if new_state.epoch_length is None else new_state.epoch_length
     counts = {**fields_of(old_state, COUNTS), "epoch_length": length}
-    run = dataclasses.replace(new_state.run, loaders=new_state.run.loaders or old_state.run.known_loaders)
+    run = dataclasses.replace(
+        new_state.run,
+        loaders=new_state.run.loaders or old_state.run.known_loaders,
+        partly_read=old_state.run.partly_read,  # of the batch at which the counts stand
+    )
     state = TrainState(**{**grafted, **counts, "extra": old_state.extra, "run": run})
     carried = {title_of(path): title_of(source) for path, source in sources.items()}
     return Grafted(state, carried, begun, [*map(title_of, gone)])
@@ -155,7 +159,7 @@ def _check_positions(old: TrainState, new: TrainState) -> None:
     check(
         not old.batch or new.epoch_length in (None, old.epoch_length),
         f"the old state is within an epoch of {old.epoch_length} batches, at batch {old.batch}, and the new one has epochs of "
-        f"{new.epoch_length}: leave out epoch_length, and convert the position by loader.resume(grafted.state.replace(...))",
+        f"{new.epoch_length}: leave loader= and epoch_length= out of its init_state, and convert the position by loader.resume(grafted.state.replace(...))",
     )
 
 

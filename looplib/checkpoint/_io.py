@@ -568,8 +568,6 @@ class CheckpointIO:
             "counts": counts_of_objects(objects),
             "metrics": mapped(described, self._scores(metrics)),
             "made_with": self._settings.described,
-            "loaders": [],
-            "partly_read": (0, 0, 0),
             "left_out": {},
             "objects": entries,
         }

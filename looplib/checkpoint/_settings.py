@@ -17,7 +17,7 @@ from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
 from looplib._core.positions import PartlyRead, is_elastic, read_of_batch, same_samples
 from looplib._core.ranks import is_sharded
-from looplib._core.records import described, differences, other_settings
+from looplib._core.records import described, differences, kind_of, other_settings
 from looplib._core.secrets import without_secrets
 from looplib.checkpoint._format import counts_in, leaves_of, trees_of
 from looplib.types import Run, TrainState
@@ -37,7 +37,7 @@ class Settings:
         check_type("describe is", describe, (Mapping, type(None)), advice)
         settings = {str(name): setting for name, setting in (describe or {}).items()}
         self.described: dict[str, Any] = without_secrets(mapped(described, settings))
-        self._loaders = [name for name, setting in settings.items() if hasattr(setting, "resume")]
+        self._loaders = [name for name, setting in settings.items() if kind_of(setting) == "loader"]
 
     def description(self, state: TrainState) -> dict[str, Any]:
         """Settings as stored in a manifest, without the loaders of the state's run, which have an entry of their own."""
@@ -63,7 +63,13 @@ class Settings:
             _check_position(path, counts, stored, length)
         elastic = moved is not None and is_elastic(saved_loaders[0], loaders[0])  # as many samples as asked for
         changed = [] if elastic else differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
-        changed = differences(*_of_common_parts(saved, self.description(template))) + changed
+        alike = [
+            name
+            for name in self._loaders
+            if elastic and name in saved and is_elastic(saved[name], self.described[name])
+        ]
+        settings = (without(each, alike) for each in (saved, self.description(template)))
+        changed = differences(*_of_common_parts(*settings)) + changed
         if loaders and saved_loaders and not described_before:  # else they have been compared under their names
             changed += [] if elastic else _differences_of_loaders(saved_loaders, loaders)
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
@@ -104,12 +110,18 @@ def _at_the_same_sample(
     consumed = batch * was + read_of_batch(partly_read, epoch, batch)
     if not consumed:
         return {}, partly_read, f"{sizes}"
-    last = was - read_of_batch(partly_read, epoch, batch - 1)
-    is_known = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
-    if length is None and batch and not is_known:  # a last batch of an epoch that may have been smaller
+    is_stream = saved_loaders[0]["order"] == "stream"
+    if length is not None and is_stream:  # an epoch of batches, not of samples
         return unmoved
-    if length is not None and saved_loaders[0]["order"] == "stream":  # an epoch of batches, not of samples
-        return unmoved
+    if (
+        length is None and batch
+    ):  # a last batch of an epoch may have been smaller, and `endless` counts over the epochs
+        last = was - read_of_batch(partly_read, epoch, batch - 1)
+        is_full = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
+        are_all_full = epoch or consumed == counts["samples"]
+        may_drop = saved_loaders[0]["drop_last"] and not is_stream and consumed > saved_loaders[0]["samples"]
+        if may_drop or not (is_full and are_all_full):
+            return unmoved
     batch, read = divmod(consumed, now)
     if length is not None and batch >= length:
         is_dropped = loaders[0]["drop_last"] and batch == length

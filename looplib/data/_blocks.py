@@ -135,7 +135,7 @@ def shuffled_blocks(buffer: int) -> Order:
     check_count("buffer", buffer)
 
     def draw(epoch: Epoch) -> Tensor:
-        held = getattr(epoch.dataset, "buffer", buffer) if isinstance(epoch.dataset, Shards) else buffer
+        held = epoch.dataset.buffer if isinstance(epoch.dataset, Shards) else buffer
         check(
             held == buffer,
             f"the shards have buffer={held}, and the order is shuffled_blocks({buffer}); give both the same",

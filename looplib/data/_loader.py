@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from looplib._core import trees
 from looplib._core.checks import check, warn
 from looplib._core.iterations import Iteration, begin_iteration, warn_of_position
+from looplib._core.mappings import without
 from looplib._core.positions import read_of_batch
 from looplib._core.ranks import is_alone, rank, rank_and_size
 from looplib._core.records import Call, Code, differences, kinds_of_classes, other_settings, with_repr
@@ -129,7 +130,7 @@ class Loader:
         """
         return self._batches(self._read(state, again=True), Iteration(), pairs=True)
 
-    def indices(self, state: TrainState) -> Tensor | None:
+    def indices(self, state: TrainState) -> Tensor | tuple[Any, ...] | None:
         """Dataset indices of the samples in the next batch, without reading them.
 
         >>> import looplib as ll, torch
@@ -138,15 +139,17 @@ class Loader:
         tensor([4])
 
         The result is an int64 tensor of shape (samples,). It covers this rank's part of the batch. Streams return None,
-        since their samples have no indices.
+        since their samples have no indices. Of `zipped` loaders, it is a tuple with the indices of each.
         """
+        check_state(state, "loader.indices(state)")
+        indices: Tensor | tuple[Any, ...] | None = self._indices(state, self._samples_read(state))
+        return indices
+
+    def _indices(self, state: TrainState, read: int) -> Any:
         if isinstance(self.source, Streamed):
             return None
-        check_state(state, "loader.indices(state)")
-        read, ranks = self._samples_read(state), rank_and_size() if self.divide else (0, 1)
-        job = next(self.source.jobs(state, *ranks, again=True, read=read))
-        keys: Tensor = job.keys
-        return keys
+        ranks = rank_and_size() if self.divide else (0, 1)
+        return next(self.source.jobs(state, *ranks, again=True, read=read)).keys
 
     def resume(self, state: TrainState) -> TrainState:
         """Continue a run with a different batch size or dataset: convert the state's position to this loader's batches.
@@ -238,9 +241,12 @@ class Loader:
         return self.source.read(state, *(rank_and_size() if self.divide else (0, 1)), again=again, read=read)
 
     def _samples_read(self, state: TrainState) -> int:
-        """Samples of the state's batch that the run has read before it, if this is the loader that counts its batches."""
-        loaders = state.run.known_loaders
-        is_first = bool(loaders) and loaders[0] == self.description
+        """Samples of the state's batch that the run has read before it, if this is the loader that counts its batches.
+
+        That is the first of `zipped` loaders, whatever stands beside it.
+        """
+        loaders, beside = state.run.known_loaders, ("beside",)
+        is_first = bool(loaders) and without(loaders[0], beside) == without(self.description, beside)
         return read_of_batch(state.run.partly_read, state.epoch, state.batch) if is_first else 0
 
     def _check_ranks(self) -> None:
@@ -543,7 +549,6 @@ def _compare(state: TrainState, description: Mapping[str, Any]) -> None:
 
 def _with_loader(run: Run, description: Mapping[str, Any]) -> Run:
     """The record of a run whose position has been converted to the batches of a loader."""
-    loaders = run.known_loaders
-    if description not in loaders:
-        loaders = (description, *loaders[1:])
+    others = (loader for loader in run.known_loaders[1:] if loader != description)
+    loaders = (description, *others)
     return replace(run, loaders=loaders, saved_loaders=loaders if run.restored else ())
