@@ -224,7 +224,7 @@ def described_model(model: nn.Module) -> dict[str, Any]:
     >>> described_model(nn.Linear(2, 1))
     {'class': 'Linear', 'parameters': 3}
     """
-    model = [module for name, module in _modules.named_modules(model) if not name][-1]  # within torch's wrappers
+    model = _modules.innermost(model)
     adapters = getattr(model, "peft_config", None)
     try:
         config = _config_of(model)

@@ -178,6 +178,26 @@ def test_a_part_that_has_moved_is_found_where_it_was():
     assert bits(grafted.opt_state["partition"]["all"]["ema"]) == bits(new.opt_state["partition"]["all"]["ema"])
 
 
+def test_names_of_parameters_that_are_words_of_a_state_are_told_apart():
+    """A parameter `params` stands in a tree of that name, and a label of a partition may be the name of a parameter."""
+
+    def state_of(name):
+        model = nn.Module()
+        model.register_parameter(name, nn.Parameter(torch.ones(2)))
+        model.register_parameter("bias", nn.Parameter(torch.ones(1)))
+        optimizer = ll.optim.partition(
+            {"bias": ADAM, "rest": ADAM}, lambda param, _: "bias" if param == name else "rest"
+        )
+        return ll.init_state(model, optimizer)
+
+    for old, new in (("params", "weights"), ("weights", "params")):
+        grafted = ll.state.graft(state_of(old), state_of(new), {new: old})
+        assert grafted.carried[f"params.{new}"] == f"params.{old}"
+        moment = "opt_state.partition.bias.Adam.state.{}.exp_avg"
+        assert grafted.carried[moment.format(new)] == moment.format(old)
+        assert (grafted.fresh, grafted.dropped) == ([], [])
+
+
 def test_what_differs_and_is_not_named_is_refused_by_name():
     state, same = trained(Net(), ADAM), ll.init_state(Net(1), ADAM)
     graft = ll.state.graft

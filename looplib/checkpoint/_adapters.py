@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core.checks import check, few
+from looplib._core.modules import innermost
 from looplib._core.ranks import whole
 from looplib._core.torch_storage import memory_of
-from looplib.checkpoint._state_dict import cleaner, innermost, names_of
+from looplib.checkpoint._state_dict import cleaner, names_of
 from looplib.types import TrainState
 
 

@@ -53,7 +53,7 @@ def load(
     advice = f"give ckpt.restore(...) a mapping of the objects {few(objects)}"
     check(not objects, f"{path} was saved from objects by name and not from a state: {advice}")
     reader, structure = Reader(path, manifest), manifest["structure"]
-    template = with_saved_shapes(template, structure, reader, dict.fromkeys(resized), weights_only)
+    template = with_saved_shapes(template, structure, reader, resized, weights_only)
     tree = trees_of(template)
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
