@@ -81,8 +81,8 @@ def graft(
         drop: names or patterns of those of the old state that are gone.
 
     Raises:
-        ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes or plain values' types differ;
-            a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an `extra`; or the epoch has
+        ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes, layouts over ranks or types of plain
+            values differ; a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an `extra`; or the epoch has
             another length and the run is within one.
         DonatedStateError: a state was donated to a step.
     """
@@ -101,6 +101,7 @@ def graft(
     problems: list[str] = []
     sources: dict[trees.Path, trees.Path] = {}
     begun: list[trees.Path] = []
+    moved: list[str] = []
     for path, leaf in new.items():
         title, source, name = trees.dotted(path), renaming.source(path), trees.last_of(path, new_names)
         is_named = begins.match(path, *_as_titles(name))
@@ -110,13 +111,21 @@ def graft(
             begun.append(path)
         elif source in old:
             sources[path] = source
-            if problem := _misfit(leaf, old[source]):
+            if _layout(leaf) != _layout(old[source]):
+                moved.append(title)
+            elif problem := _misfit(leaf, old[source]):
                 old_title = trees.dotted(source)
                 problems.append(f"{title} is {problem}: name it in fresh=, and {old_title} in drop=")
         elif path[0] == "opt_state":
             problems.append(f"{title} is in the new state alone: name it in fresh=, or in rename=")
         else:
             problems.append(f"{title} is new: name it in fresh=, or where its value comes from in rename=")
+    check(
+        not moved,
+        f"{few(moved)} of one state, and not of the other, is sharded, or they are sharded in different ways: make both states "
+        "with models that are wrapped in the same way. Checkpoints fit any layout, so for the old one: "
+        "ckpt.restore(ll.init_state(old_model, old_optimizer)), with the old model sharded as the new one is",
+    )
     taken = {*sources.values()}
     dropped = [path for path in old if path not in taken]
     carried_and_trained = {renaming.names[name] for name in kept_now if ("params", renaming.names[name]) in taken}
@@ -159,7 +168,8 @@ def _check_positions(old: TrainState, new: TrainState) -> None:
     check(
         not old.batch or new.epoch_length in (None, old.epoch_length),
         f"the old state is within an epoch of {old.epoch_length} batches, at batch {old.batch}, and the new one has epochs of "
-        f"{new.epoch_length}: leave loader= and epoch_length= out of its init_state, and convert the position by loader.resume(grafted.state.replace(...))",
+        f"{new.epoch_length}: leave loader= and epoch_length= out of its init_state, and convert the position: "
+        "loader.resume(grafted.state)",
     )
 
 
@@ -219,8 +229,12 @@ def _misfit(leaf: Any, old: Any) -> str:
 def _kind(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
-    sharded = " that is sharded" * is_sharded(leaf)
-    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)}{sharded}"
+    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)}"
+
+
+def _layout(leaf: Any) -> Any:
+    """Mesh and placements of a sharded tensor, or None."""
+    return (leaf.device_mesh, leaf.placements) if is_sharded(leaf) else None
 
 
 def _copied(value: Any, like: Any) -> Any:

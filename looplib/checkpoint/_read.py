@@ -114,7 +114,7 @@ class Reader:
             self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
-        self._shared = {*manifest.get("shared", ())}  # by all members of a stack, so that the first is all of it
+        self._shared = {*manifest["shared"]}  # by all members of a stack, so that the first is all of it
         self._written = manifest["files"]
         self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)

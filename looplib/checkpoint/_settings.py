@@ -15,7 +15,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_type, few
 from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.positions import PartlyRead, is_elastic, read_of_batch, same_samples
+from looplib._core.positions import PartlyRead, all_same_samples, is_elastic, read_of_batch
 from looplib._core.ranks import is_sharded
 from looplib._core.records import described, differences, kind_of, other_settings
 from looplib._core.secrets import without_secrets
@@ -61,7 +61,7 @@ class Settings:
         if moved is None:
             _check_ranks(path, counts, stored, saved_loaders, loaders)
             _check_position(path, counts, stored, length)
-        elastic = moved is not None and is_elastic(saved_loaders[0], loaders[0])  # as many samples as asked for
+        elastic = moved is not None and all(map(is_elastic, saved_loaders, loaders))  # as many samples as asked for
         changed = [] if elastic else differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
         alike = [
             name
@@ -100,37 +100,48 @@ def _at_the_same_sample(
     part of the batch that was read, and by a line to print.
     """
     unmoved = None, partly_read, ""
-    if not (len(saved_loaders) == len(loaders) == 1 and same_samples(saved_loaders[0], loaders[0])):
+    epoch, batch, old_length = counts["epoch"], counts["batch"], counts["epoch_length"]
+    if not all_same_samples(saved_loaders, loaders) or (old_length is None) != (length is None):
         return unmoved
     was, now = saved_loaders[0]["batch_size"], loaders[0]["batch_size"]
-    epoch, batch, old_length = counts["epoch"], counts["batch"], counts["epoch_length"]
-    if (old_length is None) != (length is None):
-        return unmoved
-    sizes = f"A batch has {now} samples instead of {was}" + ("" if length is None else f", an epoch {length} batches")
+    sizes = _sizes_in_words(saved_loaders, loaders) + ("" if length is None else f", an epoch {length} batches")
     consumed = batch * was + read_of_batch(partly_read, epoch, batch)
     if not consumed:
-        return {}, partly_read, f"{sizes}"
-    is_stream = saved_loaders[0]["order"] == "stream"
-    if length is not None and is_stream:  # an epoch of batches, not of samples
-        return unmoved
-    if (
-        length is None and batch
-    ):  # a last batch of an epoch may have been smaller, and `endless` counts over the epochs
+        return {}, partly_read, sizes
+    first, is_alone = saved_loaders[0], len(loaders) == 1
+    is_stream = first["order"] == "stream"
+    if batch and (length is None or is_stream):  # the last batch of an epoch may have been smaller
         last = was - read_of_batch(partly_read, epoch, batch - 1)
         is_full = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
         are_all_full = epoch or consumed == counts["samples"]
-        may_drop = saved_loaders[0]["drop_last"] and not is_stream and consumed > saved_loaders[0]["samples"]
-        if may_drop or not (is_full and are_all_full):
+        # Without epoch_length, an endless loader counts the batches of all epochs
+        is_one_epoch = is_stream or (first["max_batches"] is None and consumed <= (first["samples"] or 0))
+        if not (is_full and are_all_full and (length or (is_one_epoch and is_alone))):
             return unmoved
     batch, read = divmod(consumed, now)
     if length is not None and batch >= length:
-        is_dropped = loaders[0]["drop_last"] and batch == length
-        return ({"epoch": epoch + 1, "batch": 0}, (0, 0, 0), sizes) if is_dropped else unmoved
+        is_over = all(_may_end_early(loader, length) for loader in loaders)
+        return ({"epoch": epoch + 1, "batch": 0}, (0, 0, 0), sizes) if is_over else unmoved
     return (
         {"batch": batch},
         (epoch, batch, read),
         f"{sizes}: epoch {epoch} continues after its first {consumed} samples",
     )
+
+
+def _sizes_in_words(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> str:
+    """The sizes of batches, before and now, as a sentence.
+
+    >>> _sizes_in_words([{"batch_size": 4}, {"batch_size": 2}], [{"batch_size": 6}, {"batch_size": 3}])
+    'Batches have 6 and 3 samples instead of 4 and 2'
+    """
+    before, now = (" and ".join(str(loader["batch_size"]) for loader in loaders) for loaders in (old, new))
+    return f"{'A batch has' if len(new) == 1 else 'Batches have'} {now} samples instead of {before}"
+
+
+def _may_end_early(loader: Mapping[str, Any], length: int) -> bool:
+    """True for a loader whose epochs of this many batches may leave samples of its dataset out."""
+    return bool(loader["drop_last"]) or loader["max_batches"] == length or loader["order"] == "stream"
 
 
 def _differences_of_loaders(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -188,9 +199,9 @@ def _check_ranks(
             now.get("batch_size_per_rank") is None or size in (None, now["batch_size"]),
             f"{path} stands within an epoch, after batch {counts['batch']} of {size} samples, and with "
             f"batch_size_per_rank={now.get('batch_size_per_rank')} a batch has {now['batch_size']} here. A restore converts the "
-            "position for one loader that has changed in nothing else, without max_batches, over a dataset with indices or a "
-            f"stream that one process reads, if that has not ended. Finish this epoch with make_loader(..., batch_size={size}), "
-            "on any number of ranks",
+            "position if init_state was given the loaders, the batch sizes of all of them have changed by one factor and nothing "
+            "else has, for datasets with indices and for streams that one process reads and that have not ended. Finish this "
+            f"epoch with make_loader(..., batch_size={size}), on any number of ranks",
         )
 
 

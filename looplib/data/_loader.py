@@ -241,13 +241,25 @@ class Loader:
         return self.source.read(state, *(rank_and_size() if self.divide else (0, 1)), again=again, read=read)
 
     def _samples_read(self, state: TrainState) -> int:
-        """Samples of the state's batch that the run has read before it, if this is the loader that counts its batches.
+        """Samples of the state's batch that the run has read before it, if this loader is known to the run.
 
-        That is the first of `zipped` loaders, whatever stands beside it.
+        They are counted in the first of the run's loaders, whatever stands beside it (`zipped`). The others have read the same
+        part of their batch.
         """
-        loaders, beside = state.run.known_loaders, ("beside",)
-        is_first = bool(loaders) and without(loaders[0], beside) == without(self.description, beside)
-        return read_of_batch(state.run.partly_read, state.epoch, state.batch) if is_first else 0
+        loaders, description, beside = state.run.known_loaders, self.description, ("beside",)
+        read = read_of_batch(state.run.partly_read, state.epoch, state.batch)
+        if not read or not loaders or without(loaders[0], beside) == without(description, beside):
+            return read if loaders else 0
+        if description not in loaders:
+            return 0
+        size, of_first = self.batch_size or 0, loaders[0].get("batch_size") or 1
+        check(
+            size and read * size % of_first == 0,
+            f"the run has read {read} samples of the batch of {of_first} at which the state stands, and no part of a batch of "
+            f"{size} says what {self.call} has read: its batch size and that of the run's first loader have to change by the same "
+            "factor, or at the end of an epoch",
+        )
+        return read * size // of_first
 
     def _check_ranks(self) -> None:
         ranks, size = rank_and_size()[1], self.batch_size_per_rank
@@ -393,7 +405,9 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     both cases, also within an epoch: `ckpt.restore(state)` continues at the next sample. With `batch_size_per_rank`, the
     position is counted in the new batches from there. If the next sample is in the middle of one, the first batch has the
     samples that are left of it. The order of the samples is a function of (seed, epoch), so each comes once in an epoch,
-    in the same order on any ranks. Only `drop_last` drops other samples at the end.
+    in the same order on any ranks. Only `drop_last` drops other samples at the end, and epochs of `max_batches`, or of the
+    `epoch_length` of a stream, have as many batches of the new size. Several loaders stay together if all have a batch size
+    per rank. Within an epoch, `zipped` loaders and a stream that several workers read are refused.
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
