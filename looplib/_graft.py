@@ -81,9 +81,9 @@ def graft(
         drop: names or patterns of those of the old state that are gone.
 
     Raises:
-        ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes, layouts over ranks or types of plain
-            values differ; a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an `extra`; or the epoch has
-            another length and the run is within one.
+        ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes, layouts over ranks or types of
+            plain values differ; a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an
+            `extra`; or the epoch has another length and the run is within one.
         DonatedStateError: a state was donated to a step.
     """
     check_state(old_state, "ll.state.graft(old_state, new_state)")
