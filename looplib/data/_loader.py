@@ -217,10 +217,17 @@ class Loader:
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "max_batches": self.max_batches,
-            **({"workers": self.source.engines.workers} if isinstance(self.source, Streamed) else {}),
+            **self._described_stream(),
             **({} if self.divide else {"divide": False}),
             **({} if self.batch_size_per_rank is None else {"batch_size_per_rank": self.batch_size_per_rank}),
         }
+
+    def _described_stream(self) -> dict[str, int]:
+        if not isinstance(self.source, Streamed):
+            return {}
+        if self.source.seekable:  # any workers read the same batches
+            return {"buffer": self.source.seekable.buffer}
+        return {"workers": self.source.engines.workers}
 
     def _described_order(self) -> str:
         if isinstance(self.source, Streamed):
@@ -411,7 +418,7 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
     every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
-    position. An epoch is one pass, after which you call `state = ll.state.end_epoch(state)`; or `epoch_length` batches, if
+    position, or the stream is one of `ll.data.shuffled_stream`, which begins anywhere. An epoch is one pass, after which you call `state = ll.state.end_epoch(state)`; or `epoch_length` batches, if
     the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
     workers, of the worker's index. Each worker iterates over the dataset for itself, which divides its samples by
     `torch.utils.data.get_worker_info()`, or each sample comes once for each worker. Another `num_workers` gives other
@@ -521,7 +528,7 @@ def _check_stream(state: TrainState, description: Mapping[str, Any]) -> None:
     """Raise ValueError if the rest of a stream's epoch would come in other batches, whose position is not known."""
     loaders = loaders_of_position(state) if state.batch and description["order"] == "stream" else ()
     for loader in () if description in loaders else loaders:
-        sizes = {name: description.get(name) for name in ("batch_size", "workers")}
+        sizes = {name: description[name] for name in ("batch_size", "workers", "buffer") if name in description}
         was = ", ".join(f"{name}={loader.get(name)}" for name, now in sizes.items() if loader.get(name) != now)
         check(
             {**loader, **sizes} != description,
