@@ -416,14 +416,15 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     `epoch_length` of a stream, have as many batches of the new size. Several loaders stay together if all have a batch size
     per rank. Within an epoch, `zipped` loaders and a stream that several workers read are refused.
 
-    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
-    every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
-    position, or the stream is one of `ll.data.shuffled_stream`, which begins anywhere. An epoch is one pass, after which you call `state = ll.state.end_epoch(state)`; or `epoch_length` batches, if
-    the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
-    workers, of the worker's index. Each worker iterates over the dataset for itself, which divides its samples by
-    `torch.utils.data.get_worker_info()`, or each sample comes once for each worker. Another `num_workers` gives other
-    batches, so keep it within an epoch. Each rank reads the whole stream and collates its own samples. A stream that gives
-    each rank different samples needs `divide=False`; see "Train on a stream" in the cookbook.
+    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at every
+    call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its position, or the
+    stream is one of `ll.data.shuffled_stream`, which begins anywhere. An epoch is one pass, after which you call `state =
+    ll.state.end_epoch(state)`; or `epoch_length` batches, if the state has one. Its `set_epoch(epoch)` is called if it
+    exists. Draws are a function of (seed, epoch), and with workers, of the worker's index. Each worker iterates over the
+    dataset for itself, which divides its samples by `torch.utils.data.get_worker_info()`, or each sample comes once for each
+    worker. Another `num_workers` gives other batches, so keep it within an epoch. Each rank reads the whole stream and
+    collates its own samples. A stream that gives each rank different samples needs `divide=False`; see "Train on a stream" in
+    the cookbook.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is a batch. Each rank reads the whole
     item and takes its samples from every tensor, array and list in it.
