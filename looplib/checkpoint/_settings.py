@@ -68,7 +68,7 @@ class Settings:
             for name in self._loaders
             if elastic and name in saved and is_elastic(saved[name], self.described[name])
         ]
-        settings = (without(each, alike) for each in (saved, self.description(template)))
+        settings = (without(description, alike) for description in (saved, self.description(template)))
         changed = differences(*_of_common_parts(*settings)) + changed
         if loaders and saved_loaders and not described_before:  # else they have been compared under their names
             changed += [] if elastic else _differences_of_loaders(saved_loaders, loaders)
@@ -152,7 +152,7 @@ def _differences_of_loaders(old: Sequence[Mapping[str, Any]], new: Sequence[Mapp
     >>> _differences_of_loaders([{"seed": 0}, {"seed": 1}], [{"seed": 0}])
     ['number of loaders was 2, is 1']
     """
-    before, after = [each for each in old if each not in new], [each for each in new if each not in old]
+    before, after = [loader for loader in old if loader not in new], [loader for loader in new if loader not in old]
     pairs = zip(before, after, strict=False)
     words = [word for was, now in pairs for word in differences({"loader": was}, {"loader": now})]
     return words + ([f"number of loaders was {len(old)}, is {len(new)}"] if len(old) != len(new) else [])
@@ -167,16 +167,16 @@ def _of_common_parts(*descriptions: Mapping[str, Any]) -> Iterator[dict[str, Any
     >>> [*_of_common_parts({"optimizer": {"AdamW": adamw}}, {"optimizer": {"clip": clip, "AdamW": adamw}})][1]
     {'optimizer': {'AdamW': {'class': 'AdamW', 'lr': 0.1}}}
     """
-    updates = [each.get("optimizer") for each in descriptions]
-    for own, update, other in zip(descriptions, updates, reversed(updates), strict=True):
-        yield {**own, "optimizer": _common(update, other)} if "optimizer" in own else {**own}
+    updates = [description.get("optimizer") for description in descriptions]
+    for description, update, other in zip(descriptions, updates, reversed(updates), strict=True):
+        yield {**description, "optimizer": _common(update, other)} if "optimizer" in description else {**description}
 
 
-def _common(own: Any, other: Any) -> Any:
-    if not (isinstance(own, Mapping) and isinstance(other, Mapping)) or "class" in own:
-        return own
-    parts = {name for name, value in own.items() if isinstance(value, Mapping) and "class" not in value}
-    return {name: _common(own[name], other.get(name)) for name in own if name not in parts - other.keys()}
+def _common(update: Any, other: Any) -> Any:
+    if not (isinstance(update, Mapping) and isinstance(other, Mapping)) or "class" in update:
+        return update
+    parts = {name for name, value in update.items() if isinstance(value, Mapping) and "class" not in value}
+    return {name: _common(update[name], other.get(name)) for name in update if name not in parts - other.keys()}
 
 
 def is_of_another_loader(state: TrainState) -> bool:
@@ -250,8 +250,8 @@ def check_left_out(path: Path, left_out: Mapping[str, int], leaves: Mapping[str,
         f"{path} was saved without the parameters of its base model, and the state has no {few([*missing], 3)}: make the "
         "state with the model that the checkpoint was saved with. Is it wrapped, as by peft.get_peft_model?",
     )
-    found = _checksums(subset(leaves, left_out))
-    others = [leaf_path for leaf_path, checksum in left_out.items() if found[leaf_path] != checksum]
+    checksums_here = _checksums(subset(leaves, left_out))
+    others = [leaf_path for leaf_path, checksum in left_out.items() if checksums_here[leaf_path] != checksum]
     check(
         not others,
         f"{path} was saved without the parameters of its base model, and {len(others)} of the state's are others: "

@@ -435,9 +435,13 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given: dict[str, Any] = {"batch_size": batch_size, "batch_size_per_rank": batch_size_per_rank, "order": order}
-        given = {**given, "drop_last": drop_last or None, "collate_fn": collate_fn}
-        settings = _arguments.settings_of(dataset, given | dataloader_options)
+        arguments: dict[str, Any] = {
+            "batch_size": batch_size,
+            "batch_size_per_rank": batch_size_per_rank,
+            "order": order,
+        }
+        arguments = {**arguments, "drop_last": drop_last or None, "collate_fn": collate_fn}
+        settings = _arguments.settings_of(dataset, arguments | dataloader_options)
         return make_loader(
             dataset.dataset,
             seed=seed,
