@@ -1,17 +1,17 @@
-"""A run that continues with another model or optimizer: layers added, untied, frozen, renamed or dropped."""
+"""Grafting: a run that continues with a changed model or optimizer, of layers added, untied, frozen, renamed or dropped."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check, check_type, few
-from looplib._core.mappings import fields_of
+from looplib._core.mappings import fields_of, without
+from looplib._core.patterns import Patterns
 from looplib._core.ranks import is_sharded
 from looplib.types import COUNTS, TrainState, check_state
 
@@ -81,9 +81,9 @@ def graft(
         drop: names or patterns of those of the old state that are gone.
 
     Raises:
-        ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes or plain values' types differ;
-            a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an `extra`; or the epoch has
-            another length and the run is within one.
+        ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes, layouts over ranks or types of
+            plain values differ; a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an
+            `extra`; or the epoch has another length and the run is within one.
         DonatedStateError: a state was donated to a step.
     """
     check_state(old_state, "ll.state.graft(old_state, new_state)")
@@ -94,52 +94,65 @@ def graft(
     for title, names in (("fresh", fresh), ("drop", drop)):
         check(not isinstance(names, str), f"{title} is {names!r}; give names, such as {title}=('head.*',)", TypeError)
     _check_positions(old_state, new_state)
+    renaming, begins, drops = _Renaming(rename, new_state), Patterns(fresh), Patterns(drop)
     old, new = _leaves(old_state), _leaves(new_state)
-    names = {name: _old_name(name, rename) for name in {**new_state.params, **new_state.buffers}}
-    moves = {key: name for key, name in rename.items() if key not in names} if isinstance(rename, Mapping) else {}
-    unused = {*fresh, *drop, *moves}
+    old_names, new_names = _names(old_state), _names(new_state)
+    kept_before, kept_now = _kept_by_update(old, old_names), _kept_by_update(new, new_names)
     problems: list[str] = []
     sources: dict[trees.Path, trees.Path] = {}
-    begun: list[str] = []
+    begun: list[trees.Path] = []
+    moved: list[str] = []
     for path, leaf in new.items():
-        source, of_param = _source(path, names, moves, unused)
-        if _is_named(path, fresh, unused) or (source not in old and of_param and of_param not in old_state.params):
-            begun.append(title_of(path))
-            if not _is_named(path, fresh, unused) and path[0] != "opt_state":
-                problems.append(
-                    f"{title_of(path)} is new: name it in fresh=, or where its value comes from in rename="
-                )
-        elif source not in old and of_param and not _has_leaves_of(of_param, old):
-            begun.append(title_of(path))  # moments of a parameter that was frozen
-        elif source not in old:
-            problems.append(f"{title_of(path)} is in the new state alone: name it in fresh=, or in rename=")
-        elif problem := _misfit(leaf, old[source]):
-            problems.append(f"{title_of(path)} is {problem}: name it in fresh=, and {title_of(source)} in drop=")
-        else:
+        title, source, name = trees.dotted(path), renaming.source(path), trees.last_of(path, new_names)
+        is_named = begins.match(path, *_as_titles(name))
+        # What is kept of a parameter that is new, or was frozen before
+        of_new = path[0] == "opt_state" and name is not None and renaming.names[name] not in kept_before
+        if is_named or (source not in old and of_new):
+            begun.append(path)
+        elif source in old:
             sources[path] = source
+            if _layout(leaf) != _layout(old[source]):
+                moved.append(title)
+            elif problem := _misfit(leaf, old[source]):
+                old_title = trees.dotted(source)
+                problems.append(f"{title} is {problem}: name it in fresh=, and {old_title} in drop=")
+        elif path[0] == "opt_state":
+            problems.append(f"{title} is in the new state alone: name it in fresh=, or in rename=")
+        else:
+            problems.append(f"{title} is new: name it in fresh=, or where its value comes from in rename=")
+    check(
+        not moved,
+        f"{few(moved)} of one state, and not of the other, is sharded, or they are sharded in different ways: make both states "
+        "with models that are wrapped in the same way. Checkpoints fit any layout, so for the old one: "
+        "ckpt.restore(ll.init_state(old_model, old_optimizer)), with the old model sharded as the new one is",
+    )
     taken = {*sources.values()}
-    gone = [path for path in old if path not in taken]
-    carried_params = {path[1] for path in taken if path[0] == "params"}
-    for path in gone:
-        name = next((each for each in path if each in old_state.params), None)
-        of_update = path[0] == "opt_state" and name is not None
-        is_frozen = of_update and name in carried_params and not _has_leaves_of(_new_name(str(name), names), new)
-        is_lost = of_update and name not in carried_params
-        if not (_is_named(path, drop, unused) or is_frozen or is_lost or title_of(path) in begun):
-            problems.append(
-                f"{title_of(path)} is in the old state alone: name it in drop=, or what takes it in rename="
-            )
+    dropped = [path for path in old if path not in taken]
+    carried_and_trained = {renaming.names[name] for name in kept_now if ("params", renaming.names[name]) in taken}
+    for path in dropped:
+        name = trees.last_of(path, old_names)
+        is_named = drops.match(path, *_as_titles(name))
+        # What was kept of a parameter that is gone, or is frozen by now
+        of_gone = path[0] == "opt_state" and name in old_state.params and name not in carried_and_trained
+        if not (is_named or of_gone or path in begun):
+            title = trees.dotted(path)
+            problems.append(f"{title} is in the old state alone: name it in drop=, or what takes it in rename=")
+    unused = {*fresh, *drop, *renaming.moves} - begins.used - drops.used - renaming.used
     problems += [f"{name} is named, and neither state has it so" for name in sorted(unused)]
     check(not problems, f"the states do not fit:\n  {few(problems, 10, chr(10) + '  ')}")
-    values = {path: _copied(old[source], new[path]) for path, source in sources.items()}
-    rest = iter([values.get(path, _copied(leaf, leaf)) for path, leaf in new.items()])
-    grafted = {name: trees.map_leaves(lambda _: next(rest), getattr(new_state, name)) for name in _GRAFTED}
+
+    values = iter([_copied(old[sources[path]] if path in sources else leaf, leaf) for path, leaf in new.items()])
+    grafted = {name: trees.map_leaves(lambda _: next(values), getattr(new_state, name)) for name in _GRAFTED}
     length = old_state.epoch_length if new_state.epoch_length is None else new_state.epoch_length
     counts = {**fields_of(old_state, COUNTS), "epoch_length": length}
-    run = dataclasses.replace(new_state.run, loaders=new_state.run.loaders or old_state.run.known_loaders)
+    run = dataclasses.replace(
+        new_state.run,
+        loaders=new_state.run.loaders or old_state.run.known_loaders,
+        partly_read=old_state.run.partly_read,  # of the batch at which the counts stand
+    )
     state = TrainState(**{**grafted, **counts, "extra": old_state.extra, "run": run})
-    carried = {title_of(path): title_of(source) for path, source in sources.items()}
-    return Grafted(state, carried, begun, [*map(title_of, gone)])
+    carried = {trees.dotted(path): trees.dotted(source) for path, source in sources.items()}
+    return Grafted(state, carried, [*map(trees.dotted, begun)], [*map(trees.dotted, dropped)])
 
 
 def _check_positions(old: TrainState, new: TrainState) -> None:
@@ -155,7 +168,8 @@ def _check_positions(old: TrainState, new: TrainState) -> None:
     check(
         not old.batch or new.epoch_length in (None, old.epoch_length),
         f"the old state is within an epoch of {old.epoch_length} batches, at batch {old.batch}, and the new one has epochs of "
-        f"{new.epoch_length}: leave out epoch_length, and convert the position by loader.resume(grafted.state.replace(...))",
+        f"{new.epoch_length}: leave loader= and epoch_length= out of its init_state, and convert the position: "
+        "loader.resume(grafted.state)",
     )
 
 
@@ -163,46 +177,47 @@ def _leaves(state: TrainState) -> dict[trees.Path, Any]:
     return {path: leaf for name in _GRAFTED for path, leaf in trees.leaves(getattr(state, name), path=(name,))}
 
 
-def title_of(path: Iterable[Any]) -> str:
-    """A path as a name: `params.0.weight`."""
-    return ".".join(map(str, path))
+def _names(state: TrainState) -> set[str]:
+    """Names of parameters and buffers."""
+    return {*state.params, *state.buffers}
 
 
-def _old_name(name: str, rename: Mapping[str, str] | Callable[[str], str] | None) -> str:
-    if callable(rename):
-        return rename(name)
-    return name if rename is None else rename.get(name, name)
+def _as_titles(name: str | None) -> list[str]:
+    return [] if name is None else [name]
 
 
-def _new_name(name: str, names: Mapping[str, str]) -> str:
-    return next((new for new, old in names.items() if old == name), name)
+def _kept_by_update(leaves: Iterable[trees.Path], names: Collection[str]) -> set[str]:
+    """Names of the parameters and buffers of which the update keeps something."""
+    return {trees.last_of(path, names) for path in leaves if path[0] == "opt_state"} - {None}
 
 
-def _source(
-    path: trees.Path, names: Mapping[str, str], moves: Mapping[str, str], unused: set[str]
-) -> tuple[trees.Path, str | None]:
-    """Path in the old state from which a leaf takes its value, and the old name of the parameter that it belongs to."""
-    of_param = next((names[each] for each in path if each in names), None)
-    source = tuple(names.get(each, each) if at else each for at, each in enumerate(path))
-    for key, before in moves.items():
-        parts, new_parts = key.split("."), before.split(".")
-        if [*map(str, source[: len(parts)])] == parts:
-            unused.discard(key)
-            source = (*new_parts, *source[len(parts) :])
-    return source, of_param
+class _Renaming:
+    """Names and paths of the new state, as they are in the old one.
 
+    Attributes:
+        names: name of a parameter or buffer -> its name in the old state.
+        moves: beginning of another path -> that of the path in the old state.
+        used: those of `moves` that a path begins with.
+    """
 
-def _has_leaves_of(name: str, leaves: Mapping[trees.Path, Any]) -> bool:
-    """True if the update keeps something of a parameter."""
-    return any(path[0] == "opt_state" and name in path for path in leaves)
+    def __init__(self, rename: Mapping[str, str] | Callable[[str], str] | None, new_state: TrainState) -> None:
+        renamed = {} if rename is None or callable(rename) else rename
+        names = _names(new_state)
+        self.names = {name: rename(name) if callable(rename) else renamed.get(name, name) for name in names}
+        self.moves = without(renamed, names)
+        self.used: set[str] = set()
 
-
-def _is_named(path: trees.Path, names: Collection[str], unused: set[str]) -> bool:
-    """True if patterns name a leaf: its parameter, or a beginning of its place."""
-    titles = {*map(str, path[1:]), *(title_of(path[:end]) for end in range(1, len(path) + 1))}
-    matching = [each for each in names if any(title == each or fnmatchcase(title, each) for title in titles)]
-    unused.difference_update(matching)
-    return bool(matching)
+    def source(self, path: trees.Path) -> trees.Path:
+        """Path in the old state from which a leaf takes its value."""
+        tree, *keys = path
+        name = trees.last_of(keys, self.names)
+        source = (tree, *(self.names[name] if key == name else key for key in keys))
+        for new, old in self.moves.items():
+            beginning = new.split(".")
+            if [*map(str, source[: len(beginning)])] == beginning:
+                self.used.add(new)
+                source = (*old.split("."), *source[len(beginning) :])
+        return source
 
 
 def _misfit(leaf: Any, old: Any) -> str:
@@ -214,8 +229,12 @@ def _misfit(leaf: Any, old: Any) -> str:
 def _kind(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
-    sharded = " that is sharded" * is_sharded(leaf)
-    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)}{sharded}"
+    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)}"
+
+
+def _layout(leaf: Any) -> Any:
+    """Mesh and placements of a sharded tensor, or None."""
+    return (leaf.device_mesh, leaf.placements) if is_sharded(leaf) else None
 
 
 def _copied(value: Any, like: Any) -> Any:

@@ -95,7 +95,7 @@ def init_state(
     run = Run(
         optimizer=None if optimizer is None else described(optimizer) or None,
         model=described_model(model),
-        loaders=tuple(described(each) for each in loaders if kind_of(each) == "loader"),
+        loaders=tuple(described(loader) for loader in loaders if kind_of(loader) == "loader"),
     )
     return TrainState(
         epoch_length=epoch_length,
@@ -138,10 +138,10 @@ def _first_opt_state(
         opt_state = optimizer.init(trained, buffers=buffers)
     plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
     written = named_tensors("opt_state", opt_state)
-    for one, other in overlaps({**plain, **written}):
+    for first, other in overlaps({**plain, **written}):
         check(
-            not {one, other} & {*trained, *written},
-            f"{one} and {other} are two tensors that share memory: training one in place would change the "
+            not {first, other} & {*trained, *written},
+            f"{first} and {other} are two tensors that share memory: training one in place would change the "
             "other, and a copy of the state would part them. Register one tensor under both names "
             "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
             "an optimizer's init)",
@@ -224,7 +224,7 @@ def described_model(model: nn.Module) -> dict[str, Any]:
     >>> described_model(nn.Linear(2, 1))
     {'class': 'Linear', 'parameters': 3}
     """
-    model = [module for name, module in _modules.named_modules(model) if not name][-1]  # within torch's wrappers
+    model = _modules.innermost(model)
     adapters = getattr(model, "peft_config", None)
     try:
         config = _config_of(model)
@@ -426,8 +426,8 @@ def apply(
                     slot.owner[slot.key] = tensor
             return function(*args, **kwargs)
         finally:
-            for slot, own, _ in swaps:
-                slot.owner[slot.key] = own
+            for slot, original, _ in swaps:
+                slot.owner[slot.key] = original
 
 
 def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mapping[str, Tensor], called: str) -> None:

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import assert_each_refused, bits, both_steps, make_train_step
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import looplib as ll
 
@@ -176,6 +178,55 @@ def test_a_part_that_has_moved_is_found_where_it_was():
     grafted = ll.state.graft(state, new, moved, fresh=("opt_state.partition.all.ema",)).state
     assert bits(grafted.opt_state["partition"]["all"]["Adam"]) == bits(state.opt_state["Adam"])
     assert bits(grafted.opt_state["partition"]["all"]["ema"]) == bits(new.opt_state["partition"]["all"]["ema"])
+
+
+def test_names_of_parameters_that_are_words_of_a_state_are_told_apart():
+    """A parameter `params` stands in a tree of that name, and a label of a partition may be the name of a parameter."""
+
+    def state_of(name):
+        model = nn.Module()
+        model.register_parameter(name, nn.Parameter(torch.ones(2)))
+        model.register_parameter("bias", nn.Parameter(torch.ones(1)))
+        optimizer = ll.optim.partition(
+            {"bias": ADAM, "rest": ADAM}, lambda param, _: "bias" if param == name else "rest"
+        )
+        return ll.init_state(model, optimizer)
+
+    for old, new in (("params", "weights"), ("weights", "params")):
+        grafted = ll.state.graft(state_of(old), state_of(new), {new: old})
+        assert grafted.carried[f"params.{new}"] == f"params.{old}"
+        moment = "opt_state.partition.bias.Adam.state.{}.exp_avg"
+        assert grafted.carried[moment.format(new)] == moment.format(old)
+        assert (grafted.fresh, grafted.dropped) == ([], [])
+
+
+def test_sharded_states_are_grafted_and_one_that_is_not_is_told_what_to_do(one_process):
+    def state_of(sharded):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return ll.init_state(fully_shard(model, mesh=init_device_mesh("cpu", (1,))) if sharded else model, ADAM)
+
+    whole, sharded = state_of(False), state_of(True)
+    for old, new in ((whole, sharded), (sharded, whole)):
+        with pytest.raises(ValueError, match=r"weight.* is sharded.*wrapped in the same way.*ckpt.restore\("):
+            ll.state.graft(old, new)
+    grafted = ll.state.graft(sharded, state_of(True)).state
+    assert grafted.params["weight"].full_tensor().equal(whole.params["weight"])
+    with pytest.raises(ValueError, match=r"weight is sharded.*DistributedDataParallel"):
+        ll.optim.take_rows(ADAM, sharded, {"weight": torch.tensor([0])})
+
+
+def test_the_part_of_a_batch_that_was_read_is_carried(tmp_path):
+    def state_of(size):
+        return ll.init_state(nn.Linear(1, 1), loader=ll.make_loader(range(24), batch_size=size))
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state_of(4).replace(step=1, batch=1, samples=4, batch_samples=4))
+    with pytest.warns(UserWarning, match="batch_size was 4, is 9"):
+        state = ckpt.restore(state_of(9), quiet=True)
+    loader = ll.make_loader(range(24), batch_size=9)
+    for new in (state_of(9), ll.init_state(nn.Linear(1, 1))):
+        assert [len(batch) for batch in loader(ll.state.graft(state, new).state)] == [5, 9, 6]
 
 
 def test_what_differs_and_is_not_named_is_refused_by_name():

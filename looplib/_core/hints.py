@@ -66,7 +66,7 @@ _INSTEAD = {
     "CosineAnnealingLR": "it is ll.schedules.cosine",
     "CosineAnnealingWarmRestarts": "it is ll.schedules.cosine_restarts",
     "ChainedScheduler": "it is ll.schedules.join",
-    "CyclicLR": "it is ll.schedules.cyclic",
+    "CyclicLR": f"{_LAMBDA}, with the position in the cycle, step % (rise + fall)",
     "ExponentialLR": "it is ll.schedules.exponential",
     "LambdaLR": _LAMBDA,
     "LinearLR": "it is ll.schedules.linear",

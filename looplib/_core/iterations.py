@@ -3,8 +3,8 @@
 - A loop that makes several train steps with each batch, and forgets `same_batch=True`: epochs end too early.
 - A loop that applies gradients, and forgets `samples=`: the position stays, and the same epoch comes again.
 
-This file does nothing else. It holds counts alone, for as long as there are states of the run, and neither a loader nor a
-state knows of it. `ll.debug.warn_of_misuse(False)` switches it off.
+This file does nothing else. It holds counts alone, for as long as there are states of the run, and no loader or state.
+`ll.debug.warn_of_misuse(False)` switches it off.
 """
 
 from __future__ import annotations

@@ -72,6 +72,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield names[path], module
 
 
+def innermost(model: nn.Module) -> nn.Module:
+    """The module within torch's wrappers."""
+    return [module for name, module in named_modules(model) if not name][-1]
+
+
 def is_parallel(module: nn.Module) -> bool:
     """True for torch's wrappers that hold the wrapped module as `module`."""
     return isinstance(module, (DataParallel, DistributedDataParallel))

@@ -6,7 +6,7 @@ Loaders are compared by their descriptions, which a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from looplib._core.mappings import without
@@ -34,13 +34,29 @@ def same_samples(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     False
 
     Loaders that stand beside the first one (`zipped`) follow from the number of its batches, so their samples would differ.
-    Epochs that end after a number of batches (`max_batches`) have other samples. The workers of a stream read batches of
-    their own, so samples have one order with at most one of them.
+    The workers of a stream read batches of their own, so samples have one order with at most one of them.
     """
     has_sizes = all(isinstance(loader.get("batch_size"), int) for loader in (old, new))
-    is_cut = old.get("max_batches") is not None or new.get("workers", 1) > 1 or "beside" in new
     is_alike = without(old, _OF_BATCHES) == without(new, _OF_BATCHES)
-    return has_sizes and not is_cut and is_alike and old["batch_size"] != new["batch_size"]
+    has_one_order = new.get("workers", 1) <= 1 and "beside" not in new
+    return has_sizes and is_alike and has_one_order and old["batch_size"] != new["batch_size"]
+
+
+def all_same_samples(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> bool:
+    """True for loaders that read the same samples in batches whose sizes have all changed by one factor.
+
+    >>> pair, larger = ([{"batch_size": size}, {"batch_size": 2 * size}] for size in (4, 6))
+    >>> all_same_samples(pair, larger), all_same_samples(pair, [larger[0], pair[1]])
+    (True, False)
+
+    So loaders that a run reads side by side stay together: each has read the same part of its batch.
+    """
+    if not old or len(old) != len(new) or not all(map(same_samples, old, new)):
+        return False
+    was, now = old[0]["batch_size"], new[0]["batch_size"]
+    return all(
+        before["batch_size"] * now == after["batch_size"] * was for before, after in zip(old, new, strict=True)
+    )
 
 
 def is_elastic(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

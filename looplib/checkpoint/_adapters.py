@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core.checks import check, few
+from looplib._core.modules import innermost
 from looplib._core.ranks import whole
 from looplib._core.torch_storage import memory_of
-from looplib.checkpoint._state_dict import cleaner, innermost, names_of
+from looplib.checkpoint._state_dict import cleaner, names_of
 from looplib.types import TrainState
 
 
@@ -148,8 +149,10 @@ def _copied(module: nn.Module, tensor_of: Callable[[Tensor], Tensor], copies: di
     if id(module) not in copies:
         copies[id(module)] = copied = object.__new__(type(module))
         parts = vars(module)
-        own = {name: copy.copy(value) if type(value) in (dict, list, set) else value for name, value in parts.items()}
-        vars(copied).update(own)
+        attributes = {
+            name: copy.copy(value) if type(value) in (dict, list, set) else value for name, value in parts.items()
+        }
+        vars(copied).update(attributes)
         for kind in ("_parameters", "_buffers"):
             vars(copied)[kind] = {name: of(tensor) for name, tensor in parts[kind].items()}
         vars(copied)["_modules"] = {

@@ -76,8 +76,8 @@ class Policy:
         """Paths of the checkpoints to keep, given a list ordered oldest first."""
         best = self.ranked(checkpoints)[: max(self.keep_best, 1)]
         latest = checkpoints[-(self.keep_last or len(checkpoints)) :]
-        asked_for = [each for each in checkpoints if self.keep is not None and self.keep(each)]
-        return {each.path for each in (*best, *latest, *asked_for)}
+        asked_for = [checkpoint for checkpoint in checkpoints if self.keep is not None and self.keep(checkpoint)]
+        return {checkpoint.path for checkpoint in (*best, *latest, *asked_for)}
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
         """Raise ValueError if the monitored metric is missing, and warn if it is NaN."""
@@ -130,14 +130,16 @@ class Listing:
         if which == "best":
             chosen = policy.best(checkpoints)
         else:
-            chosen = next((each for each in reversed(checkpoints) if which in ("latest", each.step)), None)
+            chosen = next(
+                (checkpoint for checkpoint in reversed(checkpoints) if which in ("latest", checkpoint.step)), None
+            )
         if chosen is not None:
             return chosen.path
         if which == "latest" and not self.damaged:
             return None
         raise (DamagedCheckpointError if self.damaged else ValueError)(
             f"{self.folder} has no checkpoint {which!r}: give 'latest', 'best' (of those saved with the monitored metric) "
-            f"or a step; steps there: {few([each.step for each in checkpoints])}; "
+            f"or a step; steps there: {few([checkpoint.step for checkpoint in checkpoints])}; "
             f"damaged: {few(sorted(path.name for path in self.damaged))}"
         )
 

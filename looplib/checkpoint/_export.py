@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from looplib._core.checks import check
 from looplib._core.collective import together
+from looplib._core.modules import innermost
 from looplib._core.records import check_kind
 from looplib._core.trees import map_tensors
-from looplib.checkpoint._state_dict import innermost, lend, state_dict, state_names
+from looplib.checkpoint._state_dict import lend, state_dict, state_names
 from looplib.types import TrainState, check_state
 
 

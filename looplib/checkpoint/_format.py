@@ -30,7 +30,7 @@ from looplib._core.ranks import is_sharded
 from looplib._core.replicas import checksums_by_name
 from looplib.types import COUNTS, TREES, TrainState
 
-FORMAT = 9
+FORMAT = 10
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 

@@ -418,10 +418,10 @@ class CheckpointIO:
 
         **A different batch size, other ranks, or more data.** If the loader that `init_state` was given differs from the
         saved run's in its batch size alone, which `batch_size_per_rank` makes of other ranks, the run continues at the next
-        sample, and a line says so. `state.epoch`, `batch` and `epoch_length` then count the new batches, `step` and
-        `samples` what they did. Between two epochs, `epoch_length` is taken from `state` in any case. Within an epoch,
-        another change is refused, and `Loader.resume` continues where it can:
-        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
+        sample, and a line says so. Of several loaders, the sizes have to change by one factor. `state.epoch`, `batch` and
+        `epoch_length` then count the new batches, `step` and `samples` what they did. Between two epochs, `epoch_length` is
+        taken from `state` in any case. Within an epoch, another change is refused, and `Loader.resume` continues where it
+        can: `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
 
         **Tied weights.** If leaves that share a tensor in `state` were saved with different values, they are
         separated: the module's leaves keep their tensors, and the others get new ones.
@@ -568,8 +568,6 @@ class CheckpointIO:
             "counts": counts_of_objects(objects),
             "metrics": mapped(described, self._scores(metrics)),
             "made_with": self._settings.described,
-            "loaders": [],
-            "partly_read": (0, 0, 0),
             "left_out": {},
             "objects": entries,
         }

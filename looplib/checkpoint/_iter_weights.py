@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from looplib._core import lease
 from looplib._core.checks import check, few
+from looplib._core.modules import innermost
 from looplib.checkpoint._adapters import Source, merged_sources
-from looplib.checkpoint._state_dict import check_fits, cleaner, innermost, lend, state_names
+from looplib.checkpoint._state_dict import check_fits, cleaner, lend, state_names
 from looplib.types import TrainState
 
 

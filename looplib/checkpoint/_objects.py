@@ -202,7 +202,9 @@ def check_objects(objects: Objects, call: str) -> None:
         is_state = isinstance(value, TrainState)
         check(not is_state, f"{name!r} is a TrainState, which has all of a run: {call}(state) alone", TypeError)
         if _has_state(value) and not isinstance(value, torch.Generator):
-            lacks = [each for each in ("state_dict", "load_state_dict") if not callable(getattr(value, each, None))]
+            lacks = [
+                method for method in ("state_dict", "load_state_dict") if not callable(getattr(value, method, None))
+            ]
             title, advice = f"{name!r} is {named_value(value)}", "give an object that has both, or plain values"
             check(not isinstance(value, type), f"{title}; give an instance of it", TypeError)
             check(not lacks, f"{title}, which has no {few(lacks)}; {advice}", TypeError)
@@ -214,8 +216,8 @@ def check_objects(objects: Objects, call: str) -> None:
 
 def counts_of(objects: Objects) -> dict[str, Any]:
     """Counts of a checkpoint: the values of these names, and those of a new run for others."""
-    given = {name: value for name in _COUNTS if is_count(value := objects.get(name, 0), 0)}
-    return counts_of_state(TrainState(**given))
+    counts = {name: value for name in _COUNTS if is_count(value := objects.get(name, 0), 0)}
+    return counts_of_state(TrainState(**counts))
 
 
 def _state_of(value: Any) -> Any:
@@ -224,7 +226,7 @@ def _state_of(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, nn.Module):
         clean = cleaner(value)
-        return {clean(key): each for key, each in value.state_dict().items()}
+        return {clean(key): leaf for key, leaf in value.state_dict().items()}
     return value.state_dict() if _has_state(value) else value
 
 
@@ -233,11 +235,11 @@ def _load(value: Any, state: Any, versions: Mapping[str, Any]) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, nn.Module):
-        clean, own = cleaner(value), value.state_dict()
-        noted: dict[str, Any] = getattr(own, "_metadata", {})
+        clean, current = cleaner(value), value.state_dict()
+        noted: dict[str, Any] = getattr(current, "_metadata", {})
         noted.update({path: {**note, **versions.get(clean(path), {})} for path, note in noted.items()})
-        own.update({key: state[clean(key)] for key in own})
-        value.load_state_dict(own)
+        current.update({key: state[clean(key)] for key in current})
+        value.load_state_dict(current)
     else:
         value.load_state_dict(state)
 
@@ -275,18 +277,20 @@ def take(objects: Objects, ranks: RankGroup) -> tuple[dict[str, Any], dict[Any, 
         shared = [name for name, kind in kinds.items() if kind in ("module", "optimizer")]
         ranks.check_alike(_facts({name: states[name] for name in shared}), title)
         others = without(entries, shared)
-        own = ranks.all_or_raise(lambda: {name: _digest(entry, tensors[name]) for name, entry in others.items()})
-        everyone = ranks.gather(own)
-        for name in own:
+        digests = ranks.all_or_raise(lambda: {name: _digest(entry, tensors[name]) for name, entry in others.items()})
+        everyone = ranks.gather(digests)
+        for name in digests:
             if len({digests[name] for digests in everyone}) > 1:
                 node, mine = _taken(states[name], ("objects", name, ranks.rank))
                 # As words, since torch does not send tensors of all dtypes.
-                by_rank = ranks.gather((node, {path: (words(each).cpu(), each.dtype) for path, each in mine.items()}))
+                by_rank = ranks.gather(
+                    (node, {path: (words(tensor).cpu(), tensor.dtype) for path, tensor in mine.items()})
+                )
                 entries[name] = {**without(entries[name], ("state",)), "ranks": [node for node, _ in by_rank]}
                 tensors[name] = {
-                    path: each.view(dtype) for _, sent in by_rank for path, (each, dtype) in sent.items()
+                    path: tensor.view(dtype) for _, sent in by_rank for path, (tensor, dtype) in sent.items()
                 }
-    return entries, _nested({path: each for found in tensors.values() for path, each in found.items()})
+    return entries, _nested({path: tensor for of_object in tensors.values() for path, tensor in of_object.items()})
 
 
 def _versions_of(module: nn.Module) -> dict[str, Any]:
@@ -298,23 +302,23 @@ def _versions_of(module: nn.Module) -> dict[str, Any]:
 def _parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[Any]]:
     """Names, as far as a module that is saved with it has them, and shapes of an optimizer's parameters, by group."""
     return [
-        [[names.get(id(each), ""), [*each.shape]] for each in group["params"]] for group in optimizer.param_groups
+        [[names.get(id(param), ""), [*param.shape]] for param in group["params"]] for group in optimizer.param_groups
     ]
 
 
 def _parameter_names(objects: Objects) -> dict[int, str]:
     """Names of the parameters of all modules among these objects, by their ids."""
     return {
-        id(parameter): f"{name}/{cleaner(value)(own)}"
+        id(parameter): f"{name}/{cleaner(value)(path)}"
         for name, value in objects.items()
         if isinstance(value, nn.Module)
-        for own, parameter in value.named_parameters()
+        for path, parameter in value.named_parameters()
     }
 
 
 def _check_shards(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Raise TypeError for sharded state that is not sharded as its parameter, which no other process could restore."""
-    params = [each for group in optimizer.param_groups for each in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, entry in state["state"].items():
         for key, leaf in leaves_of(entry).items():
             if is_sharded(leaf):
@@ -358,11 +362,13 @@ def load_objects(
     misfits = _misfits(without(objects, kept), without(chosen, kept), reader)
     check(not misfits, _refusal(path, misfits, optional))
     nodes: dict[str, Any] = {name: chosen[name] for name in objects if name not in kept}
-    notes = {each: note for node in nodes.values() for each, note in _tensors_in(node["state"]).items()}
+    notes = {leaf_path: note for node in nodes.values() for leaf_path, note in _tensors_in(node["state"]).items()}
     likes = {
-        each: like for name, node in nodes.items() for each, like in _likes(objects[name], node["state"], reader)
+        leaf_path: like
+        for name, node in nodes.items()
+        for leaf_path, like in _likes(objects[name], node["state"], reader)
     }
-    made = _made(reader.read({each: likes.get(each) for each in notes}), notes, likes, reader)
+    made = _made(reader.read({leaf_path: likes.get(leaf_path) for leaf_path in notes}), notes, likes, reader)
     states = {name: _original(node["state"], made) for name, node in nodes.items()}
     misfits = dict.fromkeys(_misfits_of_states(subset(objects, states), states), "")
     check(not misfits, _refusal(path, misfits, optional))
@@ -429,14 +435,16 @@ def _differences(name: str, value: Any, entry: Mapping[str, Any], objects: Objec
     if kind != entry["kind"] or (is_known and saved != new):
         return [f"{name} is {saved} in the checkpoint, {new} here"]
     if kind == "module":
-        return [f"{name}: {each}" for each in _differences_of_module(_state_of(value), entry["state"], reader)]
+        return [
+            f"{name}: {difference}" for difference in _differences_of_module(_state_of(value), entry["state"], reader)
+        ]
     if kind == "optimizer":
         return _differences_of_groups(name, entry["parameters"], _parameters_of(value, _parameter_names(objects)))
     return []
 
 
 def _is_torchs(*classes: str) -> bool:
-    return any(each.startswith("torch.") for each in classes)
+    return any(name.startswith("torch.") for name in classes)
 
 
 def _words_of(name_of_class: str) -> str:
@@ -447,16 +455,16 @@ def _words_of(name_of_class: str) -> str:
 def _differences_of_module(new: Mapping[str, Any], state: Any, reader: Reader) -> list[str]:
     """Names that one side alone has, and tensors of another dtype or shape, in words."""
     saved = _children(state)
-    found = [f"{key} is here, and not in the checkpoint" for key in without(new, saved)]
-    found += [f"{key} is in the checkpoint, and not here" for key in without(saved, new)]
+    misfits = [f"{key} is here, and not in the checkpoint" for key in without(new, saved)]
+    misfits += [f"{key} is in the checkpoint, and not here" for key in without(saved, new)]
     for key, value in subset(new, saved).items():
         paths = [*_tensors_in(saved[key])]
         if isinstance(value, Tensor) and not is_lazy(value):
             was = reader.tensors[reader.root(paths[0])] if paths else "no tensor"
             now = about(value)
             if was != now:
-                found.append(f"{key} is {in_words(was)} in the checkpoint, {in_words(now)} here")
-    return found
+                misfits.append(f"{key} is {in_words(was)} in the checkpoint, {in_words(now)} here")
+    return misfits
 
 
 def _differences_of_groups(name: str, saved: list[Any], new: list[Any]) -> list[str]:
@@ -464,32 +472,32 @@ def _differences_of_groups(name: str, saved: list[Any], new: list[Any]) -> list[
     sizes = [[*map(len, groups)] for groups in (saved, new)]
     if sizes[0] != sizes[1]:
         return [f"{name} has groups of {sizes[0]} parameters in the checkpoint, of {sizes[1]} here"]
-    found = []
+    misfits = []
     for number, groups in enumerate(zip(saved, new, strict=True)):
         for index, (was, now) in enumerate(zip(*groups, strict=True)):
             if was[1] != now[1] or (was[0] and now[0] and was[0] != now[0]):
                 title = f"{name}: parameter {index} of group {number}"
-                before, after = (f"{each[0]} {tuple(each[1])}".strip() for each in (was, now))
-                found.append(f"{title} is {before} in the checkpoint, {after} here")
-    return found
+                before, after = (f"{param[0]} {tuple(param[1])}".strip() for param in (was, now))
+                misfits.append(f"{title} is {before} in the checkpoint, {after} here")
+    return misfits
 
 
 def _misfits_of_states(objects: Objects, states: Objects) -> list[str]:
     """Differences that show in the states of objects whose `load_state_dict` would not see them, in words."""
-    found = []
+    misfits = []
     for name, value in objects.items():
         if isinstance(value, RandomStreams):
-            found += [f"{name} {problem}" for problem in value.misfits(states[name])]
+            misfits += [f"{name} {problem}" for problem in value.misfits(states[name])]
         elif _kind_of(value) == "object" and _is_torchs(_class_of(value)) and hasattr(value, "state_dict"):
             was, now = _keys(states[name]), _keys(value.state_dict())
             if was != now:
-                found.append(f"{name} keeps {few(was) or 'nothing'} in the checkpoint, {few(now)} here")
-    return found
+                misfits.append(f"{name} keeps {few(was) or 'nothing'} in the checkpoint, {few(now)} here")
+    return misfits
 
 
 def _keys(state: Mapping[str, Any]) -> list[str]:
     """Names of what a scheduler or a scaler of torch's keeps, and of what the schedulers inside it keep."""
-    inner = [f"({', '.join(_keys(each))})" for each in state.get("_schedulers", ())]
+    inner = [f"({', '.join(_keys(scheduler))})" for scheduler in state.get("_schedulers", ())]
     return sorted(key for key in state if not key.startswith("_")) + inner
 
 
@@ -507,7 +515,7 @@ def _likes(value: Any, state: Any, reader: Reader) -> Iterator[tuple[str, Tensor
             if isinstance(tensor, Tensor) and is_sharded(tensor):
                 yield from dict.fromkeys(_tensors_in(saved[key]), tensor).items()
     if isinstance(value, torch.optim.Optimizer):
-        params = [each for group in value.param_groups for each in group["params"]]
+        params = [param for group in value.param_groups for param in group["params"]]
         for number, entry in _children(_children(state)["state"]).items():
             for path in _tensors_in(entry):
                 shape = reader.tensors[reader.root(path)]["shape"]

@@ -186,13 +186,13 @@ def _check_param_names(torch_optimizer: torch.optim.Optimizer, name_of: Mapping[
         return ".".join(part for part in name.split(".") if part not in {*TRANSPARENT, "module"})
 
     named = [
-        (plain(name_of[id(param)]), plain(given))
+        (plain(name_of[id(param)]), plain(param_name))
         for group in torch_optimizer.param_groups
-        for param, given in zip(group["params"], group.get("param_names", ()), strict=False)
+        for param, param_name in zip(group["params"], group.get("param_names", ()), strict=False)
     ]
-    if len({given.removesuffix(name) for name, given in named}) < 2:
+    if len({param_name.removesuffix(name) for name, param_name in named}) < 2:
         return
-    others = [f"{name} is called {given}" for name, given in named if given != name]
+    others = [f"{name} is called {param_name}" for name, param_name in named if param_name != name]
     check(
         not others,
         f"the param_names of this {type(torch_optimizer).__name__} are those of other parameters: {few(others, 4)}. torch's "
@@ -203,23 +203,23 @@ def _check_param_names(torch_optimizer: torch.optim.Optimizer, name_of: Mapping[
 
 def _innermost(opt_state: Any) -> dict[str, Any]:
     """State of the only `ll.optimizer` among the parts of an update."""
-    found = [*_of_optimizers(opt_state)]
+    states = [*_of_optimizers(opt_state)]
     check(
-        len(found) == 1,
+        len(states) == 1,
         f"the state's opt_state holds {contents(opt_state)}, and not what one ll.optimizer keeps: make the state with "
         "ll.init_state(model, ll.optimizer(...)), or a chain with it. (The optimizers of a partition are not converted.)",
         TypeError,
     )
-    return found[0]
+    return states[0]
 
 
 def _of_optimizers(opt_state: Any) -> Iterator[dict[str, Any]]:
-    for own in opt_state.values() if isinstance(opt_state, Mapping) else ():
-        match own:
+    for part_state in opt_state.values() if isinstance(opt_state, Mapping) else ():
+        match part_state:
             case {"inner": dict(inner)}:
                 yield from _of_optimizers(inner)
             case {"state": dict()}:
-                yield own
+                yield part_state
 
 
 def _with_innermost(opt_state: Mapping[str, Any], innermost: Any) -> dict[str, Any]:
@@ -227,13 +227,13 @@ def _with_innermost(opt_state: Mapping[str, Any], innermost: Any) -> dict[str, A
     return mapped(partial(_replaced, innermost), opt_state)
 
 
-def _replaced(innermost: Any, own: Any) -> Any:
-    match own:
+def _replaced(innermost: Any, part_state: Any) -> Any:
+    match part_state:
         case {"inner": dict(inner)}:
-            return {**own, "inner": _with_innermost(inner, innermost)}
+            return {**part_state, "inner": _with_innermost(inner, innermost)}
         case {"state": dict()}:
             return innermost
-    return own
+    return part_state
 
 
 def _converted(

@@ -114,7 +114,7 @@ class Reader:
             self.values = mapped(decoded, manifest["values"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
-        self._shared = {*manifest.get("shared", ())}  # by all members of a stack, so that the first is all of it
+        self._shared = {*manifest["shared"]}  # by all members of a stack, so that the first is all of it
         self._written = manifest["files"]
         self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -171,13 +171,13 @@ class Reader:
                     box = first_of(entry["shape"]) if root in self._shared else box
                     chunks = self._chunks[root]
                     same = [chunk for chunk in chunks if chunk.box == box]
-                    wanted[path] = box, same[:1] or [each for each in chunks if size_of(common(box, each.box))]
+                    wanted[path] = box, same[:1] or [chunk for chunk in chunks if size_of(common(box, chunk.box))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name in {chunk.file for _, chunks in wanted.values() for chunk in chunks}:
                 slices = slices_of([self._files[name]])
-                found = checksum(slices, pool.map if len(slices) > 1 else map)
+                actual = checksum(slices, pool.map if len(slices) > 1 else map)
                 with errors_as_damage(self.directory / name):
-                    check(found == self._written[name]["crc32"], "its checksum is wrong")
+                    check(actual == self._written[name]["crc32"], "its checksum is wrong")
         values = {path: self._assembled(path, box, chunks) for path, (box, chunks) in wanted.items()}
         shared = [path for path in values if self.root(path) in self._shared]
         return values | {path: values[path].expand(self.tensors[self.root(path)]["shape"]) for path in shared}

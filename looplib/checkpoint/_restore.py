@@ -52,14 +52,18 @@ def load(
     objects = manifest.get("objects", {})
     advice = f"give ckpt.restore(...) a mapping of the objects {few(objects)}"
     check(not objects, f"{path} was saved from objects by name and not from a state: {advice}")
-    reader, structure = Reader(path, manifest), manifest.get("structure")
-    template = with_saved_shapes(template, structure, reader, dict.fromkeys(resized), weights_only)
+    reader, structure = Reader(path, manifest), manifest["structure"]
+    template = with_saved_shapes(template, structure, reader, resized, weights_only)
     tree = trees_of(template)
     leaves, left_out = leaves_of(tree), manifest["left_out"]
     check_left_out(path, left_out, leaves)
-    wanted = {each: leaf for each, leaf in without(leaves, left_out).items() if _is_chosen(each, weights_only)}
+    wanted = {
+        leaf_path: leaf
+        for leaf_path, leaf in without(leaves, left_out).items()
+        if _is_chosen(leaf_path, weights_only)
+    }
     wanted = without(wanted, _check_fit(path, wanted, reader, weights_only, optional))
-    check_materialized({each: leaf for each, leaf in wanted.items() if isinstance(leaf, Tensor)})
+    check_materialized({leaf_path: leaf for leaf_path, leaf in wanted.items() if isinstance(leaf, Tensor)})
     if weights_only:
         counts, run, warning, line = fields_of(template, COUNTS), template.run, "", ""
     else:
@@ -89,7 +93,7 @@ def _check_fit(
     are `optional`.
     """
     stored = {**reader.tensors, **reader.ties, **reader.values}
-    saved = {each: entry for each, entry in stored.items() if _is_chosen(each, weights_only)}
+    saved = {leaf_path: entry for leaf_path, entry in stored.items() if _is_chosen(leaf_path, weights_only)}
     new, gone = _lone_parts(wanted, saved), _lone_parts(saved, wanted)
     parts = {
         **{
@@ -101,11 +105,15 @@ def _check_fit(
             for part in gone.values()
         },
     }
-    misfits = [f"{each} is in the state, and not in the checkpoint" for each in without(without(wanted, saved), new)]
-    misfits += [
-        f"{each} is in the checkpoint, and not in the state" for each in without(without(saved, wanted), gone)
+    misfits = [
+        f"{leaf_path} is in the state, and not in the checkpoint"
+        for leaf_path in without(without(wanted, saved), new)
     ]
-    misfits += filter(None, [_difference(*each, reader) for each in subset(wanted, saved).items()])
+    misfits += [
+        f"{leaf_path} is in the checkpoint, and not in the state"
+        for leaf_path in without(without(saved, wanted), gone)
+    ]
+    misfits += filter(None, [_difference(*item, reader) for item in subset(wanted, saved).items()])
     advice = "Restore into a state of the model and optimizer that it was saved from, or use another directory"
     if misfits and all(misfit.startswith("/extra") for misfit in misfits):
         advice = (
@@ -133,7 +141,7 @@ def _lone_parts(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> dict[st
     if unmatched := without(leaves, others):
         matched = {beginning for other in others for beginning in _beginnings(other)}
         for leaf_path in unmatched:
-            root = next((each for each in _beginnings(leaf_path) if each not in matched), "")
+            root = next((beginning for beginning in _beginnings(leaf_path) if beginning not in matched), "")
             if part := _PART.fullmatch(root):
                 lone[leaf_path] = part[1].replace("~1", "/").replace("~0", "~")
     return lone
@@ -142,7 +150,7 @@ def _lone_parts(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> dict[st
 def _beginnings(leaf_path: str) -> Iterator[str]:
     """Paths of a leaf of opt_state and of what it is in, the outermost first."""
     if leaf_path.startswith("/opt_state/"):
-        ends = [each.start() for each in re.finditer("/", leaf_path)][2:]
+        ends = [slash.start() for slash in re.finditer("/", leaf_path)][2:]
         yield from (leaf_path[:end] for end in [*ends, len(leaf_path)])
 
 
@@ -166,7 +174,7 @@ def _ways(
 def _advice_on_shapes(leaves: Mapping[str, Any], reader: Reader) -> str:
     """The line to write if leaves may have other shapes than the state's."""
     titles = [
-        ".".join(each.replace("~1", "/").replace("~0", "~") for each in leaf_path.split("/")[1:])
+        ".".join(key.replace("~1", "/").replace("~0", "~") for key in leaf_path.split("/")[1:])
         for leaf_path, leaf in leaves.items()
         if isinstance(leaf, Tensor) and not leaf_path.startswith("/opt_state/")
         if (about_saved := reader.tensors.get(reader.root(leaf_path))) and about_saved["shape"] != [*leaf.shape]
@@ -195,13 +203,15 @@ def _bound(
     them, which is the module's, is written over. If they were saved as two, the other gets a new tensor, and if the other
     is not restored, it keeps its value in a copy.
     """
-    writable = {each: leaf for each, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()}
+    writable = {
+        leaf_path: leaf for leaf_path, leaf in leaves.items() if isinstance(leaf, Tensor) and 0 not in leaf.stride()
+    }
     roots = same_memory(mapped(local, writable))  # for each tensor, the path of the first one in the same memory
     kept = {
         # The module's own stay its own, and the others keep their value in a copy.
-        each: leaf if each.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        for each, leaf in without(leaves, wanted).items()
-        if roots.get(each) in values
+        leaf_path: leaf if leaf_path.startswith(WEIGHTS) else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for leaf_path, leaf in without(leaves, wanted).items()
+        if roots.get(leaf_path) in values
     }
     writes: list[tuple[Tensor, Tensor]] = []
     for leaf_path, value in values.items():

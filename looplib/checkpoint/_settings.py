@@ -15,9 +15,9 @@ from torch import Tensor
 from looplib._core.checks import check, check_type, few
 from looplib._core.checksums import checksums
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.positions import PartlyRead, is_elastic, read_of_batch, same_samples
+from looplib._core.positions import PartlyRead, all_same_samples, is_elastic, read_of_batch
 from looplib._core.ranks import is_sharded
-from looplib._core.records import described, differences, other_settings
+from looplib._core.records import described, differences, kind_of, other_settings
 from looplib._core.secrets import without_secrets
 from looplib.checkpoint._format import counts_in, leaves_of, trees_of
 from looplib.types import Run, TrainState
@@ -37,7 +37,7 @@ class Settings:
         check_type("describe is", describe, (Mapping, type(None)), advice)
         settings = {str(name): setting for name, setting in (describe or {}).items()}
         self.described: dict[str, Any] = without_secrets(mapped(described, settings))
-        self._loaders = [name for name, setting in settings.items() if hasattr(setting, "resume")]
+        self._loaders = [name for name, setting in settings.items() if kind_of(setting) == "loader"]
 
     def description(self, state: TrainState) -> dict[str, Any]:
         """Settings as stored in a manifest, without the loaders of the state's run, which have an entry of their own."""
@@ -61,9 +61,15 @@ class Settings:
         if moved is None:
             _check_ranks(path, counts, stored, saved_loaders, loaders)
             _check_position(path, counts, stored, length)
-        elastic = moved is not None and is_elastic(saved_loaders[0], loaders[0])  # as many samples as asked for
+        elastic = moved is not None and all(map(is_elastic, saved_loaders, loaders))  # as many samples as asked for
         changed = [] if elastic else differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
-        changed = differences(*_of_common_parts(saved, self.description(template))) + changed
+        alike = [
+            name
+            for name in self._loaders
+            if elastic and name in saved and is_elastic(saved[name], self.described[name])
+        ]
+        settings = (without(description, alike) for description in (saved, self.description(template)))
+        changed = differences(*_of_common_parts(*settings)) + changed
         if loaders and saved_loaders and not described_before:  # else they have been compared under their names
             changed += [] if elastic else _differences_of_loaders(saved_loaders, loaders)
         seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
@@ -94,31 +100,48 @@ def _at_the_same_sample(
     part of the batch that was read, and by a line to print.
     """
     unmoved = None, partly_read, ""
-    if not (len(saved_loaders) == len(loaders) == 1 and same_samples(saved_loaders[0], loaders[0])):
+    epoch, batch, old_length = counts["epoch"], counts["batch"], counts["epoch_length"]
+    if not all_same_samples(saved_loaders, loaders) or (old_length is None) != (length is None):
         return unmoved
     was, now = saved_loaders[0]["batch_size"], loaders[0]["batch_size"]
-    epoch, batch, old_length = counts["epoch"], counts["batch"], counts["epoch_length"]
-    if (old_length is None) != (length is None):
-        return unmoved
-    sizes = f"A batch has {now} samples instead of {was}" + ("" if length is None else f", an epoch {length} batches")
+    sizes = _sizes_in_words(saved_loaders, loaders) + ("" if length is None else f", an epoch {length} batches")
     consumed = batch * was + read_of_batch(partly_read, epoch, batch)
     if not consumed:
-        return {}, partly_read, f"{sizes}"
-    last = was - read_of_batch(partly_read, epoch, batch - 1)
-    is_known = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
-    if length is None and batch and not is_known:  # a last batch of an epoch that may have been smaller
-        return unmoved
-    if length is not None and saved_loaders[0]["order"] == "stream":  # an epoch of batches, not of samples
-        return unmoved
+        return {}, partly_read, sizes
+    first, is_alone = saved_loaders[0], len(loaders) == 1
+    is_stream = first["order"] == "stream"
+    if batch and (length is None or is_stream):  # the last batch of an epoch may have been smaller
+        last = was - read_of_batch(partly_read, epoch, batch - 1)
+        is_full = partly_read[:2] == (epoch, batch) or counts["batch_samples"] == last
+        are_all_full = epoch or consumed == counts["samples"]
+        # Without epoch_length, an endless loader counts the batches of all epochs
+        is_one_epoch = is_stream or (first["max_batches"] is None and consumed <= (first["samples"] or 0))
+        if not (is_full and are_all_full and (length or (is_one_epoch and is_alone))):
+            return unmoved
     batch, read = divmod(consumed, now)
     if length is not None and batch >= length:
-        is_dropped = loaders[0]["drop_last"] and batch == length
-        return ({"epoch": epoch + 1, "batch": 0}, (0, 0, 0), sizes) if is_dropped else unmoved
+        is_over = all(_may_end_early(loader, length) for loader in loaders)
+        return ({"epoch": epoch + 1, "batch": 0}, (0, 0, 0), sizes) if is_over else unmoved
     return (
         {"batch": batch},
         (epoch, batch, read),
         f"{sizes}: epoch {epoch} continues after its first {consumed} samples",
     )
+
+
+def _sizes_in_words(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> str:
+    """The sizes of batches, before and now, as a sentence.
+
+    >>> _sizes_in_words([{"batch_size": 4}, {"batch_size": 2}], [{"batch_size": 6}, {"batch_size": 3}])
+    'Batches have 6 and 3 samples instead of 4 and 2'
+    """
+    before, now = (" and ".join(str(loader["batch_size"]) for loader in loaders) for loaders in (old, new))
+    return f"{'A batch has' if len(new) == 1 else 'Batches have'} {now} samples instead of {before}"
+
+
+def _may_end_early(loader: Mapping[str, Any], length: int) -> bool:
+    """True for a loader whose epochs of this many batches may leave samples of its dataset out."""
+    return bool(loader["drop_last"]) or loader["max_batches"] == length or loader["order"] == "stream"
 
 
 def _differences_of_loaders(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -129,7 +152,7 @@ def _differences_of_loaders(old: Sequence[Mapping[str, Any]], new: Sequence[Mapp
     >>> _differences_of_loaders([{"seed": 0}, {"seed": 1}], [{"seed": 0}])
     ['number of loaders was 2, is 1']
     """
-    before, after = [each for each in old if each not in new], [each for each in new if each not in old]
+    before, after = [loader for loader in old if loader not in new], [loader for loader in new if loader not in old]
     pairs = zip(before, after, strict=False)
     words = [word for was, now in pairs for word in differences({"loader": was}, {"loader": now})]
     return words + ([f"number of loaders was {len(old)}, is {len(new)}"] if len(old) != len(new) else [])
@@ -144,16 +167,16 @@ def _of_common_parts(*descriptions: Mapping[str, Any]) -> Iterator[dict[str, Any
     >>> [*_of_common_parts({"optimizer": {"AdamW": adamw}}, {"optimizer": {"clip": clip, "AdamW": adamw}})][1]
     {'optimizer': {'AdamW': {'class': 'AdamW', 'lr': 0.1}}}
     """
-    updates = [each.get("optimizer") for each in descriptions]
-    for own, update, other in zip(descriptions, updates, reversed(updates), strict=True):
-        yield {**own, "optimizer": _common(update, other)} if "optimizer" in own else {**own}
+    updates = [description.get("optimizer") for description in descriptions]
+    for description, update, other in zip(descriptions, updates, reversed(updates), strict=True):
+        yield {**description, "optimizer": _common(update, other)} if "optimizer" in description else {**description}
 
 
-def _common(own: Any, other: Any) -> Any:
-    if not (isinstance(own, Mapping) and isinstance(other, Mapping)) or "class" in own:
-        return own
-    parts = {name for name, value in own.items() if isinstance(value, Mapping) and "class" not in value}
-    return {name: _common(own[name], other.get(name)) for name in own if name not in parts - other.keys()}
+def _common(update: Any, other: Any) -> Any:
+    if not (isinstance(update, Mapping) and isinstance(other, Mapping)) or "class" in update:
+        return update
+    parts = {name for name, value in update.items() if isinstance(value, Mapping) and "class" not in value}
+    return {name: _common(update[name], other.get(name)) for name in update if name not in parts - other.keys()}
 
 
 def is_of_another_loader(state: TrainState) -> bool:
@@ -176,9 +199,9 @@ def _check_ranks(
             now.get("batch_size_per_rank") is None or size in (None, now["batch_size"]),
             f"{path} stands within an epoch, after batch {counts['batch']} of {size} samples, and with "
             f"batch_size_per_rank={now.get('batch_size_per_rank')} a batch has {now['batch_size']} here. A restore converts the "
-            "position for one loader that has changed in nothing else, without max_batches, over a dataset with indices or a "
-            f"stream that one process reads, if that has not ended. Finish this epoch with make_loader(..., batch_size={size}), "
-            "on any number of ranks",
+            "position if init_state was given the loaders, the batch sizes of all of them have changed by one factor and nothing "
+            "else has, for datasets with indices and for streams that one process reads and that have not ended. Finish this "
+            f"epoch with make_loader(..., batch_size={size}), on any number of ranks",
         )
 
 
@@ -227,8 +250,8 @@ def check_left_out(path: Path, left_out: Mapping[str, int], leaves: Mapping[str,
         f"{path} was saved without the parameters of its base model, and the state has no {few([*missing], 3)}: make the "
         "state with the model that the checkpoint was saved with. Is it wrapped, as by peft.get_peft_model?",
     )
-    found = _checksums(subset(leaves, left_out))
-    others = [leaf_path for leaf_path, checksum in left_out.items() if found[leaf_path] != checksum]
+    checksums_here = _checksums(subset(leaves, left_out))
+    others = [leaf_path for leaf_path, checksum in left_out.items() if checksums_here[leaf_path] != checksum]
     check(
         not others,
         f"{path} was saved without the parameters of its base model, and {len(others)} of the state's are others: "

@@ -186,11 +186,6 @@ def check_fits(model: nn.Module, state: TrainState) -> None:
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
 
 
-def innermost(model: nn.Module) -> nn.Module:
-    """The module within torch's wrappers."""
-    return [module for name, module in _modules.named_modules(model) if not name][-1]
-
-
 def lend(model: nn.Module, state: TrainState, body: Callable[[], Any]) -> Any:
     """Call `body()` while the module holds the state's values."""
     check_fits(model, state)

@@ -6,8 +6,7 @@ can make again, such as a record of your own, is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check, few
+from looplib._core.patterns import Patterns
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._read import Reader
 from looplib.metrics import Mean, Window
@@ -66,7 +66,7 @@ def _plain(name: Any) -> int | str:
 
 
 def with_saved_shapes(
-    template: TrainState, structure: Any, reader: Reader, resized: Mapping[str, None], weights_only: bool
+    template: TrainState, structure: Any, reader: Reader, resized: Iterable[str], weights_only: bool
 ) -> TrainState:
     """The state into whose structure a checkpoint is restored: with the shapes and sizes that were saved, where named.
 
@@ -74,21 +74,16 @@ def with_saved_shapes(
         structure: that of the saved `extra`.
         resized: patterns of names, as `CheckpointIO.restore` describes them.
     """
-    unused = dict(resized)
-
-    def is_named(node_path: Path) -> bool:
-        titles = [title_of(node_path[:end]) for end in range(1, len(node_path) + 1)]
-        matching = [each for each in resized if any(title == each or fnmatchcase(title, each) for title in titles)]
-        for each in matching:
-            unused.pop(each, None)
-        return bool(matching)
+    patterns = Patterns(resized)
+    is_named = patterns.match
 
     def of_saved_shape(leaf: Any, leaf_path: Path) -> Any:
         saved = reader.tensors.get(reader.root(trees.pointer(leaf_path)))
         if not isinstance(leaf, Tensor) or saved is None or saved["shape"] == [*leaf.shape]:
             return leaf
         check(
-            not is_sharded(leaf), f"{title_of(leaf_path)} is sharded, and keeps its shape: leave it out of resized="
+            not is_sharded(leaf),
+            f"{trees.dotted(leaf_path)} is sharded, and keeps its shape: leave it out of resized=",
         )
         return _empty(saved["shape"], leaf.dtype, leaf.device, leaf.requires_grad)
 
@@ -126,6 +121,7 @@ def with_saved_shapes(
             rest = iter(of_leaves)
             new["opt_state"] = trees.map_leaves(lambda _: next(rest), template.opt_state)
         new["extra"] = grown(template.extra, structure, ("extra",))
+    unused = [pattern for pattern in patterns.patterns if pattern not in patterns.used]
     check(
         not unused,
         f"resized names {few([*map(repr, unused)])}, and the state has nothing of that name: give names such as 'params.means', "
@@ -146,7 +142,7 @@ def _rebuilt(saved: Any, node: Any, path: Path, reader: Reader, home: torch.devi
     if saved is None:
         check(
             inner is not None,
-            f"the checkpoint has {title_of(path)}, a container that is neither list, tuple nor dict and can be restored only "
+            f"the checkpoint has {trees.dotted(path)}, a container that is neither list, tuple nor dict and can be restored only "
             "into a state that has it: name what is in it and grows in resized=, not what it is in",
         )
         return node
@@ -154,11 +150,6 @@ def _rebuilt(saved: Any, node: Any, path: Path, reader: Reader, home: torch.devi
     ((kind, children),) = saved.items()
     new = [_rebuilt(child, held.get(name), (*path, name), reader, home) for name, child in children]
     return _OF_NAMES[kind]([name for name, _ in children], new)
-
-
-def title_of(path: Path) -> str:
-    """A path as `resized` has it: `params.means`."""
-    return ".".join(map(str, path))
 
 
 def _children(saved: Any) -> dict[Any, Any]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from looplib._core.hints import in_room as _in_room
 from looplib._core.samples import count_samples
-from looplib.data._blocks import shards, shuffled_blocks
+from looplib.data._blocks import shards, shuffled_blocks, shuffled_stream
 from looplib.data._growing import growing
 from looplib.data._loader import Loader, make_loader
 from looplib.data._microbatches import collate_microbatches
@@ -39,6 +39,7 @@ __all__ = [
     "shards",
     "shuffled",
     "shuffled_blocks",
+    "shuffled_stream",
     "weighted",
     "windows",
     "with_position",

@@ -118,7 +118,8 @@ def check_stream(dataset: Any, order: Order | None, max_batches: int | None, num
     check(
         order is None or order.any_length,
         f"order={order!r} is given for a stream ({kind}), whose order is its own; a source that can be read from any sample on "
-        "becomes a dataset with indices by ll.data.shards(read, lengths, buffer=...)",
+        "becomes a dataset with indices by ll.data.shards(read, lengths, buffer=...), or is shuffled without known lengths by "
+        "ll.data.shuffled_stream(read, buffer=...)",
     )
     check(
         not (num_workers and isinstance(dataset, IterDataPipe)),

@@ -1,15 +1,15 @@
-"""Block shuffling: a shuffle buffer whose position is a number, and shards that are read block by block."""
+"""Block shuffling: a shuffle buffer whose position is a number, for datasets with indices, shards and streams."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from looplib._core.checks import check, check_count, is_count
 from looplib._core.random import mix
@@ -46,15 +46,15 @@ class Shards(Dataset[Any]):
         while first < end:
             shard = bisect_right(self._ends, first)
             begin = self._ends[shard - 1] if shard else 0
-            count = min(end, self._ends[shard]) - first
-            samples = [*islice(self._read(shard, first - begin), count)]
+            length = min(end, self._ends[shard]) - first
+            samples = [*islice(self._read(shard, first - begin), length)]
             check(
-                len(samples) == count,
+                len(samples) == length,
                 f"shard {shard} ended after {first - begin + len(samples)} samples, and its length is "
                 f"{self._ends[shard] - begin}: give shards(lengths=...) the numbers of samples that the shards have",
             )
             yield from samples
-            first += count
+            first += length
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_blocks": {}}  # workers read their own
@@ -123,8 +123,9 @@ def shuffled_blocks(buffer: int) -> Order:
     it held. In such a buffer a sample may come much later than it is stored; here it moves by less than `buffer`. Neither
     mixes samples that are stored far apart, so store them in random order.
 
-    The dataset needs a length and an index: an array, a memory map, a Hugging Face `Dataset`, or files of which `ll.data.shards`
-    makes one. A stream without an index is refused. The order takes 8 bytes per sample on each rank, as any order does.
+    The dataset needs a length and an index: an array, a memory map, a Hugging Face `Dataset`, or files of which
+    `ll.data.shards` makes one. For a stream without an index, see `ll.data.shuffled_stream`. The order takes 8 bytes per sample
+    on each rank, as any order does.
 
     Args:
         buffer: number of samples in a block. For `ll.data.shards`, its own `buffer`.
@@ -135,17 +136,81 @@ def shuffled_blocks(buffer: int) -> Order:
     check_count("buffer", buffer)
 
     def draw(epoch: Epoch) -> Tensor:
-        held = getattr(epoch.dataset, "buffer", buffer) if isinstance(epoch.dataset, Shards) else buffer
+        held = epoch.dataset.buffer if isinstance(epoch.dataset, Shards) else buffer
         check(
             held == buffer,
             f"the shards have buffer={held}, and the order is shuffled_blocks({buffer}); give both the same",
         )
         blocks = torch.split(torch.arange(epoch.samples, device="cpu"), buffer)
-        return torch.cat([block[_permutation(len(block), epoch, number)] for number, block in enumerate(blocks)])
+        return torch.cat(
+            [block[_permutation(len(block), epoch.seed, epoch.number, number)] for number, block in enumerate(blocks)]
+        )
 
     return Order(f"shuffled_blocks({buffer})", draw, shuffles=True, distinct=True)
 
 
-def _permutation(length: int, epoch: Epoch, block: int) -> Tensor:
-    generator = torch.Generator().manual_seed(mix(BLOCK, epoch.seed, epoch.number, block))
+class ShuffledStream(IterableDataset[Any]):
+    """Stream of samples that is shuffled block by block, and can begin at any sample."""
+
+    def __init__(self, read: Callable[[int], Iterable[Any]], buffer: int) -> None:
+        self.buffer, self._read = buffer, read
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples(0, 0, 0)
+
+    def samples(self, start: int, seed: int, epoch: int) -> Iterator[Any]:
+        """Samples of an epoch from that with this number on."""
+        first, offset = divmod(start, self.buffer)
+        reading = iter(self._read(first * self.buffer))
+        for block in count(first):
+            held = [*islice(reading, self.buffer)]
+            for place in _permutation(len(held), seed, epoch, block).tolist()[offset:]:
+                yield held[place]
+            if len(held) < self.buffer:
+                return
+            offset = 0
+
+    def has(self, index: int) -> bool:
+        """True if there is a sample with this number."""
+        return any(True for _ in islice(self._read(index), 1))
+
+
+def shuffled_stream(read: Callable[[int], Iterable[Any]], *, buffer: int) -> ShuffledStream:
+    """Stream with a shuffle buffer whose position is a number, for a source that can be read from any sample on.
+
+    >>> import looplib as ll
+    >>> def read(start):  # the samples of the source, from the one with this number on
+    ...     return iter(range(start, 10))
+    >>> loader = ll.make_loader(ll.data.shuffled_stream(read, buffer=4), batch_size=4)
+    >>> [sorted(batch.tolist()) for batch in loader(ll.TrainState())]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    >>> first, second, third = loader(ll.TrainState())
+    >>> next(loader(ll.TrainState(batch=1))).equal(second)  # reads the second block alone
+    True
+
+    The order is that of `ll.data.shuffled_blocks`, and the number of samples need not be known. A resumed run reads one
+    buffer, or two if its next batch lies in two. The batches are the same with any number of ranks and workers, and
+    `with_position` is not needed. Each rank and each worker reads the whole source, and keeps its own samples.
+
+    For a Hugging Face `IterableDataset`, `read` is `lambda start: dataset.skip(start)`, which reads what it skips again, but
+    neither decodes nor maps it if `map` comes after `skip`. With shards whose lengths are known, `ll.data.shards` reads
+    only the shard that it needs.
+
+    Draws in `read` from the global random streams are not reproducible. Draw in `collate_fn`, which is seeded for each batch.
+
+    Args:
+        read: `read(start)`, an iterable over the samples of the source from `start` on, in the same order each time.
+        buffer: number of samples in a block.
+
+    Raises:
+        TypeError: `read` is not a function.
+        ValueError: `buffer` is below 1; or, from the loop, the source ends before the sample at which the run stands.
+    """
+    check(callable(read), f"read is a {type(read).__name__}; give a function start -> samples", TypeError)
+    check_count("buffer", buffer)
+    return ShuffledStream(read, buffer)
+
+
+def _permutation(length: int, seed: int, epoch: int, block: int) -> Tensor:
+    generator = torch.Generator().manual_seed(mix(BLOCK, seed, epoch, block))
     return torch.randperm(length, generator=generator, device="cpu")

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from looplib._core import trees
 from looplib._core.checks import check, warn
 from looplib._core.iterations import Iteration, begin_iteration, warn_of_position
+from looplib._core.mappings import without
 from looplib._core.positions import read_of_batch
 from looplib._core.ranks import is_alone, rank, rank_and_size
 from looplib._core.records import Call, Code, differences, kinds_of_classes, other_settings, with_repr
@@ -129,7 +130,7 @@ class Loader:
         """
         return self._batches(self._read(state, again=True), Iteration(), pairs=True)
 
-    def indices(self, state: TrainState) -> Tensor | None:
+    def indices(self, state: TrainState) -> Tensor | tuple[Any, ...] | None:
         """Dataset indices of the samples in the next batch, without reading them.
 
         >>> import looplib as ll, torch
@@ -138,15 +139,17 @@ class Loader:
         tensor([4])
 
         The result is an int64 tensor of shape (samples,). It covers this rank's part of the batch. Streams return None,
-        since their samples have no indices.
+        since their samples have no indices. Of `zipped` loaders, it is a tuple with the indices of each.
         """
+        check_state(state, "loader.indices(state)")
+        indices: Tensor | tuple[Any, ...] | None = self._indices(state, self._samples_read(state))
+        return indices
+
+    def _indices(self, state: TrainState, read: int) -> Any:
         if isinstance(self.source, Streamed):
             return None
-        check_state(state, "loader.indices(state)")
-        read, ranks = self._samples_read(state), rank_and_size() if self.divide else (0, 1)
-        job = next(self.source.jobs(state, *ranks, again=True, read=read))
-        keys: Tensor = job.keys
-        return keys
+        ranks = rank_and_size() if self.divide else (0, 1)
+        return next(self.source.jobs(state, *ranks, again=True, read=read)).keys
 
     def resume(self, state: TrainState) -> TrainState:
         """Continue a run with a different batch size or dataset: convert the state's position to this loader's batches.
@@ -214,10 +217,17 @@ class Loader:
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "max_batches": self.max_batches,
-            **({"workers": self.source.engines.workers} if isinstance(self.source, Streamed) else {}),
+            **self._described_stream(),
             **({} if self.divide else {"divide": False}),
             **({} if self.batch_size_per_rank is None else {"batch_size_per_rank": self.batch_size_per_rank}),
         }
+
+    def _described_stream(self) -> dict[str, int]:
+        if not isinstance(self.source, Streamed):
+            return {}
+        if self.source.seekable:  # any workers read the same batches
+            return {"buffer": self.source.seekable.buffer}
+        return {"workers": self.source.engines.workers}
 
     def _described_order(self) -> str:
         if isinstance(self.source, Streamed):
@@ -238,10 +248,25 @@ class Loader:
         return self.source.read(state, *(rank_and_size() if self.divide else (0, 1)), again=again, read=read)
 
     def _samples_read(self, state: TrainState) -> int:
-        """Samples of the state's batch that the run has read before it, if this is the loader that counts its batches."""
-        loaders = state.run.known_loaders
-        is_first = bool(loaders) and loaders[0] == self.description
-        return read_of_batch(state.run.partly_read, state.epoch, state.batch) if is_first else 0
+        """Samples of the state's batch that the run has read before it, if this loader is known to the run.
+
+        They are counted in the first of the run's loaders, whatever stands beside it (`zipped`). The others have read the same
+        part of their batch.
+        """
+        loaders, description, beside = state.run.known_loaders, self.description, ("beside",)
+        read = read_of_batch(state.run.partly_read, state.epoch, state.batch)
+        if not read or not loaders or without(loaders[0], beside) == without(description, beside):
+            return read if loaders else 0
+        if description not in loaders:
+            return 0
+        size, of_first = self.batch_size or 0, loaders[0].get("batch_size") or 1
+        check(
+            size and read * size % of_first == 0,
+            f"the run has read {read} samples of the batch of {of_first} at which the state stands, and no part of a batch of "
+            f"{size} says what {self.call} has read: its batch size and that of the run's first loader have to change by the same "
+            "factor, or at the end of an epoch",
+        )
+        return read * size // of_first
 
     def _check_ranks(self) -> None:
         ranks, size = rank_and_size()[1], self.batch_size_per_rank
@@ -387,16 +412,19 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     both cases, also within an epoch: `ckpt.restore(state)` continues at the next sample. With `batch_size_per_rank`, the
     position is counted in the new batches from there. If the next sample is in the middle of one, the first batch has the
     samples that are left of it. The order of the samples is a function of (seed, epoch), so each comes once in an epoch,
-    in the same order on any ranks. Only `drop_last` drops other samples at the end.
+    in the same order on any ranks. Only `drop_last` drops other samples at the end, and epochs of `max_batches`, or of the
+    `epoch_length` of a stream, have as many batches of the new size. Several loaders stay together if all have a batch size
+    per rank. Within an epoch, `zipped` loaders and a stream that several workers read are refused.
 
-    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
-    every call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its
-    position. An epoch is one pass, after which you call `state = ll.state.end_epoch(state)`; or `epoch_length` batches, if
-    the state has one. Its `set_epoch(epoch)` is called if it exists. Draws are a function of (seed, epoch), and with
-    workers, of the worker's index. Each worker iterates over the dataset for itself, which divides its samples by
-    `torch.utils.data.get_worker_info()`, or each sample comes once for each worker. Another `num_workers` gives other
-    batches, so keep it within an epoch. Each rank reads the whole stream and collates its own samples. A stream that gives
-    each rank different samples needs `divide=False`; see "Train on a stream" in the cookbook.
+    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at every
+    call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its position, or the
+    stream is one of `ll.data.shuffled_stream`, which begins anywhere. An epoch is one pass, after which you call `state =
+    ll.state.end_epoch(state)`; or `epoch_length` batches, if the state has one. Its `set_epoch(epoch)` is called if it
+    exists. Draws are a function of (seed, epoch), and with workers, of the worker's index. Each worker iterates over the
+    dataset for itself, which divides its samples by `torch.utils.data.get_worker_info()`, or each sample comes once for each
+    worker. Another `num_workers` gives other batches, so keep it within an epoch. Each rank reads the whole stream and
+    collates its own samples. A stream that gives each rank different samples needs `divide=False`; see "Train on a stream" in
+    the cookbook.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is a batch. Each rank reads the whole
     item and takes its samples from every tensor, array and list in it.
@@ -407,9 +435,13 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given: dict[str, Any] = {"batch_size": batch_size, "batch_size_per_rank": batch_size_per_rank, "order": order}
-        given = {**given, "drop_last": drop_last or None, "collate_fn": collate_fn}
-        settings = _arguments.settings_of(dataset, given | dataloader_options)
+        arguments: dict[str, Any] = {
+            "batch_size": batch_size,
+            "batch_size_per_rank": batch_size_per_rank,
+            "order": order,
+        }
+        arguments = {**arguments, "drop_last": drop_last or None, "collate_fn": collate_fn}
+        settings = _arguments.settings_of(dataset, arguments | dataloader_options)
         return make_loader(
             dataset.dataset,
             seed=seed,
@@ -501,7 +533,7 @@ def _check_stream(state: TrainState, description: Mapping[str, Any]) -> None:
     """Raise ValueError if the rest of a stream's epoch would come in other batches, whose position is not known."""
     loaders = loaders_of_position(state) if state.batch and description["order"] == "stream" else ()
     for loader in () if description in loaders else loaders:
-        sizes = {name: description.get(name) for name in ("batch_size", "workers")}
+        sizes = {name: description[name] for name in ("batch_size", "workers", "buffer") if name in description}
         was = ", ".join(f"{name}={loader.get(name)}" for name, now in sizes.items() if loader.get(name) != now)
         check(
             {**loader, **sizes} != description,
@@ -543,7 +575,6 @@ def _compare(state: TrainState, description: Mapping[str, Any]) -> None:
 
 def _with_loader(run: Run, description: Mapping[str, Any]) -> Run:
     """The record of a run whose position has been converted to the batches of a loader."""
-    loaders = run.known_loaders
-    if description not in loaders:
-        loaders = (description, *loaders[1:])
+    others = (loader for loader in run.known_loaders[1:] if loader != description)
+    loaders = (description, *others)
     return replace(run, loaders=loaders, saved_loaders=loaders if run.restored else ())

@@ -94,4 +94,5 @@ def _next_of(size: int, read: int, count: int, *seeds: int) -> Tensor:
     check(size, "a dataset of the mixture has a weight, and no samples; give it the weight 0")
     passes = range(read // size, (read + count - 1) // size + 1)
     seeded = [torch.Generator().manual_seed(mix(MIXTURE, *seeds, number)) for number in passes]
-    return torch.cat([torch.randperm(size, generator=each, device="cpu") for each in seeded])[read % size :][:count]
+    orders = [torch.randperm(size, generator=generator, device="cpu") for generator in seeded]
+    return torch.cat(orders)[read % size :][:count]

@@ -217,8 +217,8 @@ def with_position(loader: Any, state: TrainState) -> TrainState:
             f"the state is at batch {state.batch} of epoch {state.epoch}, and the loader has yielded {batch} of epoch "
             f"{epoch}: call with_position between two batches, with the newest state",
         )
-        own = dataset.state_dict()
-        ranks = [own] if loader.divide else together_with_data().gather(own)
+        position = dataset.state_dict()
+        ranks = [position] if loader.divide else together_with_data().gather(position)
         text = json.dumps({"epoch": epoch, "batch": batch, "ranks": ranks})
     return state.replace(extra={**extra, KEY: text})
 

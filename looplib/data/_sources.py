@@ -16,6 +16,7 @@ from looplib._core import torch_private, trees
 from looplib._core.checks import check, is_plain, warn
 from looplib._core.random import mix
 from looplib._core.ranks import is_first
+from looplib.data._blocks import ShuffledStream
 from looplib.data._orders import Order
 from looplib.data._plan import Plan, own_rows
 from looplib.data._position import check_position, stored_position
@@ -136,7 +137,10 @@ class Stream(Reader):
         return items[low:high], size
 
     def _begun(self, job: Next) -> Iterator[Any]:
-        info, before = get_worker_info(), 0 if job.position is None else job.batch
+        info: Any = get_worker_info()
+        if isinstance(self.dataset, ShuffledStream):
+            return self._begun_at(job.batch, job.epoch, info.num_workers if info else 1)
+        before = 0 if job.position is None else job.batch
         seed_streams(mix(STREAM, self.seed, job.epoch, info.id if info else 0, *([before] if before else [])))
         if job.position is not None and not before:
             self.dataset.load_state_dict(copy.deepcopy(job.position))  # of the start, which may hold the first epoch
@@ -145,6 +149,12 @@ class Stream(Reader):
         if before:
             self.dataset.load_state_dict(copy.deepcopy(job.position))  # of this epoch, which set_epoch may start over
         return iter(self.dataset)
+
+    def _begun_at(self, batch: int, epoch: int, workers: int) -> Iterator[Any]:
+        """Samples of a batch and of each later one that is this worker's turn."""
+        seed_streams(mix(STREAM, self.seed, epoch, batch))
+        samples = self.dataset.samples(batch * self.batch_size, self.seed, epoch)
+        return (sample for number, sample in enumerate(samples) if number // self.batch_size % workers == 0)
 
 
 def warn_if_alike(name: str, begun: Sequence[Any]) -> None:
@@ -179,6 +189,7 @@ class Streamed:
     Attributes:
         engines: read the batches.
         name: the stream's name in errors.
+        seekable: the dataset, if a pass may begin at any batch.
         keeps_position: True if the dataset has `state_dict`, and is read in this process.
         fresh: the dataset's state before anything was read.
         divide: True if all ranks read the same samples.
@@ -190,6 +201,7 @@ class Streamed:
 
     def __init__(self, engines: Engines, dataset: Any, divide: bool) -> None:
         self.engines, self.name, self.divide = engines, f"the stream ({type(dataset).__name__})", divide
+        self.seekable = dataset if isinstance(dataset, ShuffledStream) else None
         # Workers and pin_memory read ahead of the loop.
         self.keeps_position = (
             engines.in_process and hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
@@ -211,7 +223,7 @@ class Streamed:
         workers = self.engines.workers
 
         def batches() -> Iterator[Any]:
-            count = before = 0 if position is None else first
+            count = before = first if self.seekable or position is not None else 0
             start = self.fresh if position is None and self.moved else position
             self.moved = self.moved or position is not None
             jobs = (
@@ -236,6 +248,8 @@ class Streamed:
                         if count > first:
                             yield part
                 self.moved = False  # the dataset stands where it would without the position
+            if self.seekable and first and count == first:
+                self._check_reached(first, read)
             check(count or read, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
             lost = (
                 ""
@@ -256,3 +270,13 @@ class Streamed:
             )
 
         return batches()  # which holds no state: a loop would keep it alive until the end of the epoch
+
+    def _check_reached(self, batch: int, read: int) -> None:
+        """Raise ValueError if the stream has ended before the batch that the run has read last."""
+        size = self.engines.reader.batch_size
+        last = batch * size + read - 1 if read else (batch - 1) * size
+        check(
+            self.seekable is not None and self.seekable.has(last),
+            f"{self.name} has no sample {last}, and the state stands after it, at batch {batch}: has the source fewer samples "
+            "than before, or the loader another batch_size?",
+        )

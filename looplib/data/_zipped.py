@@ -18,7 +18,7 @@ from looplib._core.iterations import Iteration
 from looplib._core.records import with_repr
 from looplib._core.samples import as_counter, counted
 from looplib.data._loader import Loader
-from looplib.types import TrainState, check_state
+from looplib.types import TrainState
 
 Batches = Generator[Any, None, None]
 
@@ -28,6 +28,9 @@ class Endless(Loader):
     """A loader that continues with the next epoch. Its attributes are those of the loader in it."""
 
     _loader: Loader = field(kw_only=True)
+
+    def _check_ranks(self) -> None:
+        self._loader._check_ranks()  # noqa: SLF001
 
     def _read(self, state: TrainState, *, again: bool, read: int = 0) -> Batches:
         return _epochs(self._loader, self._position(state), read)
@@ -41,10 +44,17 @@ class Endless(Loader):
         more, batch = divmod(state.batch, len(self)) if state.epoch_length is None else (0, state.batch)
         return TrainState(epoch=state.epoch + more, batch=batch, epoch_length=state.epoch_length or len(self))
 
-    def indices(self, state: TrainState) -> Any:
-        """Dataset indices of the samples in the next batch."""
-        check_state(state, "loader.indices(state)")
-        return self._loader.indices(self._position(state))
+    def _indices(self, state: TrainState, read: int) -> Any:
+        return self._loader._indices(self._position(state), read)  # noqa: SLF001
+
+    def resume(self, state: TrainState) -> TrainState:
+        """Convert a position as the loader in it does."""
+        return self._loader.resume(state)
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """Description of the loader in it, whose batches these are."""
+        return self._loader.description
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,15 +64,18 @@ class Zipped(Loader):
     _loaders: tuple[Loader, ...] = field(kw_only=True)
     _count_samples: Callable[[Any], int] | None = field(kw_only=True)
 
+    def _check_ranks(self) -> None:
+        for loader in self._loaders:
+            loader._check_ranks()  # noqa: SLF001
+
     def _batches(self, source: Any, iteration: Iteration, *, pairs: bool = False) -> Batches:
         check(not pairs, f"{self.call} is for training: evaluate with each loader alone", TypeError)
         return _counted(source, iteration)
 
     def _read(self, state: TrainState, *, again: bool, read: int = 0) -> Batches:
-        check(not read, f"the position is within a batch of {self.call}, whose other loaders have none there")
         first, *others = self._loaders
         position = partial(_position_after, count=self._consumed(state))
-        batches = first._batches(first._read(state, again=again), Iteration())  # noqa: SLF001
+        batches = first._batches(first._read(state, again=again, read=read), Iteration())  # noqa: SLF001
         rest = [_epochs(loader, position(loader)) for loader in others]
         return self._side_by_side([batches, *rest])  # which holds no state: a loop would keep it alive
 
@@ -99,12 +112,12 @@ class Zipped(Loader):
         )
         return state.epoch * (length or 0) + state.batch
 
-    def indices(self, state: TrainState) -> Any:
-        """Dataset indices of the samples in the next batch of each loader, as a tuple."""
-        check_state(state, "loader.indices(state)")
+    def _indices(self, state: TrainState, read: int) -> Any:
+        """Those of each loader, as a tuple."""
         first, *others = self._loaders
         count = self._consumed(state)
-        return first.indices(state), *(loader.indices(_position_after(loader, count)) for loader in others)
+        rest = [loader._indices(_position_after(loader, count), 0) for loader in others]  # noqa: SLF001
+        return first._indices(state, read), *rest  # noqa: SLF001
 
     def resume(self, state: TrainState) -> TrainState:
         """Refuse: with a different number of batches in an epoch, the other loaders would stand elsewhere."""

@@ -137,7 +137,7 @@ def _rates(counts: dict[str, int], seconds: float, prefix: str, divide: bool) ->
     """Rates of all ranks that divide the batches: their total counts over the longest time."""
     ranks = gather((counts, seconds)) if divide else [(counts, seconds)]
     longest = max(taken for _, taken in ranks)
-    totals = {name: sum(own[name] for own, _ in ranks) for name in counts}
+    totals = {name: sum(of_rank[name] for of_rank, _ in ranks) for name in counts}
     values = {f"{prefix}{name}_per_second": total / longest for name, total in totals.items()}
     return values | {f"{prefix}seconds": longest}
 
@@ -205,8 +205,8 @@ def _records(
                     held = [merge(*held)]
                 if count is not None:
                     count(batch)
-    own = merge(*held) if held else None
-    records = merged(own, metrics) if reading.divide else own
+    of_this_rank = merge(*held) if held else None
+    records = merged(of_this_rank, metrics) if reading.divide else of_this_rank
     empty = "the iterable is empty, or a generator that was used up; give a list, a DataLoader or a loader"
     check(records is not None, f"{function} got no batches: {empty}")
     return dict(records or {})

@@ -70,14 +70,14 @@ def resume(folder: Path, described: Mapping[str, Any]) -> list[Batch]:
     folder.mkdir(parents=True, exist_ok=True)
     for partial in folder.glob(f"*{_PARTIAL}"):  # of a process that was killed
         partial.unlink()
-    found = _described(folder)
+    saved = _described(folder)
     if not any(folder.glob("batch-*.pt")):
         _write(folder / ABOUT, lambda file: file.write(orjson.dumps(described)))
         return []
     for part, other in (("state", "another state"), ("batches", "other batches")):
         check(
-            found[part] == described[part],
-            f"{folder} holds predictions of {other}, {found[part]}, and these are {described[part]}: give the same, or "
+            saved[part] == described[part],
+            f"{folder} holds predictions of {other}, {saved[part]}, and these are {described[part]}: give the same, or "
             "another path, or delete it to start over",
         )
     return [read_batch(path, mmap=True)._replace(columns={}) for path in files_of(folder)]
@@ -91,8 +91,8 @@ def _described(folder: Path) -> Mapping[str, Any]:
         check(not others, f"{folder} holds {few(others)} and no {ABOUT}: give a new folder")
         return {}
     try:
-        found = orjson.loads(about.read_bytes())
-        return {"state": found["state"], "batches": found["batches"]}
+        description = orjson.loads(about.read_bytes())
+        return {"state": description["state"], "batches": description["batches"]}
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
         raise ValueError(
             f"{about} holds something that predict_to does not write ({error!r}): give another path"

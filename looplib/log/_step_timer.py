@@ -317,11 +317,11 @@ def slowest_rank(costs: Mapping[str, float]) -> dict[str, Any]:
     Raises:
         ValueError: the costs have no such parts, or different ones on different ranks.
     """
-    own = {part: costs[f"{part}_seconds"] for part in _ALONE if f"{part}_seconds" in costs}
+    seconds = {part: costs[f"{part}_seconds"] for part in _ALONE if f"{part}_seconds" in costs}
     together_with_data().barrier()
-    ranks = _ranks.gather(own)
+    ranks = _ranks.gather(seconds)
     check(
-        own and len({*map(tuple, ranks)}) == 1,
+        seconds and len({*map(tuple, ranks)}) == 1,
         "slowest_rank compares costs of step_timer.read(), without a prefix and with the same names on all ranks, and found "
         f"the parts {', '.join(map(str, map(list, ranks)))}",
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check_number
+from looplib._core.checks import check, check_number
 from looplib.optim._optimizer import set_hyperparameters
 from looplib.predicates import at_plateau, update_best
 from looplib.types import TrainState
@@ -18,7 +20,7 @@ def reduce_on_plateau(
     scores: Mapping[str, float],
     *,
     factor: float = 0.1,
-    min_lr: float = 0.0,
+    min_lr: float | Sequence[float] = 0.0,
     eps: float = 1e-8,
     key: str = "plateau",
 ) -> TrainState:
@@ -45,24 +47,35 @@ def reduce_on_plateau(
             saving.
         scores: name -> value, as returned by `evaluate`; the same on all ranks.
         factor: factor for the learning rate, from 0 to below 1.
-        min_lr: lower bound of the learning rate, in all groups.
+        min_lr: lower bound of the learning rate, in all groups; or a list of one for each of the optimizer's `groups`, in their
+            order, and a last one for the other parameters. Those of a `partition` follow its labels.
         eps: changes of the learning rate that are not above this are left out.
         key: key of the record in `state.extra`.
 
     Raises:
         ValueError: there is no `Plateau` under `key`, its metric is not among the scores, an argument is out of range, or the
-            learning rate is not injected.
+            learning rate is not injected, or `min_lr` is a list of another length than the groups.
 
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`, whose bits the rates of torch's classes have.
     """
     check_number("factor", factor, lambda factor: 0 <= factor < 1, "give a number of at least 0 and below 1")
-    for name, value in (("min_lr", min_lr), ("eps", eps)):
+    floors = min_lr if isinstance(min_lr, Sequence) else None
+    bounds: Iterator[Any] = repeat(min_lr) if floors is None else iter(floors)
+    for name, value in (*(("min_lr", floor) for floor in ([min_lr] if floors is None else floors)), ("eps", eps)):
         check_number(name, value, lambda value: value >= 0, "give a number of at least 0")
+    rates: list[Tensor] = []  # of the groups so far
 
     def reduced(lr: Tensor) -> Tensor:
-        new = (lr * factor).clamp(min=min_lr)
+        rates.append(lr)
+        new = (lr * factor).clamp(min=next(bounds, 0.0))
         return torch.where(lr - new > eps, new, lr) if now(state) else lr
 
     # Set in any case, so that a rate that is not injected is refused now, and not at the first plateau.
     state, now = update_best(state, scores, key), at_plateau(key=key)
-    return set_hyperparameters(state, lr=reduced)
+    state = set_hyperparameters(state, lr=reduced)
+    check(
+        floors is None or len(floors) == len(rates),
+        f"min_lr has {len(floors or ())} entries, and the optimizer has {len(rates)} groups with an injected lr, the parameters "
+        "that are in none of groups= being the last: give one number for each, or a number for all",
+    )
+    return state

@@ -71,7 +71,12 @@ def take_rows(
     with torch.no_grad():
         for name in dict.fromkeys([*rows, *added]):
             before = params[name]
-            check(before.ndim and not is_sharded(before), f"{name} is a scalar or sharded, and has no rows to take")
+            check(before.ndim, f"{name} is a scalar and has no rows: leave it out of rows and append")
+            check(
+                not is_sharded(before),
+                f"{name} is sharded, and its rows belong to ranks: train the module with DistributedDataParallel, which has all "
+                "of them on each rank",
+            )
             kept[name] = _indices(name, rows.get(name), before)
             extra = added.get(name, before.detach()[:0])
             check(

@@ -8,7 +8,7 @@ Defaults are those of torch's schedulers where torch has them.
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from looplib._core.hints import in_room as _in_room
-from looplib.schedules._cycles import cosine_restarts, cyclic, one_cycle
+from looplib.schedules._cycles import cosine_restarts, one_cycle
 from looplib.schedules._decay import (
     constant,
     cosine,
@@ -26,7 +26,6 @@ __all__ = [
     "constant",
     "cosine",
     "cosine_restarts",
-    "cyclic",
     "exponential",
     "inverse_sqrt",
     "join",

@@ -1,4 +1,4 @@
-"""Cyclical schedules."""
+"""Schedules with cycles: cosine restarts and the one-cycle policy."""
 
 from __future__ import annotations
 
@@ -56,47 +56,6 @@ class cosine_restarts(_Schedule):
             length *= self.growth
         weight = 0.5 * (1.0 + math.cos(math.pi * (position / length)))
         return _mix(self.start, self.final, weight)
-
-
-@dataclass(frozen=True, slots=True)
-class cyclic(_Schedule):
-    """Cyclical learning rate: from `start` up to `peak` in `rise` steps and back in `fall` steps, repeated.
-
-    >>> import looplib as ll
-    >>> lr = ll.schedules.cyclic(1.0, rise=2, fall=4, start=0.0, cycle_factor=0.5)
-    >>> [lr(step) for step in (0, 1, 2, 4, 6, 8)]
-    [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
-
-    Args:
-        peak: highest value of the first cycle.
-        rise: number of steps up.
-        fall: number of steps down. Defaults to `rise`.
-        start: value at the start of each cycle.
-        cycle_factor: factor for the height above `start` after every cycle (0.5 is torch's "triangular2").
-
-    Raises:
-        ValueError: a number is not finite, or a count is not an int of at least 1.
-
-    Source: https://arxiv.org/abs/1506.01186
-    """
-
-    peak: float
-    _: KW_ONLY
-    rise: int = 2000
-    fall: int | None = None
-    start: float
-    cycle_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._default(fall=self.rise)
-        self._check(peak=number, rise=count, fall=count, start=number, cycle_factor=number)
-
-    def __call__(self, step: int) -> float:
-        assert self.fall is not None
-        cycle, position = divmod(step, self.rise + self.fall)
-        height = min(position / self.rise, (self.rise + self.fall - position) / self.fall)
-        weight = height * self.cycle_factor**cycle
-        return _mix(self.peak, self.start, weight)
 
 
 @dataclass(frozen=True, slots=True)

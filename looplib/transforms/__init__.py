@@ -6,13 +6,7 @@ from looplib._core.hints import in_room as _in_room
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_step import compile_step
 from looplib.transforms._differentiable import differentiable
-from looplib.transforms._stacks import (
-    compute_members,
-    members_of,
-    per_member,
-    stack_states,
-    unstack_states,
-)
+from looplib.transforms._stacks import compute_members, per_member, stack_states, unstack_states
 from looplib.transforms._vmap import vmap_step
 
 __all__ = [
@@ -20,7 +14,6 @@ __all__ = [
     "compile_step",
     "compute_members",
     "differentiable",
-    "members_of",
     "on_host",
     "per_member",
     "stack_states",

@@ -130,18 +130,7 @@ def unstack_states(stack: TrainState) -> list[TrainState]:
 
 
 def members_of(stack: TrainState) -> int:
-    """Number of members of a stack.
-
-    >>> import looplib as ll, torch
-    >>> ll.transforms.members_of(ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3, same_seeds=True))
-    3
-
-    Args:
-        stack: from `stack_states`.
-
-    Raises:
-        ValueError: `stack` is not a stack.
-    """
+    """Number of members of a stack. Raises ValueError for a state that is not a stack."""
     seeds: Any = stack.seed
     if not isinstance(seeds, tuple):  # each step asks, so the message is made only here
         raise ValueError(

@@ -289,6 +289,22 @@ def test_another_format_is_told_apart(tmp_path):
             read(tmp_path)
 
 
+def test_a_checkpoint_without_the_entries_of_today_is_of_another_format(tmp_path):
+    """Format 9 came to have them one by one, so its number does not say which a file has."""
+    path = save(tmp_path, tree_of_all())
+
+    def of_format_9(manifest):
+        for name in ("partly_read", "structure", "shared"):
+            del manifest[name]
+        manifest["format"] = 9
+
+    forged(path, of_format_9)
+    with pytest.raises(
+        ll.checkpoint.CheckpointVersionError, match=r"is of format 9, .* use the looplib that wrote it"
+    ):
+        read(tmp_path)
+
+
 @contextlib.contextmanager
 def within_a_second_and_100_mb():
     """Raise if the block waits, as for the writer of a pipe, or takes memory without end, as from /dev/zero."""

@@ -94,6 +94,64 @@ def test_a_run_with_a_batch_size_per_rank_continues_in_a_block(tmp_path):
     assert torch.equal(torch.cat([*make()(state)]), alone[18:])
 
 
+@given(
+    samples=st.integers(1, 40),
+    buffer=st.integers(1, 15),
+    size=st.integers(1, 6),
+    epoch=st.integers(0, 2),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_stream_has_the_order_of_a_dataset_with_indices_from_any_batch_on(samples, buffer, size, epoch, drop_last):
+    source = Counted([samples])
+    stream = ll.data.shuffled_stream(lambda start: source(0, start), buffer=buffer)
+    loader = ll.make_loader(stream, batch_size=size, seed=7, drop_last=drop_last and samples >= size)
+    options = {"order": ll.data.shuffled_blocks(buffer), "drop_last": loader.drop_last}
+    indexed = [
+        batch.tolist()
+        for batch in ll.make_loader(range(samples), batch_size=size, seed=7, **options)(at(epoch=epoch))
+    ]
+    for batch in range(len(indexed) + 1):
+        source.reads = 0
+        reading = loader(at(epoch=epoch, batch=batch))
+        if batch < len(indexed):
+            assert next(reading).tolist() == indexed[batch]
+            assert source.reads <= buffer * (2 + size // buffer)
+        assert [part.tolist() for part in reading] == indexed[batch + 1 :]
+    with pytest.raises(ValueError, match=r"has no sample .* at batch"):
+        next(loader(at(epoch=epoch, batch=len(indexed) + 2)))
+
+
+def test_a_stream_of_a_batch_size_per_rank_continues_in_a_block(tmp_path):
+    def make(**options):
+        source = Counted([40])
+        stream = ll.data.shuffled_stream(lambda start: source(0, start), buffer=10)
+        return ll.make_loader(stream, batch_size_per_rank=3, seed=7, **options)
+
+    ckpt, model = ll.checkpoint_io(tmp_path), torch.nn.Linear(1, 1)
+    with as_rank(0, 2):
+        state = ll.init_state(model, loader=make(num_workers=2))
+    ckpt.save(state.replace(step=3, batch=3, samples=18, batch_samples=6))
+    state = ckpt.restore(ll.init_state(model, loader=make()), quiet=True)
+    order = torch.cat([*make()(at())])
+    assert torch.equal(torch.cat([*make()(state)]), order[18:])
+    of_3, of_7 = (ll.make_loader(make().dataset, batch_size=size, seed=7) for size in (3, 7))
+    state = ll.init_state(model, loader=of_3).replace(step=1, batch=1, samples=3, batch_samples=3)
+    with pytest.raises(ValueError, match="read with batch_size=3"):
+        of_7(state)
+
+
+def test_a_hugging_face_stream_is_shuffled_so():
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=3)
+    loader = ll.make_loader(ll.data.shuffled_stream(stream.skip, buffer=8), batch_size=4, seed=7)
+    indexed = ll.make_loader(range(30), batch_size=4, seed=7, order=ll.data.shuffled_blocks(8))
+    expected = [batch.tolist() for batch in indexed(at())]
+    for batch in (0, 3, 7):
+        assert [part["x"].tolist() for part in loader(at(batch=batch))] == expected[batch:]
+
+
 def test_a_source_that_cannot_be_read_so_is_refused_by_name():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -112,8 +170,14 @@ def test_a_source_that_cannot_be_read_so_is_refused_by_name():
     for lengths in ([], [4, 0], [4.0]):
         with pytest.raises(ValueError, match="lengths is"):
             ll.data.shards(source, lengths, buffer=4)
+    with pytest.raises(TypeError, match="read is a list; give a function start"):
+        ll.data.shuffled_stream([1], buffer=4)
     with pytest.raises(TypeError, match="read is a list"):
         ll.data.shards([[1]], [1], buffer=4)
-    for make in (ll.data.shuffled_blocks, lambda buffer: ll.data.shards(source, [4], buffer=buffer)):
+    for make in (
+        ll.data.shuffled_blocks,
+        lambda buffer: ll.data.shards(source, [4], buffer=buffer),
+        lambda buffer: ll.data.shuffled_stream(source, buffer=buffer),
+    ):
         with pytest.raises(ValueError, match="buffer"):
             make(0)

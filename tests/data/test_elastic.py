@@ -1,5 +1,7 @@
 """A run that continues on other numbers of ranks: each sample once in an epoch, in the same order."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -248,18 +250,200 @@ def test_wrong_batch_sizes_per_rank_are_refused_by_name():
         loader(ll.TrainState())
 
 
-def test_two_loaders_on_other_ranks_are_refused_within_an_epoch_and_continue_with_the_old_batch_size(tmp_path):
-    def state_on(ranks, **options):
-        with as_rank(0, ranks):
-            loaders = [ll.make_loader(range(count), **options) for count in (7, 8)]
-            return ll.init_state(torch.nn.Linear(1, 1), loader=loaders)
+def order_of_pair(count, seed):
+    return next(ll.make_loader(range(count), batch_size=count, seed=seed)(ll.TrainState())).tolist()
 
-    ckpt, per_rank = ll.checkpoint_io(tmp_path), {"batch_size_per_rank": 2}
-    ckpt.save(state_on(2, **per_rank).replace(step=1, batch=1, samples=8, batch_samples=8))
-    with pytest.raises(ValueError, match=r"after batch 1 of 4 samples.*a batch has 6 here.*batch_size=4\)"):
-        ckpt.restore(state_on(3, **per_rank))
+
+@given(
+    per_rank=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    batches=st.integers(1, 9),
+    turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4),
+    last=st.integers(1, 4),
+)
+@settings(max_examples=40, deadline=None)
+def test_loaders_that_a_run_reads_side_by_side_stay_together(tmp_path_factory, per_rank, batches, turns, last):
+    """Each of them has as many batches in an epoch on any number of ranks: 12 samples are a whole number of batches."""
+    counts = [12 * size * batches for size in per_rank]
+
+    def make():
+        pairs = enumerate(zip(counts, per_rank, strict=True))
+        return [ll.make_loader(range(count), batch_size_per_rank=size, seed=seed) for seed, (count, size) in pairs]
+
+    ckpt, seen = ll.checkpoint_io(tmp_path_factory.mktemp("run")), ([], [])
+    for ranks, steps in [*turns, (last, 10**6)]:
+        with as_rank(0, ranks):
+            state = ll.init_state(torch.nn.Linear(1, 1), loader=make())
+        state = ckpt.restore(state, quiet=True)
+        if state.epoch:
+            break
+        read = [on_ranks(ranks, lambda of=of: make()[of], state) for of in range(2)]
+        for first, second in list(zip(*read, strict=True))[:steps]:
+            assert len(first) * per_rank[1] == len(second) * per_rank[0]
+            seen[0].extend(first)
+            seen[1].extend(second)
+            state = consume(state, first)
+        ckpt.save(state)
+    assert [*seen] == [order_of_pair(count, seed) for seed, count in enumerate(counts)]
+
+
+def two_on(ranks, second=None, **options):
+    with as_rank(0, ranks):
+        first = ll.make_loader(range(24), batch_size_per_rank=2, **options)
+        second = ll.make_loader(range(24), **(second or {"batch_size_per_rank": 2}), seed=1, **options)
+        return ll.init_state(torch.nn.Linear(1, 1), loader=[first, second])
+
+
+def test_loaders_whose_batches_change_by_other_factors_are_refused_within_an_epoch(tmp_path):
+    ckpt, of_all = ll.checkpoint_io(tmp_path), {"batch_size": 4}
+    ckpt.save(two_on(2, of_all).replace(step=1, batch=1, samples=4, batch_samples=4))
+    with pytest.raises(
+        ValueError, match=r"after batch 1 of 4 samples.*a batch has 6 here.* by one factor.*batch_size=4\)"
+    ):
+        ckpt.restore(two_on(3, of_all))
+    assert ckpt.restore(two_on(2, of_all)).batch == 1
+    with as_rank(0, 3):
+        pair = [ll.make_loader(range(24), batch_size=4, seed=seed) for seed in range(2)]
+        state = ll.init_state(torch.nn.Linear(1, 1), loader=pair)
     with pytest.warns(UserWarning, match="batch_size_per_rank"):
-        assert ckpt.restore(state_on(3, batch_size=4)).batch == 1
+        assert ckpt.restore(state).batch == 1
+
+
+def test_a_line_names_the_batches_of_all_loaders(tmp_path, capsys):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(two_on(2).replace(step=2, batch=2, samples=8, batch_samples=4))
+    assert ckpt.restore(two_on(3)).batch == 1
+    assert "Batches have 6 and 6 samples instead of 4 and 4, an epoch 4 batches: epoch 0" in capsys.readouterr().out
+
+
+def test_a_position_converted_for_one_loader_alone_is_refused_by_the_loader_beside_it():
+    first, second = (ll.make_loader(range(24), batch_size=4, seed=seed) for seed in range(2))
+    state = ll.init_state(torch.nn.Linear(1, 1), loader=[first, second])
+    state = state.replace(step=1, batch=1, samples=4, batch_samples=4)
+    changed = ll.make_loader(range(24), batch_size=7)
+    with pytest.raises(ValueError, match=r"read 4 samples of the batch of 7 .* no part of a batch of 4"):
+        second(changed.resume(state).replace(epoch_length=6))
+
+
+@given(
+    per_rank=st.integers(1, 3),
+    limit=st.integers(1, 8),
+    turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_epochs_of_a_number_of_batches_continue_on_other_ranks_without_a_sample_twice(
+    tmp_path_factory, per_rank, limit, turns
+):
+    def make():
+        return ll.make_loader(range(40), batch_size_per_rank=per_rank, seed=3, max_batches=limit)
+
+    ckpt, seen, model = ll.checkpoint_io(tmp_path_factory.mktemp("run")), {}, torch.nn.Linear(1, 1)
+    for ranks, steps in turns:
+        with as_rank(0, ranks):
+            state = ll.init_state(model, loader=make())
+        state = ckpt.restore(state, quiet=True)
+        for batch in on_ranks(ranks, make, state)[:steps]:
+            seen.setdefault(state.epoch, []).extend(batch)
+            state = consume(state, batch)
+        ckpt.save(state)
+        # An epoch has the first samples of its order, and ends where it has as many batches of the size of now.
+        for epoch, samples in seen.items():
+            assert samples == order_of(40, epoch)[: len(samples)]
+        if state.batch and len(seen[state.epoch]) >= limit * per_rank * ranks:
+            raise AssertionError("an epoch went on after its last batch")
+
+
+def test_an_epoch_of_a_number_of_batches_ends_where_the_run_has_read_more(tmp_path):
+    def state_on(ranks):
+        with as_rank(0, ranks):
+            return ll.init_state(
+                torch.nn.Linear(1, 1), loader=ll.make_loader(range(40), batch_size_per_rank=2, max_batches=4)
+            )
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state_on(4).replace(step=3, batch=3, samples=24, batch_samples=8))
+    state = ckpt.restore(state_on(2), quiet=True)  # 24 samples, where an epoch of 4 batches has 16
+    assert (state.epoch, state.batch, state.samples, state.epoch_length) == (1, 0, 24, 4)
+    state = ckpt.restore(state_on(5), quiet=True)
+    assert (state.epoch, state.batch, state.run.partly_read) == (0, 2, (0, 2, 4))
+
+
+def test_a_stream_with_epochs_of_a_number_of_batches_continues_at_the_next_sample(tmp_path):
+    def make():
+        return ll.make_loader(Numbers(100), batch_size_per_rank=2)
+
+    def state_on(ranks):
+        with as_rank(0, ranks):
+            return ll.init_state(torch.nn.Linear(1, 1), loader=make(), epoch_length=5)
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state_on(2).replace(step=2, batch=2, samples=8, batch_samples=4))
+    state = ckpt.restore(state_on(3), quiet=True)
+    assert sum(on_ranks(3, make, state), []) == [*range(8, 30)]  # noqa: RUF017
+
+
+def test_an_endless_loader_continues_at_the_next_sample(tmp_path):
+    def endless(size):
+        return ll.data.endless(ll.make_loader(range(24), batch_size=size, seed=3))
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    saved_after(2, ckpt, ll.make_loader(range(24), batch_size=4, seed=3))
+    loader = endless(9)
+    with pytest.warns(UserWarning, match="batch_size was 4, is 9"):
+        state = ckpt.restore(new_state(loader), quiet=True)
+    read = torch.cat([*itertools.islice(loader(state), 5)]).tolist()
+    order = [*order_of(24, 0)[8:], *order_of(24, 1)]
+    assert (state.epoch, state.batch, read) == (0, 0, order[: len(read)])
+    assert torch.equal(loader.indices(state), next(loader(state)))
+
+
+def test_a_count_of_the_batches_of_several_epochs_is_refused(tmp_path):
+    """Without `epoch_length`, an endless loader counts on: 20 of 12 samples were read, and the next is the eighth one."""
+    saved, new = (
+        new_state(ll.data.endless(ll.make_loader(range(12), batch_size=size))).replace(epoch_length=None)
+        for size in (4, 5)
+    )
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(saved.replace(step=5, batch=5, samples=20, batch_samples=4))
+    with pytest.warns(UserWarning, match="batch_size was 4, is 5"):
+        assert ckpt.restore(new).batch == 5  # as it was: nothing is converted
+
+
+def test_zipped_loaders_leave_out_what_the_run_has_read_of_the_first(tmp_path):
+    def pair(size):
+        first, other = (ll.make_loader(range(count), batch_size=of, seed=3) for count, of in ((24, size), (9, 3)))
+        return first, ll.data.zipped(first, other, count_samples=lambda batch: len(batch[0]))
+
+    state = saved_after(1, ll.checkpoint_io(tmp_path), pair(4)[0])
+    first, together = pair(9)
+    state = first.resume(state)
+    batches = [*together(state)]
+    assert torch.cat([batch for batch, _ in batches]).tolist() == order_of(24, 0)[4:]
+    assert together.indices(state)[0].equal(batches[0][0])
+
+
+def test_a_described_loader_is_elastic_too(tmp_path):
+    def restored(ranks, save):
+        with as_rank(0, ranks):
+            loader = ll.make_loader(range(24), batch_size_per_rank=2)
+            state = ll.init_state(torch.nn.Linear(1, 1), epoch_length=len(loader))
+        ckpt = ll.checkpoint_io(tmp_path, describe={"train": loader})
+        if save:
+            ckpt.save(state.replace(step=2, batch=2, samples=8, batch_samples=4))
+        return ckpt.restore(state, quiet=True)
+
+    restored(2, True)
+    assert restored(3, False).batch == 1  # without a warning
+
+
+def test_a_setting_that_can_be_resumed_is_not_taken_for_a_loader(tmp_path):
+    class Tracker:
+        resume = "must"
+        description = "a tracker"
+
+    ckpt = ll.checkpoint_io(tmp_path, describe={"tracker": Tracker()})
+    state = ll.init_state(torch.nn.Linear(1, 1), epoch_length=6)
+    ckpt.save(state.replace(step=1, batch=1, samples=4, batch_samples=4))
+    assert ckpt.restore(state, quiet=True).batch == 1
 
 
 def test_a_stream_that_workers_read_is_refused_within_an_epoch_on_other_ranks(tmp_path):
@@ -270,7 +454,7 @@ def test_a_stream_that_workers_read_is_refused_within_an_epoch_on_other_ranks(tm
 
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(state_on(2).replace(step=1, batch=1, samples=4, batch_samples=4))
-    with pytest.raises(ValueError, match="a stream that one process reads"):
+    with pytest.raises(ValueError, match="streams that one process reads"):
         ckpt.restore(state_on(3))
 
 

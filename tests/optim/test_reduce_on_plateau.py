@@ -23,7 +23,11 @@ SGD = ll.optimizer(
     st.sampled_from(["min", "max"]),
     st.sampled_from(["rel", "abs"]),
     *(st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 1e-4, 0.25])),
-    *(st.sampled_from([0.0, 0.1, 0.7]), st.sampled_from([0.0, 0.004, 0.05, 1.0]), st.sampled_from([0.0, 1e-8, 0.02])),
+    *(
+        st.sampled_from([0.0, 0.1, 0.7]),
+        st.sampled_from([0.0, 0.004, 0.05, 1.0, [0.01, 0.03], [0.0, 0.09]]),
+        st.sampled_from([0.0, 1e-8, 0.02]),
+    ),
 )
 def test_the_rates_have_the_bits_of_torchs(metrics, mode, kind, patience, cooldown, threshold, factor, min_lr, eps):
     weight, bias = MODEL.parameters()
@@ -95,5 +99,10 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=named):
             ll.optim.reduce_on_plateau(state, scores, **options)
+    for floors in ([], [0.0], [0.0] * 3):
+        with pytest.raises(ValueError, match=rf"min_lr has {len(floors)} entries, and the optimizer has 2 groups"):
+            ll.optim.reduce_on_plateau(state, scores, min_lr=floors)
+    with pytest.raises(ValueError, match=r"min_lr is -1\.0"):
+        ll.optim.reduce_on_plateau(state, scores, min_lr=[0.0, -1.0])
     with pytest.raises(ValueError, match=r"'loss'.* 'accuracy'"):
         ll.optim.reduce_on_plateau(state, {"accuracy": 1.0})
