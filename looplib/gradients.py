@@ -159,7 +159,7 @@ def make_grad_fn(
         if donate:
             call, guarded = _Call(params, names, scale, part, sync, form), None
         else:
-            guard = form.guard(host.unwritten)
+            guard = form.guard or host.unwritten
             guarded = guard.begin(params)
             call = _Call(guarded.params, names, scale, part, sync, form)
             guarded = guard.on_leaves(guarded, call.params)
@@ -203,6 +203,7 @@ def make_grad_fn(
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
         if len(grads) < len(needed):
             _refuse_unreached(grads, needed, copies)
+        # Not by `_replace`, whose call takes longer.
         _, metrics, _, samples, weight, normalizer, scaled, _ = call.outs[-1]
         call.outs[-1] = Gradients(grads, metrics, after, samples, weight, normalizer, scaled, copies)
         return call.outs, 1 if sync is None else sync.ranks

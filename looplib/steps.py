@@ -389,7 +389,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         form = passes()
-        guard = form.guard(host.unwritten)
+        guard = form.guard or host.unwritten
         (seed,) = form.seeds(state, rank(), (0,))
         grad_mode = torch.is_grad_enabled()
         if grad_mode:

@@ -385,7 +385,8 @@ def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """The metrics of a step, with those that its update reports before anything is written."""
     for name in report:
-        check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
+        if name in metrics:
+            raise ValueError(f"the update reports {name!r}, and the gradient function does so too: rename one")
     # A Mean is taken as it is, without a copy: first halves compute what they report.
     plain = {name: value for name, value in report.items() if type(value) is not Mean}
     return {**metrics, **report, **(aux_records(plain, samples) if plain else {})}

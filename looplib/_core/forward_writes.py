@@ -75,13 +75,21 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
 
 
 class Guarded(NamedTuple):
-    """The parameters on which a forward pass runs, and what is known of them before it."""
+    """The parameters on which a forward pass runs, and what is known of them before it.
+
+    Attributes:
+        params: the parameters.
+        cloned: names of those that are copies of the state's.
+        counts: torch's counts of the writes to them.
+        contents: by name, what changes with a parameter's memory or with values that are written without a count.
+        copies: by name, the memory of a parameter and a copy of its values.
+    """
 
     params: dict[str, Tensor]
-    cloned: Set[str]  # those that are copies of the state's
+    cloned: Set[str]
     counts: list[int]
-    memory: Mapping[str, object]  # by name: what tells another memory or other values, where torch counts no write
-    copies: Mapping[str, tuple[Tensor, Tensor]]  # by name: the memory of a parameter and a copy of its values
+    contents: Mapping[str, object]
+    copies: Mapping[str, tuple[Tensor, Tensor]]
 
 
 class Unwritten:
@@ -167,7 +175,7 @@ class UnwrittenInGraph:
     def end(self, guarded: Guarded, of_state: Mapping[str, Tensor]) -> tuple[list[str], bool]:
         params, now = guarded.params, _identities(guarded.params)
         written = {*written_since(params, guarded.counts)}
-        return [name for name in params if name in written or now[name] != guarded.memory[name]], True
+        return [name for name in params if name in written or now[name] != guarded.contents[name]], True
 
     def check(self, guarded: Guarded, of_state: Mapping[str, Tensor], may_write: bool = False) -> None:
         """Raise if a parameter was written, also for a pass that may write to copies: a graph has none."""

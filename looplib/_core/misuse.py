@@ -36,7 +36,7 @@ from looplib._core.reach import Reach
 from looplib._core.records import chain
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
-from looplib._core.tracing import current, entered
+from looplib._core.tracing import entered, tracing
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
 
@@ -187,17 +187,13 @@ _warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 
 
-def _looks_away() -> bool:
-    """True if warnings are off, or in the trace of a step, whose tensors have no values and whose steps are not taken."""
-    return not warnings_of_misuse.on or (bool(entered) and current() is not None)
-
-
 def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
     """Record a step on tensors that are not the module's.
 
     A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that.
     """
-    if _looks_away():
+    # In a trace, tensors have no values and no step is taken. `entered` first, since each pure step asks.
+    if not warnings_of_misuse.on or (entered and tracing()):
         return
     if (stale := _stale.get(module)) is not None:
         return stale.look(module, state)
@@ -270,7 +266,9 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     ignored = "position_ids" not in takes and takes != {"**"}
     masked = isinstance(mask, Tensor) and mask.dim() == 2
-    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)) or _looks_away():
+    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)):
+        return
+    if not warnings_of_misuse.on or tracing():
         return
     calls = _looks.get(model, 0)
     if calls < 0:
@@ -354,7 +352,7 @@ class LossWatch:
         if not warnings_of_misuse.on:
             return False
         self._calls += 1
-        return _looks_at(self._calls) and not _looks_away()
+        return _looks_at(self._calls) and not tracing()
 
     def look(self, batch: Any, loss: Tensor, samples: int) -> None:
         """Look at a plain scalar that is weighted by its samples."""

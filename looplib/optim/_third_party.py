@@ -129,7 +129,7 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
             place = _placement(recipe, name, key, value)
             parts, context = local.__tensor_flatten__()
             plain[key] = {part: place(getattr(local, part)) for part in parts}
-            makers[key] = partial(_subclass, type(local), context, local.size(), local.stride(), place)
+            makers[key] = partial(_subclass, type(local), context, local.size(), local.stride(), place=place)
         elif kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
             plain[key], makers[key] = dict(vars(value)), partial(_object, kind)
         _check_plain(recipe, f"for {name}, under {key!r},", plain[key])
@@ -137,16 +137,21 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
 
 
 def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise if objects that are kept for a parameter have changed in what is no tensor: no state of a run holds that."""
-    for key, maker in now.items():
-        was = before.get(key)
-        facts = [(one.func, one.args[:4]) if isinstance(one, partial) else None for one in (was, maker)]
-        check(
-            facts[0] == facts[1],
+    """Raise TypeError for objects kept for a parameter whose class or settings an update has changed.
+
+    A state of a run holds their tensors alone. `before` and `now` are the functions that `packed` returns.
+    """
+    for key in {**before, **now}:
+        # The class and its settings; nothing where there is no object.
+        old, new = (makers[key].args if key in makers else () for makers in (before, now))
+        if all(trees.same(*both) for _, *both in trees.paired(trees.leaves(old), trees.leaves(new))):
+            continue
+        if old[:1] == new[:1]:
+            old, new = old[1:], new[1:]
+        raise TypeError(
             f"{recipe.cls.__name__} keeps for {name}, under {key!r}, an object whose settings differ from one update to the "
-            f"next ({facts[0] and facts[0][1][1:]} and then {facts[1] and facts[1][1][1:]}): a state holds tensors and numbers, "
-            "so the update would not be a function of it. Keep the numbers that change in tensors",
-            TypeError,
+            f"next ({old} and then {new}): a state holds tensors and numbers, so the update would not be a function of it. "
+            "Keep the numbers that change in tensors"
         )
 
 
@@ -171,7 +176,7 @@ def _placement(recipe: Recipe, name: str, key: str, value: Any) -> Callable[[Ten
 
 
 def _subclass(
-    kind: Any, context: Any, size: Any, stride: Any, place: Callable[[Tensor], Tensor], parts: dict[str, Tensor]
+    kind: Any, context: Any, size: Any, stride: Any, parts: dict[str, Tensor], *, place: Callable[[Tensor], Tensor]
 ) -> Any:
     own = dict(zip(parts, shards(parts.values()), strict=True))
     return place(kind.__tensor_unflatten__(own, context, size, stride))

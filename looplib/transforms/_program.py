@@ -406,7 +406,7 @@ def _separate(graph: Graph, results: list[Node], old: Mapping[int, Node], taken:
 
 def _overwrite(traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]) -> set[str]:
     """Overwrite the old state with the new one, and return the names of the parameters written."""
-    # What the members of a stack have shared and is written after all gets new memory, one tensor for each member.
+    # A tensor that the members of a stack have shared, if it is written after all, gets new memory with one for each member.
     own = {index: node for index, node in old.items() if not is_shared(node.meta["val"])}
     new = {index: results[index] for index, node in own.items() if results[index] is not node}
     for index in new:

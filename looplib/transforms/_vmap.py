@@ -227,7 +227,7 @@ def _mapped(
     begin = len(likes) - traced.given
     likes[begin : begin + len(stacked)] = stacked  # a graph is specialized to their strides
     examples = fakes(likes)
-    shared = {begin + index for index, tensor in enumerate(stacked) if is_shared(tensor)}
+    shared = {begin + index for index, dim in enumerate(of_members) if dim is None}
 
     def mapped(*values: Tensor) -> list[Tensor]:
         inputs = [value[0] if index in shared else value for index, value in enumerate(values)]
