@@ -30,6 +30,15 @@ def is_count(value: Any, least: float = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_due(call: int) -> bool:
+    """True for the 1st, 2nd, 4th, 8th, ... call, in which a check is made that takes too long for each.
+
+    >>> [call for call in range(1, 20) if is_due(call)]
+    [1, 2, 4, 8, 16]
+    """
+    return call & (call - 1) == 0
+
+
 def is_number(value: Any) -> bool:
     """True for a finite int or float that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
