@@ -9,7 +9,6 @@ ranks). A part acts on a gradient that is there (clipping, skipping, averages).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,13 +22,13 @@ from looplib._core import torch_private
 from looplib._core.contracts import BatchPart
 from looplib._core.engines import Sync, sync_over_ranks
 from looplib._core.forward_writes import put_back, with_copies
+from looplib._core.graphs import LossGraphs, check_batch
 from looplib._core.lease import overwritten, trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.misuse import LossWatch, left_behind
 from looplib._core.passes import Passes, passes
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
-from looplib._core.reach import Reach
 from looplib._core.records import Made, check_function_of_model, mark, with_repr
 from looplib._core.samples import as_counter, padding_batch
 from looplib._objective import (
@@ -56,6 +55,7 @@ def make_grad_fn(
     allow_unused: bool = False,
     per_rank: Callable[[str, Tensor], bool] | None = None,
     count_samples: Callable[[Any], int] | None = None,
+    reentrant: bool = False,
 ) -> GradFn:
     """Make a pure gradient function from a module and a loss function.
 
@@ -88,6 +88,8 @@ def make_grad_fn(
             first step of a model in DDP or FSDP2.
         count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
+        reentrant: True if the loss has a function that runs a backward pass of its own, such as
+            `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop.
 
     Raises:
         ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
@@ -111,15 +113,25 @@ def make_grad_fn(
 
     **Whose tensors.** If the state is bound to the module, the module runs on its own tensors, hooks included.
     Otherwise the state's tensors take their place during the call.
+
+    **Gradients of anything else** that the loss reaches, such as a second network or a leaf in the batch, stay as they are.
+    With `reentrant=True` and in FSDP2, the backward pass adds to theirs, as in a raw loop: call `zero_grad()` before you use
+    them, or `requires_grad_(False)` if nothing trains them.
+
+    **Looked at in the calls 1, 2, 4, 8, ...**, since it takes longer than a small step: checkpoints with
+    `use_reentrant=True`, and writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step
+    refuses. Such writes that begin later change the state until the next of these calls names them. A checkpoint that comes
+    later is also noticed where it leaves a parameter without a gradient that had one.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    reach = Reach(model, plain=host.engine is not None and bool(host.engine.shards))
+    # The leaves of FSDP2's graphs are its own unsharded parameters, which no backward pass can be told to fill.
+    graphs = LossGraphs(plain=reentrant or (host.engine is not None and bool(host.engine.shards)))
     counter = as_counter(count_samples)
-    passes_of = _passes_of(host, loss_fn, counter, reach)
+    passes_of = _passes_of(host, loss_fn, counter, graphs)
 
     def grad_fn(
         state: TrainState,
@@ -214,7 +226,7 @@ def make_grad_fn(
         microbatches=run,
         model=model,
         batch_norms=host.batch_norms(),
-        reach=reach,
+        loss_graphs=graphs,
         count_samples=counter,
     )
     settings = {
@@ -222,15 +234,16 @@ def make_grad_fn(
         "allow_unused": allow_unused,
         "per_rank": per_rank,
         "count_samples": count_samples,
+        "reentrant": reentrant,
     }
     return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _passes_of(
-    host: _modules.FunctionalModule, loss_fn: LossFn, count_samples: Callable[[Any], int], reach: Reach
+    host: _modules.FunctionalModule, loss_fn: LossFn, count_samples: Callable[[Any], int], graphs: LossGraphs
 ) -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Forward and backward passes of microbatches, with a state's tensors already in the module."""
-    microbatch = _microbatch_of(host.model, loss_fn, reach)
+    microbatch = _microbatch_of(host.model, loss_fn, graphs)
 
     def aside(call: _Call, batch: Any) -> Gradients:
         """A pass that does not count."""
@@ -267,7 +280,7 @@ def _passes_of(
                 if (grad := leaf.grad) is not None
             }
             if len(grads) < len(call.leaves):
-                reach.check(call.loss, call.leaves.keys() - grads.keys())
+                graphs.check_unreached(call.loss, call.leaves.keys() - grads.keys())
             return grads, host.buffers() if host.slots.buffers else {}
         finally:
             _interrupts.waits.depth += 1
@@ -282,16 +295,15 @@ def _passes_of(
     return passes_of
 
 
-_NOTHING = nullcontext()
-
-
-def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[..., Gradients]:
+def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Callable[..., Gradients]:
     """Forward and backward pass of one microbatch, a function of its own so that its graph is freed before the next."""
     watch = LossWatch()
 
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
         scale, call.loss = call.scale, None
+        if not call.form.traced:
+            check_batch(batch)
         with call.form.around_loss:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
@@ -305,8 +317,8 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         if samples and not isinstance(loss, Mean) and (call.part is not None or call.sync is not None):
             watch.look(batch, value, samples)
         call.loss = value
-        if call.form.by_reach and not reach.known:
-            reach.learn(value, batch, call.params, call.leaves)
+        if not call.form.traced:
+            graphs.look(value, call.params)
         # The backward pass of value * factor * scale, without an operation for the factors. The tensor is a new one each
         # time, since the gradient of a parameter may be a view of it.
         seed = factor if isinstance(factor, Tensor) else torch.full_like(value, factor)
@@ -315,12 +327,10 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         if seed is factor or scale is not None:
             seed = seed.to(value).reshape(value.shape)
         again = call.form.create_graph
-        plain = call.form.by_reach and reach.plain
-        with reach.others_aside(call.inputs) if plain else _NOTHING:
-            inputs = () if plain else call.inputs
-            torch_private.run_backward(
-                (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
-            )
+        inputs = () if graphs.plain and not call.form.traced else call.inputs
+        torch_private.run_backward(
+            (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
+        )
         if value.is_leaf or torch_private.is_view(value):  # a parameter, or a part of one
             loss = apart(loss)
         metrics = {"loss": record("loss", loss, samples)}

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
-from looplib._core.checks import few, warn
+from looplib._core.checks import few, is_due, warn
 from looplib._core.checksums import checksums
 from looplib._core.forward_writes import has_values, versions
+from looplib._core.graphs import LossGraphs
 from looplib._core.lease import last_write
 from looplib._core.modules import members, running, tensors
-from looplib._core.reach import Reach
 from looplib._core.records import chain
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
@@ -53,7 +53,7 @@ class Watch:
     def __init__(self, grad_fn: Any) -> None:
         made = next((record for record in chain(grad_fn) if record.model is not None), None)
         self._model = made and made.model
-        self._reach: Reach | None = made and made.reach
+        self._graphs: LossGraphs | None = made and made.loss_graphs
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
         self._state: Any = None
         self._batch = -1
@@ -66,8 +66,8 @@ class Watch:
         if self._state is None or self._state() is not state:
             if self._model is not None:
                 left_behind(self._model, state)
-            if self._reach is not None and self._reach.others:
-                warn_of_reached(self._reach.other_tensors())
+            if self._graphs is not None and self._graphs.others:
+                warn_of_reached(self._graphs.other_leaves())
             self._state, self._batch, self._repeats = weakref.ref(state), id(batch), 0
         elif id(batch) != self._batch:
             self._batch = id(batch)
@@ -252,11 +252,6 @@ def _counted(tensor: Tensor) -> int:
 _looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def _looks_at(call: int) -> bool:
-    """True for the 1st, 2nd, 4th, 8th, ... call."""
-    return call & (call - 1) == 0
-
-
 def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) -> None:
     """Warn once of a model that does not keep the documents of packed rows apart, whose `forward` has these arguments.
 
@@ -274,7 +269,7 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     if calls < 0:
         return
     _looks[model] = calls = calls + 1
-    if not _looks_at(calls):
+    if not is_due(calls):
         return
     restarts = positions[:, 1:] <= positions[:, :-1]
     if isinstance(mask, Tensor) and masked and mask.shape[1] == positions.shape[1]:
@@ -352,7 +347,7 @@ class LossWatch:
         if not warnings_of_misuse.on:
             return False
         self._calls += 1
-        return _looks_at(self._calls) and not tracing()
+        return is_due(self._calls) and not tracing()
 
     def look(self, batch: Any, loss: Tensor, samples: int) -> None:
         """Look at a plain scalar that is weighted by its samples."""

@@ -27,6 +27,7 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.forward_writes import Unwritten
+from looplib._core.graphs import REENTRANT
 from looplib._core.mappings import mapped, pairs
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import own_buffers, own_parameters
@@ -454,7 +455,7 @@ class FunctionalModule:
                     "call loss.backward(), which looplib does; what it keeps from an earlier batch it must detach()"
                 )
             if "use_reentrant=True, torch.utils.checkpoint is incompatible" in str(error):
-                return RuntimeError(LATE_CHECKPOINT)
+                return RuntimeError(REENTRANT)
             try:
                 self.explain(params, buffers)
             except ValueError as better:
@@ -504,11 +505,6 @@ _OF_HOOKS = (
     "for the module's parameters only, and this step runs on other tensors: train with donate=True on a state that is "
     "bound to the module (from ll.init_state, or state = ll.bind(model, state)), not compiled, or change the gradients "
     "in a wrapper of the grad_fn"
-)
-LATE_CHECKPOINT = (
-    "the loss has a checkpoint with use_reentrant=True, which runs a backward pass of its own, and had none at the first "
-    "call: turn on activation checkpointing before ll.make_grad_fn, or call ll.make_grad_fn again, or use "
-    "use_reentrant=False"
 )
 _IN_FUNC = (
     "a train step inside torch.func.grad or torch.vmap: it takes its gradients by a backward pass, which does not work "

@@ -20,12 +20,12 @@ class Passes:
     Attributes:
         create_graph: True if the backward pass itself will be differentiated.
         around_loss: context for the user's loss function.
-        by_reach: True if the leaves that a loss reaches decide the form of its backward pass (`_core.reach`).
+        traced: True in the trace of a step, whose leaves are all shown, and whose batches and losses are not looked at.
         guard: guard of the state's parameters against these passes; None for the one that the function has of its own.
     """
 
     create_graph = False
-    by_reach = True
+    traced = False
     guard: UnwrittenInGraph | None = None
     around_loss: AbstractContextManager[Any] = nullcontext()
 
@@ -37,7 +37,7 @@ class Passes:
 class TracedPasses(Passes):
     """Passes in a trace, whose graph is for all seeds and all values."""
 
-    by_reach = False  # a graph's leaves are those of the trace, and all are shown
+    traced = True
     guard = UnwrittenInGraph()
 
     @property

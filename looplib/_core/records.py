@@ -72,7 +72,7 @@ class Made(NamedTuple):
             engine averages.
         model: the module whose gradients it computes.
         batch_norms: layers that normalize a sample by the others of its batch.
-        reach: what the graph of its loss reaches (`_core.reach.Reach`).
+        loss_graphs: what the graphs of its losses show (`_core.graphs.LossGraphs`).
         parts: of a step, its components (`looplib.steps.StepSpec`).
         count_samples: counts the samples in a batch of it, if it does not leave that to the function that it wraps.
         call: the call that made it, which is its repr.
@@ -86,7 +86,7 @@ class Made(NamedTuple):
     microbatches: Callable[..., Any] | None = None
     model: nn.Module | None = None
     batch_norms: tuple[str, ...] = ()
-    reach: Any = None
+    loss_graphs: Any = None
     parts: Any = None
     count_samples: Callable[[Any], int] | None = None
     call: Call | None = None
