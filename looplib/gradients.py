@@ -80,8 +80,9 @@ def make_grad_fn(
         model: the `nn.Module`, with or without torch's wrappers.
         loss_fn: `loss_fn(model, batch)`, which returns a scalar loss (the mean over the samples), a
             `Mean(total, weight)`, or `(loss, aux)` with a dict of scalars and metrics.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when `make_grad_fn` is called; a warning names those for which that changes later.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to all that require a gradient when
+            `make_grad_fn` is called; a warning names those for which that changes later. Use it for steps that train
+            different parts over one state; what no step trains, freeze by `requires_grad_(False)`.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
         per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
             as the experts that each rank holds for itself. The gradients of all others are compared between the ranks at the
@@ -92,7 +93,8 @@ def make_grad_fn(
             `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop.
 
     Raises:
-        ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
+        ValueError: `trainable` selects no parameter, or one that requires no gradient;
+            the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
             the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
@@ -265,11 +267,11 @@ def _passes_of(
                     host.seed(seeds[number])
                 samples = count_samples(batch)
                 if samples:
-                    one = partial(microbatch, call, batch, samples)
+                    run_microbatch = partial(microbatch, call, batch, samples)
                 else:
                     batch = _stand_in(batch, call.part, sync)
-                    one = partial(aside, call, batch)
-                out = one() if sync is None else sync.make(number, one)
+                    run_microbatch = partial(aside, call, batch)
+                out = run_microbatch() if sync is None else sync.make(number, run_microbatch)
                 call.outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
             if sync is not None:
                 sync.pad(partial(aside, call, batch))
@@ -349,9 +351,8 @@ def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:
 
 
 _UNREACHED = (
-    "no gradient reached {names}: the loss does not depend on them. Choose what is trained "
-    "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
-    "make_grad_fn(..., allow_unused=True)"
+    "no gradient reached {names}: the loss does not depend on them. Freeze them (requires_grad_(False)), choose what this "
+    "step trains with make_grad_fn(..., trainable=...), or leave them as they are with make_grad_fn(..., allow_unused=True)"
 )
 
 
@@ -408,7 +409,7 @@ def indices(index: int, count: int) -> Sequence[int]:
     """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
     if count == 1:
         return [index]
-    return range(count) if not index else [mix(index, each) for each in range(count)]
+    return range(count) if not index else [mix(index, number) for number in range(count)]
 
 
 def _leaf(name: str, tensor: Tensor) -> Tensor:

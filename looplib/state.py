@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -40,7 +40,6 @@ def init_state(
     seed: int = 0,
     loader: Any = None,
     epoch_length: int | None = None,
-    trainable: Callable[[str, Tensor], bool] | None = None,
     extra: Any = None,
 ) -> TrainState:
     """Create the initial training state, bound to `model`: it holds the module's own tensors, not copies.
@@ -56,7 +55,8 @@ def init_state(
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers. Parameter names are those of the innermost module.
-        optimizer: an optimizer whose `init` creates `opt_state`. None for a state used only for evaluation.
+        optimizer: an optimizer whose `init` creates `opt_state`, for the parameters that require a gradient now. None for a
+            state used only for evaluation.
         seed: int from which dropout and all other random draws of the steps are derived.
         loader: the loader of the run, or a list of all that it trains on, the first of which counts the batches of an epoch:
             `len(loader)`, or None for a stream. The settings of looplib's loaders are kept in `state.run`, for checkpoints
@@ -65,8 +65,6 @@ def init_state(
         epoch_length: number of batches in an epoch, in place of the loader's: for a run without a loader object, or to
             end the epochs of a stream. For a loader whose epochs differ in length, such as those of `ll.data.growing`,
             write `ll.init_state(..., loader=loader).replace(epoch_length=None)`.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Pass the same function as to
-            `make_grad_fn`. Defaults to the parameters that require a gradient.
         extra: a pytree of your own, kept in `state.extra` and checkpointed: tensors, ints of any size, floats, strings,
             bytes, bools and None, in dicts, lists, tuples and registered pytrees. Turn NumPy arrays into tensors
             (`torch.from_numpy`). For global random streams and objects with a `state_dict`, see `ll.checkpoint.capture`.
@@ -74,7 +72,7 @@ def init_state(
     Raises:
         TypeError: `model` is not a module, `optimizer` is not an `ll.optimizer(...)`, `loader` is a dataset, a batch or
             something else that is not a loader, or `seed` is not an int.
-        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, a trained parameter
+        ValueError: a lazy parameter has no shape yet, no parameter requires a gradient, `epoch_length` is 0, a trained parameter
             is on the meta device, or what is trained or kept by the optimizer shares memory with another tensor.
     """
     slots = _modules.members(model)
@@ -90,12 +88,12 @@ def init_state(
     opt_state = None
     if optimizer is not None:
         check_kind(optimizer, "init_state", "optimizer")
-        names = _modules.trainable_names(model, trainable)
+        names = _modules.trainable_names(model)
         opt_state = _first_opt_state(optimizer, params, buffers, names)
     run = Run(
         optimizer=None if optimizer is None else described(optimizer) or None,
         model=described_model(model),
-        loaders=tuple(described(each) for each in loaders if kind_of(each) == "loader"),
+        loaders=tuple(described(source) for source in loaders if kind_of(source) == "loader"),
     )
     return TrainState(
         epoch_length=epoch_length,
@@ -138,10 +136,10 @@ def _first_opt_state(
         opt_state = optimizer.init(trained, buffers=buffers)
     plain = {name: tensor for name, tensor in {**params, **buffers}.items() if is_plain(tensor)}
     written = named_tensors("opt_state", opt_state)
-    for one, other in overlaps({**plain, **written}):
+    for first, second in overlaps({**plain, **written}):
         check(
-            not {one, other} & {*trained, *written},
-            f"{one} and {other} are two tensors that share memory: training one in place would change the "
+            not {first, second} & {*trained, *written},
+            f"{first} and {second} are two tensors that share memory: training one in place would change the "
             "other, and a copy of the state would part them. Register one tensor under both names "
             "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone(), also in "
             "an optimizer's init)",
@@ -154,7 +152,6 @@ def fresh(
     optimizer: Optimizer | None = None,
     *,
     seed: int,
-    trainable: Callable[[str, Tensor], bool] | None = None,
     extra: Any = None,
 ) -> TrainState:
     """Start a new run from the weights of a state: its counts, position, optimizer state and `extra` begin again.
@@ -179,15 +176,14 @@ def fresh(
 
     Args:
         state: the state whose weights to start from.
-        optimizer: the optimizer of the new run, as in `init_state`.
+        optimizer: the optimizer of the new run, as in `init_state`, for the state's parameters that require a gradient.
         seed: int from which the new run draws. The seed of the old run gives the same order of samples and the same
             dropout masks again.
-        trainable: `(name, tensor) -> bool`, as in `init_state`. Defaults to the parameters that require a gradient.
         extra: the new run's pytree, as in `init_state`. That of `state` belongs to the old run and is left out.
 
     Raises:
         TypeError: `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
-        ValueError: no parameter is trainable, a trained one is on the meta device or shares memory with another tensor, or
+        ValueError: no parameter requires a gradient, a trained one is on the meta device or shares memory with another tensor, or
             the state is a stack.
         DonatedStateError: the state was donated to a step.
     """
@@ -201,7 +197,7 @@ def fresh(
     opt_state = None
     if optimizer is not None:
         check_kind(optimizer, "fresh", "optimizer")
-        names = _modules.trainable_in(state.params, trainable, "this state")
+        names = _modules.requiring_gradient(state.params, "this state")
         opt_state = _first_opt_state(optimizer, state.params, state.buffers, names)
     return TrainState(
         epoch_length=state.epoch_length,
@@ -426,8 +422,8 @@ def apply(
                     slot.owner[slot.key] = tensor
             return function(*args, **kwargs)
         finally:
-            for slot, own, _ in swaps:
-                slot.owner[slot.key] = own
+            for slot, before, _ in swaps:
+                slot.owner[slot.key] = before
 
 
 def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mapping[str, Tensor], called: str) -> None:

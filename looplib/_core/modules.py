@@ -84,26 +84,26 @@ def members(model: nn.Module) -> Members:
     slots = Members([], [], [])
     names: dict[int, str] = {}
     for prefix, module in named_modules(model):
-        for of_kind, own in ((slots.params, own_parameters(module)), (slots.buffers, own_buffers(module))):
-            for key, tensor in own.items():
+        for of_kind, entries in ((slots.params, own_parameters(module)), (slots.buffers, own_buffers(module))):
+            for key, tensor in entries.items():
                 path = f"{prefix}.{key}".lstrip(".")
                 if tensor is not None:
                     check(
                         not is_lazy(tensor),
                         f"{path} has no shape yet (a lazy module): run the model on one batch first",
                     )
-                    of_kind.append(Slot(own, key, names.setdefault(id(tensor), path)))
+                    of_kind.append(Slot(entries, key, names.setdefault(id(tensor), path)))
                 elif of_kind is slots.buffers:
-                    slots.empty.append(Slot(own, key, path))
+                    slots.empty.append(Slot(entries, key, path))
     return slots
 
 
 def tensors(slots: Iterable[Slot]) -> dict[str, Tensor]:
     """Tensors by name; of tied ones that are no longer the same, the first."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for owner, key, name in slots:
-        found.setdefault(name, owner[key])
-    return found
+        by_name.setdefault(name, owner[key])
+    return by_name
 
 
 def check_names(
@@ -137,23 +137,27 @@ def check_materialized(params: Mapping[str, Tensor]) -> None:
     )
 
 
-def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
-    """Names of the trained parameters of a module."""
-    return trainable_in(tensors(members(model).params), predicate, f"this {type(model).__name__}")
+def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None = None) -> list[str]:
+    """Names of the parameters of a module that are trained: those that require a gradient, or of these a selection."""
+    params, owner = tensors(members(model).params), f"this {type(model).__name__}"
+    if predicate is None:
+        return requiring_gradient(params, owner)
+    chosen = {name: tensor for name, tensor in params.items() if predicate(name, tensor)}
+    check(chosen, f"no parameter of {owner} is trainable: {predicate} chose none")
+    frozen = [name for name, tensor in chosen.items() if not tensor.requires_grad]
+    check(
+        not frozen,
+        f"trainable= chose {few(frozen)} of {owner}, which require no gradient, so that no optimizer has a state for them: leave "
+        "them out, or call requires_grad_() before ll.init_state and ll.make_grad_fn",
+    )
+    return [*chosen]
 
 
-def trainable_in(
-    params: Mapping[str, Tensor], predicate: Callable[[str, Tensor], bool] | None, owner: str
-) -> list[str]:
-    """Names of the trained parameters: those selected by `predicate`, or those that require a gradient."""
-    chosen = [
-        name
-        for name, tensor in params.items()
-        if (tensor.requires_grad if predicate is None else predicate(name, tensor))
-    ]
-    reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
-    check(chosen, f"no parameter of {owner} is trainable: {reason}")
-    return chosen
+def requiring_gradient(params: Mapping[str, Tensor], owner: str) -> list[str]:
+    """Names of the parameters that require a gradient, which an optimizer keeps a state for."""
+    names = [name for name, tensor in params.items() if tensor.requires_grad]
+    check(names, f"no parameter of {owner} is trainable: none requires a gradient")
+    return names
 
 
 class _Running(threading.local):
@@ -324,8 +328,8 @@ class FunctionalModule:
                 if for_good:
                     self._keep_buffers(None if done else buffers)
                 else:
-                    for owner, key, _, own, _ in swaps:
-                        owner[key] = own
+                    for owner, key, _, before, _ in swaps:
+                        owner[key] = before
                 for owner, key, _ in self.slots.empty:
                     owner[key] = None
                 if engine is not None:
@@ -343,7 +347,7 @@ class FunctionalModule:
 
     def _check_held(self, swaps: Sequence[Swap]) -> None:
         """Raise ValueError if the module holds parameters that came after the state."""
-        replaced = [(name, tensor) for _, _, name, own, tensor in swaps if own is not self.held[name]]
+        replaced = [(name, tensor) for _, _, name, present, tensor in swaps if present is not self.held[name]]
         if not replaced:
             return
         # Before the first call, the state may have been made after the parameters were replaced, and then copied.
@@ -353,11 +357,11 @@ class FunctionalModule:
         self._read()
         self.held = tensors(self.slots.params)
 
-    def _keep_buffers(self, given: Mapping[str, Tensor] | None) -> None:
+    def _keep_buffers(self, buffers: Mapping[str, Tensor] | None) -> None:
         """Leave the buffers of a donated state in the module; after a pass that failed, those that were given."""
-        if given is not None:
+        if buffers is not None:
             for owner, key, name in self.slots.buffers:
-                owner[key] = given[name]
+                owner[key] = buffers[name]
         self._leave()
 
     def _leave(self) -> None:
@@ -381,9 +385,9 @@ class FunctionalModule:
         by_name, places = _left[self.model]
         replaced = [
             name
-            for owner, key, name, own, tensor in swaps
+            for owner, key, name, present, tensor in swaps
             if id(tensor) == by_name.get(name)
-            and id(own) != places.get((id(owner), key))
+            and id(present) != places.get((id(owner), key))
             and (id(owner), key) not in self.transient
         ]
         if replaced:
@@ -393,10 +397,10 @@ class FunctionalModule:
     def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters that cannot take the places of the module's own."""
         # Buffers may have any shape, since a forward pass may assign a longer one.
-        if any(own.shape != tensor.shape for _, _, _, own, tensor in swaps):
+        if any(present.shape != tensor.shape for _, _, _, present, tensor in swaps):
             check_names("parameters", params, self.slots.params, self.model)
-        if self.backward and torch_private.any_gradient_hooks([own for _, _, _, own, _ in swaps]):
-            hooked = [name for _, _, name, own, _ in swaps if torch_private.any_gradient_hooks([own])]
+        if self.backward and torch_private.any_gradient_hooks([present for _, _, _, present, _ in swaps]):
+            hooked = [name for _, _, name, present, _ in swaps if torch_private.any_gradient_hooks([present])]
             raise ValueError(_OF_HOOKS.format(name=few(hooked)))
 
     def seed(self, seed: int) -> None:
@@ -419,7 +423,7 @@ class FunctionalModule:
             raise ValueError(_CHANGED) from None
         if flags != self.flags and warnings_of_misuse.on:
             slots = zip(self.slots.params, flags, self.flags, strict=True)
-            warn(_TOGGLED.format(names=few([slot.name for slot, one, other in slots if one is not other])))
+            warn(_TOGGLED.format(names=few([slot.name for slot, flag, before in slots if flag is not before])))
             self.flags = flags  # so that it is told once
 
     def buffers(self) -> dict[str, Tensor]:
@@ -534,9 +538,9 @@ def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
 def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swap]:
     """The slots that do not hold the tensors of these names."""
     return [
-        (owner, key, name, own, tensor)
+        (owner, key, name, present, tensor)
         for owner, key, name in slots
-        if (own := owner[key]) is not (tensor := tensors[name])
+        if (present := owner[key]) is not (tensor := tensors[name])
     ]
 
 
@@ -558,11 +562,13 @@ def _shortens_rows(module: nn.Module) -> bool:
 
 def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:
     """The CPU's random generator, and that of each of these devices."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     for device in dict.fromkeys(devices):
-        own = getattr(getattr(torch, device.type, None), "default_generators", None)  # of each accelerator but MPS
+        of_devices = getattr(
+            getattr(torch, device.type, None), "default_generators", None
+        )  # of each accelerator but MPS
         if device.type == "mps":
-            found.append(torch_private.mps_generator())
-        elif own:
-            found.append(own[device.index or 0])
-    return tuple(found)
+            generators.append(torch_private.mps_generator())
+        elif of_devices:
+            generators.append(of_devices[device.index or 0])
+    return tuple(generators)

@@ -80,8 +80,7 @@ def make_contrastive_grad_fn(
         embedding_loss: `embedding_loss(embeddings)`, where the tree has the rows of the whole batch (of all ranks, in
             order). Returns a scalar, or `(loss, aux)` with a dict of scalars and metrics.
         microbatches: number of microbatches, split as by `torch.tensor_split`; at most one per sample.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when this is called.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train, as for `make_grad_fn`.
         count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:

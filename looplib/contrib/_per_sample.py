@@ -65,8 +65,7 @@ def make_per_sample_grad_fn(
         model: the `nn.Module`, not wrapped in DDP or FSDP2, and without BatchNorm in training mode.
         loss_fn: `loss_fn(model, batch)`, as for `make_grad_fn`. The loss of a sample is the scalar that is returned
             for it; for a `Mean`, total / weight, or zero if the weight is zero.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when this is called.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train, as for `make_grad_fn`.
         count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:

@@ -191,14 +191,14 @@ def transform(
         )
     plan = plan_for(plans, recipe, params, states)
     for name, kept in plan.keys.items():
-        if (found := states[name].keys()) != kept.keys() and not _continues(recipe, found, kept.keys()):
+        if (keys := states[name].keys()) != kept.keys() and not _continues(recipe, keys, kept.keys()):
             raise wrong_state(opt_state, recipe.cls.__name__, kept)
     for part in plan.parts if recipe.has_plain_entries else ():
         check_entries(part, params, states, part.kernel and plan.values[part.group].get("fused"))
     names, dtypes, shapes, *_ = plan.key
-    given = grads.values()
-    known = [*grads] == names and [*map(_dtype, given)] == dtypes and [*map(shape_of, given)] == shapes
-    if not known or any(map(is_sparse, given)) or recipe.cls is torch.optim.SparseAdam:
+    gradients = grads.values()
+    known = [*grads] == names and [*map(_dtype, gradients)] == dtypes and [*map(shape_of, gradients)] == shapes
+    if not known or any(map(is_sparse, gradients)) or recipe.cls is torch.optim.SparseAdam:
         _check_grads(recipe, grads, params)
         if not recipe.is_torch_optim:
             _check_sparse(plan, grads, params)
@@ -220,17 +220,16 @@ def _unfit(recipe: Recipe, grads: Grads, opt_state: Any) -> ValueError:
         return wrong_state(opt_state, recipe.cls.__name__, ["state"])
     return ValueError(
         f"the optimizer's state has nothing for {few(sorted(grads.keys() - opt_state['state'].keys()))}, which were frozen, "
-        "or not in the model, when it was made. Make the state while everything that you will train requires a gradient, or "
-        "with a trainable= that chooses all of it"
+        "or not in the model, when it was made. Make the state while everything that you will train requires a gradient"
     )
 
 
-def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
+def _continues(recipe: Recipe, keys: Any, expected: Any) -> bool:
     """True if a class can continue a state with other keys than those that it would create."""
     if not recipe.is_torch_optim:  # it may keep further keys later, or for some parameters
-        return not kept or bool(found & kept)
+        return not expected or bool(keys & expected)
     # A term may be 0 here and not where the state was made, as for a member of a stack without momentum.
-    return bool(found > kept and found - kept <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
+    return bool(keys > expected and keys - expected <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
 
 
 def _check_sparse(plan: Plan, grads: Grads, params: Params) -> None:
@@ -330,10 +329,10 @@ def _by_class(
     with restored_grads([tensor for group in groups for tensor in group["params"]]), streams():
         for group, names in zip(groups, members, strict=True):
             tensors = group["params"]
-            given: Sequence[Tensor] = [grads[name] for name in names]
+            gradients: Sequence[Tensor] = [grads[name] for name in names]
             if group.get("fused"):
-                given = laid_out_like(tensors, given)
-            for tensor, grad in zip(tensors, given, strict=True):
+                gradients = laid_out_like(tensors, gradients)
+            for tensor, grad in zip(tensors, gradients, strict=True):
                 tensor.grad = grad
         plan.step(instance)
     if of_torch and not first:
@@ -387,7 +386,7 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
     new = {**opt_state, "state": states}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
+        new["groups"] = [{key: group.get(key) for key in keys} for group, keys in groups]
     return new
 
 
