@@ -164,12 +164,12 @@ def make_train_step(
     leaves it behind likewise. Uses of the module are noticed by hooks on it, which `ll.bind` removes; saving or calling a part of
     the module, or a copy of it, is not noticed. Writes through `param.data` are noticed by the second step only.
     """
-    given, grad_fn = grad_fn, check_summed(grad_fn, "make_train_step")
+    grad_fn = check_summed(grad_fn, "make_train_step")
     check_writes(optimizer, "make_train_step")
-    watched = (given, [each for part in optimizer.parts.values() for each in (part.transform, part.update_)])
+    watched = (grad_fn, [half for part in optimizer.parts.values() for half in (part.transform, part.update_)])
     parts = StepSpec("train", _train_step_for_graphs(grad_fn, optimizer), watched, donate, same_batch)
     step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch), parts)
-    return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
+    return with_repr(step, make_train_step, grad_fn, optimizer, donate=donate, same_batch=same_batch)
 
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:

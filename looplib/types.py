@@ -577,10 +577,12 @@ class Optimizer:
         firsts = [(name, part) for name, part in self.parts.items() if part.transform is not None]
         firsts.sort(key=lambda named: named[1].role != "judge")
         object.__setattr__(self, "_firsts", firsts)
-        object.__setattr__(self, "_seconds", [each for each in self.parts.items() if each[1].update_ is not None])
+        object.__setattr__(
+            self, "_seconds", [named_part for named_part in self.parts.items() if named_part[1].update_ is not None]
+        )
         keys = dict.fromkeys(name for name, part in self.parts.items() if part.init is not None)
         object.__setattr__(self, "_keys", keys)
-        scalers = [each for each in self.parts.items() if each[1].loss_scale is not None]
+        scalers = [named_part for named_part in self.parts.items() if named_part[1].loss_scale is not None]
         object.__setattr__(self, "_scaler", scalers[0] if scalers else None)
 
     def init(self, params: Params, **extra: Any) -> dict[str, Any]:

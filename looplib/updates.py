@@ -143,22 +143,22 @@ def apply_gradients(
         "ll.apply_gradients inside a step that runs as a graph: make the inner step with ll.make_train_step, around a "
         "gradient function of your own if need be, function(state, batch, **request) -> Gradients"
     )
-    given = _as_gradients(gradients, scale)
-    grads = _checked(given.grads, params)
-    if donate and given is not gradients:  # tensors of the caller's own: an update must not read what it writes
+    computed = _as_gradients(gradients, scale)
+    grads = _checked(computed.grads, params)
+    if donate and computed is not gradients:  # tensors of the caller's own: an update must not read what it writes
         grads = apart_from(grads, tensors_in((params, opt_state)))
-    new_buffers = _new_buffers(given.buffers, buffers, old_buffers)
+    new_buffers = _new_buffers(computed.buffers, buffers, old_buffers)
     # The weight of the plain values that the update reports: the samples, or 1 if they are not known.
-    weight = samples if samples is not None else given.samples or 1
-    out = given._replace(grads=grads, buffers=new_buffers, samples=weight)
-    before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
+    weight = samples if samples is not None else computed.samples or 1
+    out = computed._replace(grads=grads, buffers=new_buffers, samples=weight)
+    before = Before(params, old_buffers, [*(computed.copies or ())], versions(params)) if donate else None
     count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
     at_any_point = None if evaluate is None else partial(_at, evaluate)
     _interrupts.install()
     _interrupts.waits.depth += donate  # a pure update leaves the state as it is
     try:
         new, metrics = update(optimizer, state, out, before, count, at_any_point, owned=False, copy_buffers=donate)
-        del out, grads, given, gradients, new_buffers  # freed while signals wait
+        del out, grads, computed, gradients, new_buffers  # freed while signals wait
         return new, metrics
     except BaseException as error:
         undo(state, before)
@@ -225,16 +225,16 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def _new_buffers(
-    computed: Mapping[str, Tensor], given: Mapping[str, Tensor] | None, old: Mapping[str, Tensor]
+    computed: Mapping[str, Tensor], replaced: Mapping[str, Tensor] | None, old: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The state's buffers after the update: those of a gradient function, or copies of the caller's own."""
-    if given is None:
+    if replaced is None:
         return {**old, **mapped(Tensor.detach, computed)}
-    check_type("buffers are", given, Mapping, "give a dict of name -> tensor")
-    unknown = sorted(given.keys() - old.keys())
+    check_type("buffers are", replaced, Mapping, "give a dict of name -> tensor")
+    unknown = sorted(replaced.keys() - old.keys())
     check(not unknown, f"there are buffers {few(unknown)}, and the state has {few(old)}")
-    names = [name for name, tensor in given.items() if tensor is not old[name]]
-    return {**old, **dict(zip(names, clones([given[name].detach() for name in names]), strict=True))}
+    names = [name for name, tensor in replaced.items() if tensor is not old[name]]
+    return {**old, **dict(zip(names, clones([replaced[name].detach() for name in names]), strict=True))}
 
 
 # The update itself, of which `apply_gradients` and train steps are made
@@ -352,10 +352,10 @@ def update(
         torch_private.set_grad_enabled(grad_mode)
 
 
-def _in_memory_of(own: Params, values: Params) -> Params:
+def _in_memory_of(old: Params, values: Params) -> Params:
     """Values in the memory of the tensors of the same names, where they fit."""
     result = dict(values)
-    for name, tensor in own.items():
+    for name, tensor in old.items():
         value = values[name]
         if value is not tensor and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
             result[name] = tensor.copy_(value)
@@ -369,9 +369,9 @@ def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
     that state.
     """
     values = apart_from([*replaced.values()], owned.values())
-    given = [owned[name] for name in replaced]
-    opt_state = apart_from(opt_state, given)
-    for tensor, value in zip(given, values, strict=True):
+    tensors = [owned[name] for name in replaced]
+    opt_state = apart_from(opt_state, tensors)
+    for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
     return opt_state
 

@@ -51,16 +51,16 @@ class Sync:
         """Samples of the whole step, on all ranks."""
         return round(self._counted.read()[0])
 
-    def make(self, number: int, one: Callable[[], Any]) -> Any:
+    def make(self, number: int, make_pass: Callable[[], Any]) -> Any:
         """Make one pass. The first one counts the samples of all."""
         self.engine.sync(number == self.passes - 1)
-        out = one()
+        out = make_pass()
         return out._replace(samples=0 if number else self.samples())
 
-    def pad(self, one: Callable[[], Any]) -> None:
+    def pad(self, make_pass: Callable[[], Any]) -> None:
         """Make the passes that only other ranks need."""
         for number in range(self.needed, self.passes):
-            self.make(number, one)
+            self.make(number, make_pass)
 
     def end(self) -> None:
         self.engine.sync(True)
@@ -275,6 +275,9 @@ def compare(state: Any) -> None:
         "looplib": sys.modules["looplib"].__version__,
         **{" ".join(map(str, path)): value for path, value in trees.leaves(settings)},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
-        **{name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for name, each in tensors.items()},
+        **{
+            name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            for name, tensor in tensors.items()
+        },
     }
     together_with_data().check_alike(facts, "the ranks do not run the same program:\n  ")

@@ -182,11 +182,11 @@ def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Te
 
 def check_valid(state: Any, names: Sequence[str] = TREES) -> None:
     """Raise DonatedStateError if a tensor of one of these trees was overwritten."""
-    now, own = clock.time, state._lease
+    now, lease = clock.time, state._lease
     # Given up by its own run, it is spent whatever tensors its dicts hold by now.
-    given_up = own is not None and own.written > state._at
+    given_up = lease is not None and lease.written > state._at
     for name in names:
-        writer = own if given_up and name != "extra" else overwritten(state, (getattr(state, f"_{name}"),))
+        writer = lease if given_up and name != "extra" else overwritten(state, (getattr(state, f"_{name}"),))
         if writer is not None:
             raise DonatedStateError(_spent(state, name, writer))
     if len(names) == len(TREES):

@@ -153,7 +153,7 @@ class _Hook:
         if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
             return
         # Steps and looplib's exports know whose weights they use.
-        if any(module is each for wrapper in running.models for each in wrapper.modules()):
+        if any(module is running_module for wrapper in running.models for running_module in wrapper.modules()):
             return
         if not running.models:  # not in the loss of another network
             stale.used(module)
@@ -353,12 +353,12 @@ class LossWatch:
         """Look at a plain scalar that is weighted by its samples."""
         if not self._now():
             return
-        found = kinds_of_mean(loss, samples)
-        if "sum" in found:
+        kinds = kinds_of_mean(loss, samples)
+        if "sum" in kinds:
             self._warn(_SUM)
-        if "class weights" in found:
+        if "class weights" in kinds:
             self._warn(_CLASS_WEIGHTS)
-        if _LABELS in self._warned or found <= {"sum", "samples"}:
+        if _LABELS in self._warned or kinds <= {"sum", "samples"}:
             return
         for path, leaf in trees.leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):

@@ -390,8 +390,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     Settings that only one of them describes are not compared.
     """
     compared = [
-        leaves({name: each[name] for name in old if name in new}, lambda value: not isinstance(value, Mapping))
-        for each in (old, new)
+        leaves({name: description[name] for name in old if name in new}, lambda value: not isinstance(value, Mapping))
+        for description in (old, new)
     ]
     return [f"{' '.join(path)} was {was}, is {now}" for path, was, now in paired(*compared) if was != now]
 

@@ -132,21 +132,21 @@ _WITHOUT_SAMPLES = {str, int, float, bool, bytes, type(None)}
 
 def _agreed(children: Iterable[Any]) -> set[int] | None:
     """Numbers on which all children that count agree; None if none counts."""
-    counts = [found for child in children if (found := _counts(child)) is not None]
+    counts = [count for child in children if (count := _counts(child)) is not None]
     return set.intersection(*counts) if counts else None
 
 
 def counted(batch: Any) -> str:
     """Counts of the entries of a batch, for messages: "batch['x'] has 16, batch['y'] has 12"."""
-    return few([f"{named(path, 'batch')} has {_either(found)}" for path, found in _entries(batch)])
+    return few([f"{named(path, 'batch')} has {_either(counts)}" for path, counts in _entries(batch)])
 
 
 def _entries(node: Any, path: Path = ()) -> list[tuple[Path, set[int]]]:
     """Entries of a batch that count, for messages."""
     inner = None if is_array(node) or (path and _is_list(node)) else node_of(node)
     if inner is None:
-        found = _counts(node)
-        return [] if found is None else [(path, found)]
+        counts = _counts(node)
+        return [] if counts is None else [(path, counts)]
     pairs = zip(inner.names, inner.children, strict=True)
     return [entry for name, child in pairs for entry in _entries(child, (*path, name))]
 
@@ -227,7 +227,7 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
         )
     if has_rows or (_is_list(node) and len(node) == count and _is_list_of_samples(node, path, by_lists)):
         rows = getattr(node, "iloc", node)  # pandas objects are indexed by position
-        return [one(rows) for one in cuts]
+        return [cut_rows(rows) for cut_rows in cuts]
     inner = node_of(node)
     if inner is None and path and _hides_samples(node, count):
         raise ValueError(
@@ -293,10 +293,10 @@ def _hides_samples(leaf: Any, count: int) -> bool:
 # ---- functions that count ----
 
 
-def counter_of(function: Any, given: Any = None) -> CountSamples:
+def counter_of(function: Any, count_by: Any = None) -> CountSamples:
     """Function that counts the samples of a gradient function's or a step's batches: the one given, or that of its record."""
-    if given is not None:
-        return as_counter(given)
+    if count_by is not None:
+        return as_counter(count_by)
     return next(
         (record.count_samples for record in chain(function) if record.count_samples is not None), count_samples
     )

@@ -57,9 +57,9 @@ def lbfgs_update(
         TypeError,
     )
     states = opt_state["state"]
-    given, first = pick(params, states), next(iter(states))
+    starts, first = pick(params, states), next(iter(states))
     # The direction is one vector of all parameters. Those without a gradient are copies, so that they stay as they are.
-    tensors = {name: tensor if name in grads else tensor.detach().clone() for name, tensor in given.items()}
+    tensors = {name: tensor if name in grads else tensor.detach().clone() for name, tensor in starts.items()}
     instance = recipe.build(tensors, recipe.members(tensors))
     instance.param_groups[0].update(recipe.values_at(instance.param_groups, opt_state, step)[0])
     # With its history alone in the lists. Before its first iteration, LBFGS reads none of it.
@@ -71,7 +71,7 @@ def lbfgs_update(
     def closure() -> Any:
         drop_grads(tensors.values())
         with torch.enable_grad():
-            loss, at_tensors = known.pop() if known else evaluate(dict(given))
+            loss, at_tensors = known.pop() if known else evaluate(dict(starts))
         for name in grads:
             tensors[name].grad = at_tensors.get(name)
         return loss

@@ -128,7 +128,7 @@ def _taken(
     probe: Any,
 ) -> Any:
     """A leaf of the optimizer's state, of which a parameter's rows are taken if it has them."""
-    name = next((each for each in path if each in kept), None)
+    name = next((part for part in path if part in kept), None)
     if name is None or not isinstance(leaf, Tensor):
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
     indices, before, where = kept[name], params[name], trees.pointer(path)

@@ -76,7 +76,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         members = {key: subset for key, _, subset in parts_of(params, params)}
         empty = [key for key in optimizers if key not in members]
         check(not empty, f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
-        return {key: one.init(members[key], **extra) for key, one in optimizers.items()}
+        return {key: optimizer.init(members[key], **extra) for key, optimizer in optimizers.items()}
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != optimizers.keys():
@@ -96,19 +96,21 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             makes_update = any_of(flag)
             if makes_update is False:
                 continue
-            own = {**info, "applied": flag, "carry": (carry or {}).get(key)}
+            of_label = {**info, "applied": flag, "carry": (carry or {}).get(key)}
             if makes_update is True:
-                new, state[key], report = optimizers[key].update_(mine, state[key], members, step, **own)
+                new, state[key], report = optimizers[key].update_(mine, state[key], members, step, **of_label)
             else:  # a tensor, as in a graph, which chooses between copies
-                new, state[key], report = update_where(flag, optimizers[key], mine, state[key], members, step, own)
+                new, state[key], report = update_where(
+                    flag, optimizers[key], mine, state[key], members, step, of_label
+                )
             params.update(new)
             reports |= {within(key, name): value for name, value in report.items()}
         return params, state, reports
 
     def evaluation(params: Params, buffers: Params, state: Any) -> tuple[Params, Params]:
         members = _labelled(label, params)
-        for key, own in state.items():
-            averaged, buffers = optimizers[key].evaluation(members[key], buffers, own)
+        for key, entry in state.items():
+            averaged, buffers = optimizers[key].evaluation(members[key], buffers, entry)
             params = params if averaged is members[key] else {**params, **averaged}
         return params, buffers
 
@@ -119,7 +121,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             for name, value in member.hyperparameters(state[key], step).items()
         }
 
-    own = Part(
+    whole = Part(
         role="weights",
         init=init,
         transform=transform,
@@ -127,9 +129,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         evaluation=evaluation,
         hyperparameters=hyperparameters,
         description=mapped(operator.attrgetter("description"), optimizers),
-        evaluates=any(each.evaluates for member in optimizers.values() for each in member.parts.values()),
+        evaluates=any(part.evaluates for member in optimizers.values() for part in member.parts.values()),
     )
-    made = with_repr(Optimizer({"partition": own}), partition, optimizers, label)
+    made = with_repr(Optimizer({"partition": whole}), partition, optimizers, label)
     return made
 
 
@@ -162,8 +164,8 @@ def _around(optimizer: Optimizer, name: str, settings: Mapping[str, Any], **fiel
         "weights",
         {**optimizer.description, **settings},
         evaluation=lambda params, buffers, state: optimizer.evaluation(params, buffers, state["inner"]),
-        evaluates=any(each.evaluates for each in parts),
-        kernel=next((each.kernel for each in parts if each.kernel is not None), None),
+        evaluates=any(part.evaluates for part in parts),
+        kernel=next((part.kernel for part in parts if part.kernel is not None), None),
         **fields,
     )
 
@@ -245,8 +247,8 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     kept = dict.fromkeys(("inner", "steps", "sum") if sums else ("inner", "steps"))
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {"inner": optimizer.init(params, **extra), "steps": torch.tensor(0, device="cpu")}
-        return {**own, "sum": mapped(torch.zeros_like, mapped(Tensor.detach, params))} if sums else own
+        entry: dict[str, Any] = {"inner": optimizer.init(params, **extra), "steps": torch.tensor(0, device="cpu")}
+        return {**entry, "sum": mapped(torch.zeros_like, mapped(Tensor.detach, params))} if sums else entry
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != kept.keys() or not optimizer.fits(state["inner"]):
@@ -278,8 +280,10 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
         params, state["inner"], report = optimizer.update_(
             used, state["inner"], params, step, carry=inner_carry, **info
         )
-        for each in shards([state["steps"], *(state["sum"].values() if sums else ())]):
-            each.copy_(torch.zeros_like(each))  # for which torch.func.vmap has a rule, and which keeps the strides
+        for tensor in shards([state["steps"], *(state["sum"].values() if sums else ())]):
+            tensor.copy_(
+                torch.zeros_like(tensor)
+            )  # for which torch.func.vmap has a rule, and which keeps the strides
         return params, state, report
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:
@@ -305,5 +309,5 @@ def _of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
         True if all(flag is True for flag in flags.values()) else flags,
         mapped(lambda out: out.carry, outs),
         {within(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
-        [each for out in outs.values() for each in out.on_skip],
+        [skip_check for out in outs.values() for skip_check in out.on_skip],
     )

@@ -73,13 +73,13 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
         numbers = without(
             {key: value for key, value in group.items() if isinstance(value, (int, float, Tensor))}, moving
         )
-        own = [key for key, value in numbers.items() if key not in known or old.get(key) != value]
-        kept.append({key: copy_tree(old.get(key)) for key in own})
-    given = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
-    found = Probe({}, {}, kept, writes_grads=not all(trees.same(*shards(both)) for both in given))
+        changing = [key for key, value in numbers.items() if key not in known or old.get(key) != value]
+        kept.append({key: copy_tree(old.get(key)) for key in changing})
+    gradients = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
+    kept_by_class = Probe({}, {}, kept, writes_grads=not all(trees.same(*shards(both)) for both in gradients))
     for name, tensor in copies.items():
-        found.state[name], found.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
-    return found
+        kept_by_class.state[name], kept_by_class.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
+    return kept_by_class
 
 
 def _leaves(params: Params) -> Params:
@@ -178,8 +178,8 @@ def _placement(recipe: Recipe, name: str, key: str, value: Any) -> Callable[[Ten
 def _subclass(
     kind: Any, context: Any, size: Any, stride: Any, parts: dict[str, Tensor], *, place: Callable[[Tensor], Tensor]
 ) -> Any:
-    own = dict(zip(parts, shards(parts.values()), strict=True))
-    return place(kind.__tensor_unflatten__(own, context, size, stride))
+    local_parts = dict(zip(parts, shards(parts.values()), strict=True))
+    return place(kind.__tensor_unflatten__(local_parts, context, size, stride))
 
 
 def _object(kind: Any, attributes: dict[str, Any]) -> Any:

@@ -265,7 +265,7 @@ class Traced:
         graph: takes numbers drawn beforehand (if any), the constants, the tensors of the host's answers, and those of
             state and batch, in this order. It returns every tensor of the outcome.
         constants: functions that read the tensors that the step holds in Python.
-        given: number of tensors of state and batch.
+        input_count: number of tensors of state and batch.
         outcome: an `Outcome` and the arguments of `checks`, as a tree.
         checks: functions to call after a run.
         replaced: index of a tensor of the outcome -> index in the state of the one that it replaces.
@@ -277,7 +277,7 @@ class Traced:
 
     graph: GraphModule
     constants: list[Callable[[], Tensor]]
-    given: int
+    input_count: int
     outcome: Any
     checks: list[Callable[..., None]]
     replaced: dict[int, int]
@@ -320,8 +320,8 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
     (output,) = graph.find_nodes(op="output")
     placeholders = graph.find_nodes(op="placeholder")
     values = {node: index for index, node in enumerate(placeholders)}
-    given = placeholders[len(placeholders) - traced.given :]
-    old = {index: given[place] for index, place in traced.replaced.items()}
+    inputs = placeholders[len(placeholders) - traced.input_count :]
+    old = {index: inputs[place] for index, place in traced.replaced.items()}
     results: list[Node] = list(output.args[0])
     graph.erase_node(output)
 
@@ -332,7 +332,7 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
         if is_copy(results[index], node, written):
             results[index] = node
     if apart:
-        _separate(graph, results, old, {*map(storage, given)}, len(expression(traced.outcome[0][:3]).tensors))
+        _separate(graph, results, old, {*map(storage, inputs)}, len(expression(traced.outcome[0][:3]).tensors))
     names = _overwrite(traced, graph, results, old) if donate else set[str]()
 
     computed = {node: index for index, node in enumerate(dict.fromkeys(n for n in results if n not in values))}
@@ -366,7 +366,7 @@ def _check_unwritten(graph: Graph, params: Mapping[str, Node]) -> None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-                written |= {storage(each) for each in leaves_of(value) if argument.is_write and is_tensor(each)}
+                written |= {storage(leaf) for leaf in leaves_of(value) if argument.is_write and is_tensor(leaf)}
     if names := [name for name, node in params.items() if storage(node) in written]:
         raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT))
 
@@ -407,8 +407,8 @@ def _separate(graph: Graph, results: list[Node], old: Mapping[int, Node], taken:
 def _overwrite(traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]) -> set[str]:
     """Overwrite the old state with the new one, and return the names of the parameters written."""
     # A tensor that the members of a stack have shared, if it is written after all, gets new memory with one for each member.
-    own = {index: node for index, node in old.items() if not is_shared(node.meta["val"])}
-    new = {index: results[index] for index, node in own.items() if results[index] is not node}
+    unshared = {index: node for index, node in old.items() if not is_shared(node.meta["val"])}
+    new = {index: results[index] for index, node in unshared.items() if results[index] is not node}
     for index in new:
         results[index] = old[index]
     for index in new.keys() - _written_by_kernels(graph, results, old, new):
@@ -462,10 +462,12 @@ def is_same(node: Node, viewed: Node) -> bool:
     """True if two results are the same numbers in the same memory, read in the same way."""
     if not is_tensor(viewed) or storage(node) != storage(viewed):
         return False
-    one, two = node.meta["val"], viewed.meta["val"]
+    value, of_viewed = node.meta["val"], viewed.meta["val"]
     # A conjugate is a view of the same memory that is read differently, and so is its imaginary part.
-    read_alike = one.is_conj() == two.is_conj() and one.is_neg() == two.is_neg()
-    return read_alike and kind_of(one) == kind_of(two) and one.storage_offset() == two.storage_offset()
+    read_alike = value.is_conj() == of_viewed.is_conj() and value.is_neg() == of_viewed.is_neg()
+    return (
+        read_alike and kind_of(value) == kind_of(of_viewed) and value.storage_offset() == of_viewed.storage_offset()
+    )
 
 
 def memory_like(tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def trace(
     return Traced(
         graph=graph,
         constants=constants,
-        given=len(inputs.flat),
+        input_count=len(inputs.flat),
         outcome=outcome,
         checks=checks,
         replaced=replaced,
@@ -213,13 +213,15 @@ def _source(value: Any, tracer: Any) -> tuple[str, Any]:
     node: Any = tracked and tracked.proxy.node
     while node is not None and node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
         (node,) = node.all_input_nodes  # an update is given copies
-    given = [each for each in tracer.graph.find_nodes(op="placeholder") if FROM_HOST not in each.meta]
-    if node not in given:
+    placeholders = [
+        placeholder for placeholder in tracer.graph.find_nodes(op="placeholder") if FROM_HOST not in placeholder.meta
+    ]
+    if node not in placeholders:
         raise UntraceableError(
             "on_host was given a tensor that the step has computed: it takes numbers of the state as "
             "the step was given it, such as state.step or a counter in opt_state"
         )
-    return "input", given.index(node)
+    return "input", placeholders.index(node)
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -157,7 +157,7 @@ class _Stacked(Compiler):
         with asking(self.count) as asked:
             for number, row in enumerate(rows):
                 asked.number = number
-                if asked.own or str(row) not in known:
+                if asked.per_member or str(row) not in known:
                     inputs = {index: flat[index][number] for index in indices}
                     known[str(row)] = _answer(question, inputs, counts)
                 answers.append(known[str(row)])
@@ -170,7 +170,7 @@ class _Stacked(Compiler):
                     "of an average when some updates were skipped. Step them in stacks of their own, by "
                     "ll.transforms.unstack_states and stack_states"
                 )
-        if not (asked.own or indices):
+        if not (asked.per_member or indices):
             return answers[0], answers[0].tensors
         columns = zip(*(answer.tensors for answer in answers), strict=True)
         return answers[0], [*map(torch.stack, columns)]
@@ -212,30 +212,32 @@ def _mapped(
     """The step of one member mapped over all members, and the operations that draw its random numbers beforehand."""
     with torch.no_grad():
         pure = functionalize(traced.graph, remove="mutations")
-        one = make_fx(pure, mappable(), tracing_mode="fake")(*examples_of(traced.graph))
-    _without_copies(one)
-    _with_numbers_moved(one)
-    drawings = drawn_beforehand(one)
+        of_member = make_fx(pure, mappable(), tracing_mode="fake")(*examples_of(traced.graph))
+    _without_copies(of_member)
+    _with_numbers_moved(of_member)
+    drawings = drawn_beforehand(of_member)
     fixed = [None] * len(traced.constants)
     of_members = [None if is_shared(tensor) else 0 for tensor in stacked]  # a shared one is computed with once
-    of_batch = [None] * (traced.given - len(stacked))
+    of_batch = [None] * (traced.input_count - len(stacked))
     dims = (*[0] * len(drawings), *fixed, *[0 if varies else None for varies in varied], *of_members, *of_batch)
-    likes = [node.meta["val"] for node in one.graph.find_nodes(op="placeholder")]
+    likes = [node.meta["val"] for node in of_member.graph.find_nodes(op="placeholder")]
     likes = [
         like.new_empty((count, *like.size())) if dim == 0 else like for like, dim in zip(likes, dims, strict=True)
     ]
-    begin = len(likes) - traced.given
+    begin = len(likes) - traced.input_count
     likes[begin : begin + len(stacked)] = stacked  # a graph is specialized to their strides
     examples = fakes(likes)
     shared = {begin + index for index, dim in enumerate(of_members) if dim is None}
 
     def mapped(*values: Tensor) -> list[Tensor]:
         inputs = [value[0] if index in shared else value for index, value in enumerate(values)]
-        return [*map(_of_own_memory, torch.vmap(one, in_dims=dims, randomness="error")(*inputs))]
+        return [*map(_of_own_memory, torch.vmap(of_member, in_dims=dims, randomness="error")(*inputs))]
 
     with torch.no_grad():
         graph = make_fx(mapped, tracing_mode="fake")(*examples)
-    _with_shared_unchanged(graph, one, {index: begin + place for index, place in traced.replaced.items()}, shared)
+    _with_shared_unchanged(
+        graph, of_member, {index: begin + place for index, place in traced.replaced.items()}, shared
+    )
     outcome: Any = traced.outcome[0], []  # an error of one member is not raised
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (output.args[0][: len(expression(outcome).tensors)],)
@@ -243,14 +245,14 @@ def _mapped(
 
 
 def _with_shared_unchanged(
-    graph: GraphModule, one: GraphModule, replaced: Mapping[int, int], shared: set[int]
+    graph: GraphModule, member: GraphModule, replaced: Mapping[int, int], shared: set[int]
 ) -> None:
     """Return shared tensors that the step of a member leaves as they are, which `torch.vmap` would make for each member."""
-    (output,), (of_one,) = (module.graph.find_nodes(op="output") for module in (graph, one))
-    placeholders, of_member = (module.graph.find_nodes(op="placeholder") for module in (graph, one))
+    (output,), (member_output,) = (module.graph.find_nodes(op="output") for module in (graph, member))
+    placeholders, member_inputs = (module.graph.find_nodes(op="placeholder") for module in (graph, member))
     results = list(output.args[0])
     for index, place in replaced.items():
-        if place in shared and is_copy(of_one.args[0][index], of_member[place], written_in(one.graph)):
+        if place in shared and is_copy(member_output.args[0][index], member_inputs[place], written_in(member.graph)):
             results[index] = placeholders[place]
     output.args = (results,)
 
@@ -275,9 +277,11 @@ def _is_needless_copy(node: Node) -> bool:
 def _with_numbers_moved(graph: GraphModule) -> None:
     """Move numbers on the CPU to the device that uses them, which takes one of them from there, but not a stack."""
     for node in [node for node in graph.graph.nodes if node.op == "call_function"]:
-        devices = {one: one.meta["val"].device for one in node.all_input_nodes if is_tensor(one)}
+        devices = {
+            input_node: input_node.meta["val"].device for input_node in node.all_input_nodes if is_tensor(input_node)
+        }
         elsewhere = [device for device in devices.values() if device.type != "cpu"]
-        for number in [one for one, device in devices.items() if elsewhere and device.type == "cpu"]:
+        for number in [input_node for input_node, device in devices.items() if elsewhere and device.type == "cpu"]:
             with graph.graph.inserting_before(node):
                 moved = graph.graph.call_function(
                     torch.ops.aten._to_copy.default, (number,), {"device": elsewhere[0]}

@@ -61,18 +61,18 @@ def walk(*roots: Any) -> list[Variable]:
     names = {"forward", "__call__", "__getitem__", "__iter__", "__len__"}  # methods that torch and Python call
     while True:  # until the code that was found mentions no new names
         count = len(names)
-        found = _search(roots, names)
+        variables = _search(roots, names)
         if len(names) == count:
-            return found
+            return variables
 
 
 def _search(roots: tuple[Any, ...], names: set[str]) -> list[Variable]:
     """One search for attributes with these names, to which those in the code on the way are added."""
-    found: list[Variable] = []
+    variables: list[Variable] = []
     seen: dict[int, Any] = {}  # by id, and kept alive for it
     waiting = [Variable(None, "it", partial(itself, root), root) for root in reversed(roots)]
     while waiting:
-        found.append(variable := waiting.pop())
+        variables.append(variable := waiting.pop())
         thing = variable.value
         if is_plain(thing) or id(thing) in seen:
             continue
@@ -81,7 +81,7 @@ def _search(roots: tuple[Any, ...], names: set[str]) -> list[Variable]:
             names |= _names(thing.__code__)
         references = _references(thing, variable.path, names)
         waiting += [Variable(thing, path, read, read()) for path, read in references][::-1]
-    return found
+    return variables
 
 
 def is_plain(value: Any) -> bool:
