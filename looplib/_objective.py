@@ -192,7 +192,7 @@ def with_own_weight(loss: Mean) -> Mean:
 
 def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """Metric records of values beside a loss. Tensors that later steps may overwrite are copied."""
-    return {name: record(name, apart(value), samples) for name, value in aux.items()}
+    return {name: record(name, copied_if_leaf(value), samples) for name, value in aux.items()}
 
 
 def record(name: str, value: Any, samples: int) -> Metric:
@@ -244,7 +244,7 @@ def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return mapped(lambda mean: Mean(mean.total * 0, 0), means)
 
 
-def apart(value: Any) -> Any:
+def copied_if_leaf(value: Any) -> Any:
     """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
     return trees.map_tensors(
         lambda tensor: tensor.clone() if tensor.grad_fn is None or torch_private.is_view(tensor) else tensor, value

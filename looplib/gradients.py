@@ -29,11 +29,11 @@ from looplib._core.misuse import LossWatch, left_behind
 from looplib._core.passes import Passes, passes
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
-from looplib._core.records import Made, check_function_of_model, mark, with_repr
+from looplib._core.records import Made, check_function_of_model, with_record, with_repr
 from looplib._core.samples import as_counter, padding_batch
 from looplib._objective import (
-    apart,
     aux_records,
+    copied_if_leaf,
     objective_of,
     record,
     split_loss,
@@ -167,7 +167,7 @@ def make_grad_fn(
         rank, ranks = rank_and_size()
         sync = None
         if ranks > 1 or host.engine is not None:
-            in_place = donate and host.holds(params)
+            in_place = donate and host.is_bound(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place)
         form = passes()
         if donate:
@@ -208,7 +208,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and host.lent:  # a call by hand may be of any tensors
+        if in_step and host.ran_unbound:  # a call by hand may be of any tensors
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
@@ -238,7 +238,7 @@ def make_grad_fn(
         "count_samples": count_samples,
         "reentrant": reentrant,
     }
-    return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
+    return with_repr(with_record(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _passes_of(
@@ -247,9 +247,9 @@ def _passes_of(
     """Forward and backward passes of microbatches, with a state's tensors already in the module."""
     microbatch = _microbatch_of(host.model, loss_fn, graphs)
 
-    def aside(call: _Call, batch: Any) -> Gradients:
+    def uncounted_pass(call: _Call, batch: Any) -> Gradients:
         """A pass that does not count."""
-        return host.aside(partial(microbatch, call, batch, 0))
+        return host.run_uncounted(partial(microbatch, call, batch, 0))
 
     def passes_of(
         call: _Call, batches: Sequence[Any], seeds: Sequence[int]
@@ -270,11 +270,11 @@ def _passes_of(
                     run_microbatch = partial(microbatch, call, batch, samples)
                 else:
                     batch = _stand_in(batch, call.part, sync)
-                    run_microbatch = partial(aside, call, batch)
+                    run_microbatch = partial(uncounted_pass, call, batch)
                 out = run_microbatch() if sync is None else sync.make(number, run_microbatch)
                 call.outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
             if sync is not None:
-                sync.pad(partial(aside, call, batch))
+                sync.pad(partial(uncounted_pass, call, batch))
             # Each is placed over the ranks as its parameter is.
             grads = {
                 name: grad if type(grad) is Tensor else placed_like(leaf, grad)
@@ -334,7 +334,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Cal
             (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
         )
         if value.is_leaf or torch_private.is_view(value):  # a parameter, or a part of one
-            loss = apart(loss)
+            loss = copied_if_leaf(loss)
         metrics = {"loss": record("loss", loss, samples)}
         if aux:
             metrics |= aux_records(aux, samples)

@@ -319,8 +319,8 @@ def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainS
         "this state is a stack: bind one of ll.transforms.unstack_states(stack)",
     )
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
-    targets, held = {**params, **buffers}, {**state.params, **state.buffers}
-    if all(held[name] is tensor for name, tensor in targets.items()):
+    targets, of_state = {**params, **buffers}, {**state.params, **state.buffers}
+    if all(of_state[name] is tensor for name, tensor in targets.items()):
         return state
     _modules.check_materialized(targets)
     misuse.bound(model)
@@ -390,13 +390,13 @@ def apply(
         _modules.check_names("buffers", weights.buffers, slots.buffers, model)
         weights = {**weights.params, **weights.buffers}
     check_type("weights is", weights, Mapping, "give a state, or a mapping of names to tensors")
-    held = _modules.tensors([*slots.params, *slots.buffers])
+    of_model = _modules.tensors([*slots.params, *slots.buffers])
     inner = dict(_modules.named_modules(model))  # without wrappers, of which each name's last one is in the others
     steps = method.split(".") if method else []
     parents = [".".join(steps[:end]) for end in range(len(steps) + 1)]
     called = next(name for name in reversed(parents) if name in inner)
     path = method.removeprefix(called).removeprefix(".")
-    _check_weights(model, weights, held, called)
+    _check_weights(model, weights, of_model, called)
     function: Any = inner[called]
     try:
         function = operator.attrgetter(path)(function) if path else function
@@ -413,7 +413,7 @@ def apply(
         swaps = [(slot, slot.owner[slot.key], weights.get(slot.name)) for slot in slots.params]
         copies: dict[str, Tensor] = {}
         for slot in slots.buffers:
-            buffer = weights.get(slot.name, held[slot.name])
+            buffer = weights.get(slot.name, of_model[slot.name])
             swaps.append((slot, slot.owner[slot.key], copies.setdefault(slot.name, buffer.clone())))
         swaps += [(slot, None, None) for slot in slots.empty]
         try:
@@ -426,15 +426,17 @@ def apply(
                 slot.owner[slot.key] = before
 
 
-def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mapping[str, Tensor], called: str) -> None:
+def _check_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], of_model: Mapping[str, Tensor], called: str
+) -> None:
     """Raise ValueError unless these are weights of a model, with all that the called submodule trains."""
     title, beginning = f"the weights are not those of this {type(model).__name__}", f"{called}." if called else ""
     missing = [
         name
-        for name, tensor in held.items()
+        for name, tensor in of_model.items()
         if name.startswith(beginning) and tensor.requires_grad and name not in weights
     ]
-    unexpected = [name for name in weights if name not in held]
+    unexpected = [name for name in weights if name not in of_model]
     check(
         not (missing or unexpected),
         f"{title}: missing {few(missing) if missing else 'none'}, unexpected {few(unexpected) if unexpected else 'none'}; give "
@@ -443,8 +445,8 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mappin
     )
     for name, tensor in weights.items():
         check(
-            tensor.shape == held[name].shape,
-            f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(held[name].shape)}",
+            tensor.shape == of_model[name].shape,
+            f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(of_model[name].shape)}",
         )
 
 

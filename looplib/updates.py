@@ -146,22 +146,22 @@ def apply_gradients(
     computed = _as_gradients(gradients, scale)
     grads = _checked(computed.grads, params)
     if donate and computed is not gradients:  # tensors of the caller's own: an update must not read what it writes
-        grads = apart_from(grads, tensors_in((params, opt_state)))
+        grads = copied_where_shared(grads, tensors_in((params, opt_state)))
     new_buffers = _new_buffers(computed.buffers, buffers, old_buffers)
     # The weight of the plain values that the update reports: the samples, or 1 if they are not known.
     weight = samples if samples is not None else computed.samples or 1
     out = computed._replace(grads=grads, buffers=new_buffers, samples=weight)
-    before = Before(params, old_buffers, [*(computed.copies or ())], versions(params)) if donate else None
-    count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
+    snapshot = Snapshot(params, old_buffers, [*(computed.copies or ())], versions(params)) if donate else None
+    kind = UpdateKind(own_event=samples is None and not same_batch, same_batch=same_batch)
     at_any_point = None if evaluate is None else partial(_at, evaluate)
     _interrupts.install()
     _interrupts.waits.depth += donate  # a pure update leaves the state as it is
     try:
-        new, metrics = update(optimizer, state, out, before, count, at_any_point, owned=False, copy_buffers=donate)
+        new, metrics = update(optimizer, state, out, snapshot, kind, at_any_point, owned=False, copy_buffers=donate)
         del out, grads, computed, gradients, new_buffers  # freed while signals wait
         return new, metrics
     except BaseException as error:
-        undo(state, before)
+        undo(state, snapshot)
         fold(error)
         raise
     finally:
@@ -240,7 +240,7 @@ def _new_buffers(
 # The update itself, of which `apply_gradients` and train steps are made
 
 
-class Before(NamedTuple):
+class Snapshot(NamedTuple):
     """A state that a donated step is about to run on.
 
     Attributes:
@@ -255,27 +255,27 @@ class Before(NamedTuple):
     writes: list[int]
 
 
-def before_donation(params: Params, buffers: Params) -> Before:
+def snapshot_of(params: Params, buffers: Params) -> Snapshot:
     """Copy what a donated step's forward pass may write, and count the writes to the rest."""
-    return Before(params, buffers, with_copies(buffers.values()), versions(params))
+    return Snapshot(params, buffers, with_copies(buffers.values()), versions(params))
 
 
-def undo(state: TrainState, before: Before | None) -> None:
+def undo(state: TrainState, snapshot: Snapshot | None) -> None:
     """Leave the state of a donated step that failed as it was before it; pure steps have nothing to undo.
 
     Until the state is given up, only the forward pass has written. Its buffers are put back, and parameters that it wrote
     spend the state. The memory of one that is given up, by this step or by another run, is left alone.
     """
-    if before is None or overwritten(state, (before.params, before.buffers)) is not None:
+    if snapshot is None or overwritten(state, (snapshot.params, snapshot.buffers)) is not None:
         return
     # Before buffers are put back, which may share memory with a parameter.
-    written = written_since(before.params, before.writes)
-    put_back(before.copies)
+    written = written_since(snapshot.params, snapshot.writes)
+    put_back(snapshot.copies)
     if written:
-        lease_over("a train step with donate=True", tensors_in((before.params, before.buffers))).write()
+        lease_over("a train step with donate=True", tensors_in((snapshot.params, snapshot.buffers))).write()
 
 
-class Count(NamedTuple):
+class UpdateKind(NamedTuple):
     """Kind of an update: a batch consumed (the default), an event of its own, or a further update on the last batch."""
 
     own_event: bool = False
@@ -286,8 +286,8 @@ def update(
     optimizer: Optimizer,
     state: TrainState,
     out: Gradients,
-    before: Before | None,
-    count: Count,
+    snapshot: Snapshot | None,
+    kind: UpdateKind,
     evaluate: Evaluate | None,
     *,
     owned: bool = True,
@@ -295,7 +295,7 @@ def update(
 ) -> tuple[TrainState, dict[str, Metric]]:
     """The next state and its metrics. The caller undoes a step that fails, and lets signals wait.
 
-    `before` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
+    `snapshot` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
     `copy_buffers`, a donated one writes new values of buffers into the state's own, where a forward pass has left them.
     """
     params, buffers, opt_state = trees_of(state)
@@ -303,7 +303,7 @@ def update(
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
-        written = () if before is None else written_since(params, before.writes)  # names of parameters
+        written = () if snapshot is None else written_since(params, snapshot.writes)  # names of parameters
         first = optimizer.transform(
             out.grads, opt_state, params, state.step, scale=out.scale, metrics=metrics, seed=state.seed, owned=owned
         )
@@ -314,12 +314,12 @@ def update(
         trees_of(state)  # raises if it was written since: by another thread, in the loss, or in the decision
         makes_update = applied is True or any_of(applied)
         if not makes_update:
-            if before is not None:
-                put_back(before.copies)
+            if snapshot is not None:
+                put_back(snapshot.copies)
             lease = give_up(state, {*written})[0] if written else lease_of(state)
             mine, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
         else:
-            if before is None:
+            if snapshot is None:
                 mine, next_opt_state = own_copies(grads, params, next_opt_state)
                 lease = None
             else:
@@ -342,11 +342,11 @@ def update(
                 new_opt_state = _copy_into(mine, replaced, new_opt_state)
             if report:
                 metrics = with_late_report(metrics, report, samples)
-        new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, count, lease)
+        new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, kind, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
-        if before is not None:  # freed now, and not with the caller's frame, when signals no longer wait
-            before.copies.clear()
+        if snapshot is not None:  # freed now, and not with the caller's frame, when signals no longer wait
+            snapshot.copies.clear()
         return new, metrics
     finally:
         torch_private.set_grad_enabled(grad_mode)
@@ -368,15 +368,15 @@ def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
     What shares memory with these, values from another parameter or in the optimizer's state, is copied first. Returns
     that state.
     """
-    values = apart_from([*replaced.values()], owned.values())
+    values = copied_where_shared([*replaced.values()], owned.values())
     tensors = [owned[name] for name in replaced]
-    opt_state = apart_from(opt_state, tensors)
+    opt_state = copied_where_shared(opt_state, tensors)
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
     return opt_state
 
 
-def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
+def copied_where_shared(tree: Any, tensors: Iterable[Tensor]) -> Any:
     """The tree, with copies of what shares memory with these tensors, over which a donated step writes."""
     known = {*map(memory_of, tensors)} - {None}  # a trace's tensors have no memory; its program takes them apart
     return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
@@ -405,15 +405,15 @@ def advanced(
     opt_state: Any,
     samples: int,
     applied: bool,
-    count: Count,
+    kind: UpdateKind,
     lease: Lease | None,
 ) -> TrainState:
     """The next state: these trees, and the counts after the update."""
     step, epoch, batch, consumed = state.step + applied, state.epoch, state.batch, state.samples
-    batch_samples, no_batch = state.batch_samples, count.own_event
-    if count.own_event:
+    batch_samples, no_batch = state.batch_samples, kind.own_event
+    if kind.own_event:
         batch_steps = int(applied)
-    elif count.same_batch:
+    elif kind.same_batch:
         batch_steps, no_batch = state.batch_steps + applied, state.no_batch
     else:
         batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)

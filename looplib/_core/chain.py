@@ -294,9 +294,3 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
         f"{contained}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the "
         "state with this optimizer, ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
     )
-
-
-def within(label: str, name: str) -> str:
-    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
-    first, slash, rest = name.partition("/")
-    return f"{first}/{label}{slash}{rest}"

@@ -176,7 +176,11 @@ class Engine:
         return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
 
     def sync(self, now: bool) -> None:
-        """Turn the reduction of gradients in later backward passes on or off."""
+        """Turn the reduction of gradients in later backward passes on or off.
+
+        It sets attributes of the user's wrappers, as their own `no_sync()` and `set_requires_gradient_sync` do. Only the last
+        of a step's passes reduces, and `Sync.end` turns it on again, so that a raw loop finds them as they were.
+        """
         for replica in self.replicas:
             # A static graph is learned in the first backward pass, which must reduce; averaging again changes nothing.
             replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
@@ -184,12 +188,15 @@ class Engine:
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
 
-    def swap_in(
+    def copy_in(
         self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots.
 
-        Returns this rank's parts of these with copies of their values, if it has written them.
+        For evaluations and predictions of a state that is not bound: steps that train are refused for such a state, because
+        this copies all parameters twice. `restore` writes the old values back, in whatever way the call ends.
+
+        Returns this rank's parts of the parameters with copies of their values, if it has written them.
         """
         alone = is_alone()
         if alone and self.shards:

@@ -33,7 +33,7 @@ from looplib._core.forward_writes import has_values, versions
 from looplib._core.graphs import LossGraphs
 from looplib._core.lease import last_write
 from looplib._core.modules import members, running, tensors
-from looplib._core.records import chain
+from looplib._core.records import records_of
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import class_weights_of, mean_shape_of, reduction_of, version
 from looplib._core.tracing import entered, tracing
@@ -51,7 +51,7 @@ class Watch:
     """
 
     def __init__(self, grad_fn: Any) -> None:
-        made = next((record for record in chain(grad_fn) if record.model is not None), None)
+        made = next((record for record in records_of(grad_fn) if record.model is not None), None)
         self._model = made and made.model
         self._graphs: LossGraphs | None = made and made.loss_graphs
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
@@ -215,7 +215,7 @@ def bound(module: nn.Module) -> None:
 
 def forget_trial(grad_fn: Any) -> None:
     """Remove the warnings that follow from a run on a copied state which is given up."""
-    for record in chain(grad_fn):
+    for record in records_of(grad_fn):
         if record.model is not None:
             bound(record.model)
 
@@ -362,7 +362,7 @@ class LossWatch:
             return
         for path, leaf in trees.leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):
-                return self._warn(_LABELS, path=trees.named(path, "batch"))
+                return self._warn(_LABELS, path=trees.python_path(path, "batch"))
 
     def look_beside(self, loss: Any, values: Mapping[str, Any], samples: int) -> None:
         """Look at the values beside a loss that is a `Mean`."""

@@ -175,16 +175,18 @@ class FunctionalModule:
         self.model, self.training = model, training
         self.backward = training if backward is None else backward
         self.devices: set[torch.device] = set()
-        self.generators = _generators()
+        self.generators = draws.generators_of()
         self.modes: dict[nn.Module, bool] = {}
         self.unwritten = Unwritten()
         self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
         self._read()
         self.made_in_training = model.training
-        self.held = tensors(self.slots.params)  # parameters that the module is known to hold
+        self.known_params = tensors(self.slots.params)  # those that the module held when last looked at
         self._leave()
         self.ran = False
-        self.lent = False  # True if the last call ran in place on tensors that are not the module's
+        # True if the last call ran in place on tensors that are not the module's. Its caller reads it here, since to compare
+        # them again would take a loop over all parameters.
+        self.ran_unbound = False
         self.engine = engine_of(model)
 
     def _read(self) -> None:
@@ -264,14 +266,14 @@ class FunctionalModule:
         with draws.turn:
             devices = {tensor.device for tensor in params.values()}
             if devices != self.devices:
-                self.devices, self.generators = devices, _generators(*devices)
+                self.devices, self.generators = devices, draws.generators_of(*devices)
             generators = self.generators
             streams = [generator.get_state() for generator in generators]
             try:
                 self.seed(seed)
                 if not in_place:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-                return self._hold(params, buffers, body, in_place)
+                return self._run_with(params, buffers, body, in_place)
             finally:
                 _interrupts.waits.depth += 1
                 try:
@@ -280,7 +282,7 @@ class FunctionalModule:
                 finally:
                     _interrupts.waits.depth -= 1
 
-    def _hold(
+    def _run_with(
         self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], body: Callable[[], R], in_place: bool
     ) -> R:
         """Run `body()` with these tensors in the module, in the modes of this function."""
@@ -291,15 +293,15 @@ class FunctionalModule:
         try:
             running.models = (*hosted, self.model)
             if engine is not None:
-                lent = engine.swap_in(params, self.params)
+                lent = engine.copy_in(params, self.params)
             swaps = self._differing(params if lent is None else self.params())
             if swaps:
                 if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
-                    self._check_held(swaps)
+                    self._check_known(swaps)
                 self._check_swaps(swaps, params)
             else:
-                self.held = dict(params)
-            self.lent = in_place and bool(swaps)
+                self.known_params = dict(params)
+            self.ran_unbound = in_place and bool(swaps)
             if buffers:
                 for_good = in_place and self.backward and not swaps
                 of_buffers = _differing(self.slots.buffers, buffers)
@@ -345,17 +347,17 @@ class FunctionalModule:
         except KeyError:  # a parametrization or pruning has put others into its place
             raise ValueError(_CHANGED) from None
 
-    def _check_held(self, swaps: Sequence[Swap]) -> None:
+    def _check_known(self, swaps: Sequence[Swap]) -> None:
         """Raise ValueError if the module holds parameters that came after the state."""
-        replaced = [(name, tensor) for _, _, name, present, tensor in swaps if present is not self.held[name]]
+        replaced = [(name, tensor) for _, _, name, present, tensor in swaps if present is not self.known_params[name]]
         if not replaced:
             return
         # Before the first call, the state may have been made after the parameters were replaced, and then copied.
-        if self.ran or any(tensor is self.held[name] for name, tensor in replaced):
+        if self.ran or any(tensor is self.known_params[name] for name, tensor in replaced):
             names = few(dict.fromkeys(name for name, _ in replaced))
             raise ValueError(_REPLACED.format(names=names, model=type(self.model).__name__))
         self._read()
-        self.held = tensors(self.slots.params)
+        self.known_params = tensors(self.slots.params)
 
     def _keep_buffers(self, buffers: Mapping[str, Tensor] | None) -> None:
         """Leave the buffers of a donated state in the module; after a pass that failed, those that were given."""
@@ -430,11 +432,11 @@ class FunctionalModule:
         """The module's current buffers: some modules assign new ones instead of writing to them."""
         return tensors(self.slots.buffers)
 
-    def aside(self, body: Callable[[], R]) -> R:
+    def run_uncounted(self, body: Callable[[], R]) -> R:
         """Run `body()` within `run`, on copies of the buffers: a pass that does not count leaves no statistics."""
         return self.run(self.params(), self.buffers(), 0, body)
 
-    def holds(self, params: Mapping[str, Tensor]) -> bool:
+    def is_bound(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
         return not _differing(self.slots.params, params)
 
@@ -558,17 +560,3 @@ def _differs(module: nn.Module) -> bool:
 def _shortens_rows(module: nn.Module) -> bool:
     """True for an embedding whose forward pass writes its weight."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-
-
-def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:
-    """The CPU's random generator, and that of each of these devices."""
-    generators = [torch.default_generator]
-    for device in dict.fromkeys(devices):
-        of_devices = getattr(
-            getattr(torch, device.type, None), "default_generators", None
-        )  # of each accelerator but MPS
-        if device.type == "mps":
-            generators.append(torch_private.mps_generator())
-        elif of_devices:
-            generators.append(of_devices[device.index or 0])
-    return tuple(generators)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from looplib._core import checks
 from looplib._core.checks import check, few
-from looplib._core.records import chain
-from looplib._core.trees import LEAVES, Path, is_array, named, node_of
+from looplib._core.records import records_of
+from looplib._core.trees import LEAVES, Path, is_array, node_of, python_path
 
 CountSamples = Callable[[Any], int]
 
@@ -138,7 +138,7 @@ def _agreed(children: Iterable[Any]) -> set[int] | None:
 
 def counted(batch: Any) -> str:
     """Counts of the entries of a batch, for messages: "batch['x'] has 16, batch['y'] has 12"."""
-    return few([f"{named(path, 'batch')} has {_either(counts)}" for path, counts in _entries(batch)])
+    return few([f"{python_path(path, 'batch')} has {_either(counts)}" for path, counts in _entries(batch)])
 
 
 def _entries(node: Any, path: Path = ()) -> list[tuple[Path, set[int]]]:
@@ -220,7 +220,7 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
     has_rows = is_array(node)
     if has_rows and _length(node) != count:
         raise ValueError(
-            f"{named(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
+            f"{python_path(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
             "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
             "(count_samples=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
             "without a count; a loader's collate_fn can make it)"
@@ -231,7 +231,7 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
     inner = node_of(node)
     if inner is None and path and _hides_samples(node, count):
         raise ValueError(
-            f"{named(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
+            f"{python_path(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
             f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
             "one item for each sample, or make it a dataclass or a registered pytree"
         )
@@ -260,7 +260,7 @@ def _is_list_of_samples(node: Sequence[Any], path: Path, by_lists: bool) -> bool
         return True
     check(
         count < 2 or not (path or _may_be_samples(node)),
-        f"{named(path, 'batch')} is a {type(node).__name__} of {count} whose items have {count} rows each, in a batch of "
+        f"{python_path(path, 'batch')} is a {type(node).__name__} of {count} whose items have {count} rows each, in a batch of "
         f"{count} samples: it may have one item for each sample, or a column of the batch in each item. To cut it, stack "
         "what is in it into one tensor; a gradient may have its pieces as a list (accumulate(grad_fn) without a count)",
     )
@@ -298,7 +298,7 @@ def counter_of(function: Any, count_by: Any = None) -> CountSamples:
     if count_by is not None:
         return as_counter(count_by)
     return next(
-        (record.count_samples for record in chain(function) if record.count_samples is not None), count_samples
+        (record.count_samples for record in records_of(function) if record.count_samples is not None), count_samples
     )
 
 

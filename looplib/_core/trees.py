@@ -106,7 +106,7 @@ def _name_of(key: Any) -> Any:
 # ---- paths ----
 
 
-def named(path: Path, root: str = "") -> str:
+def python_path(path: Path, root: str = "") -> str:
     """A path in Python syntax: `batch['x'][0].mask` with the root "batch"."""
     text = root + "".join(f".{name}" if isinstance(name, Attribute) else f"[{name!r}]" for name in path)
     return text if root else text.removeprefix(".")

@@ -20,7 +20,7 @@ from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
-from looplib.optim._part import made_of, refuse_old
+from looplib.optim._part import check_wraps_nothing, made_of
 from looplib.optim.chains import of_another
 from looplib.types import Grads, Optimizer, Params, TrainState, check_state
 
@@ -70,7 +70,7 @@ def ema(
     Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
-    refuse_old(decay, "ema(0.999)")
+    check_wraps_nothing(decay, "ema(0.999)")
     advice = "give a number from 0 to 1, or a function of the averages so far"
     if not callable(decay):
         check_number("decay", decay, lambda decay: 0 <= decay <= 1, advice)

@@ -18,7 +18,7 @@ from looplib._core.records import with_repr
 from looplib._objective import multiply
 from looplib.metrics import Mean
 from looplib.optim._norms import norm_of
-from looplib.optim._part import made_of, refuse_old
+from looplib.optim._part import check_wraps_nothing, made_of
 from looplib.types import Grads, Optimizer, Params, Transformed
 
 
@@ -54,7 +54,7 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013; as a part,
     `optax.clip_by_global_norm`.
     """
-    refuse_old(max_norm, "clip_by_global_norm(1.0)")
+    check_wraps_nothing(max_norm, "clip_by_global_norm(1.0)")
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
     check_number("norm_type", norm_type, _is_an_order, "give a number such as 2 or math.inf")
 
@@ -91,7 +91,7 @@ def clip_by_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
         TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse.
         ValueError: `max_norm` is not above 0.
     """
-    refuse_old(max_norm, "optim.clip_by_norm(1.0)")
+    check_wraps_nothing(max_norm, "optim.clip_by_norm(1.0)")
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
     check_number("norm_type", norm_type, _is_an_order, "give a number such as 2 or math.inf")
 
@@ -147,7 +147,7 @@ def clip_by_value(max_value: float) -> Optimizer:
         TypeError: `max_value` is not a number; from the step, a gradient is sparse or complex.
         ValueError: `max_value` is not above 0.
     """
-    refuse_old(max_value, "optim.clip_by_value(0.5)")
+    check_wraps_nothing(max_value, "optim.clip_by_value(0.5)")
     check_number("max_value", max_value, lambda value: value > 0, "give a magnitude above 0")
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:

@@ -220,8 +220,10 @@ def _members(key: str, value: Any, moving: Any) -> list[tuple[str, Any]]:
     """A hyperparameter by name, or of a tuple such as `betas`, its members that change."""
     if not isinstance(value, (tuple, list)):
         return [(key, value)]
-    apart = moving if isinstance(moving, (tuple, list)) else [moving] * len(value)  # or a schedule of the whole tuple
-    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(apart) if callable(member)]
+    schedules = (
+        moving if isinstance(moving, (tuple, list)) else [moving] * len(value)
+    )  # or a schedule of the whole tuple
+    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(schedules) if callable(member)]
 
 
 Value = float | Tensor | Callable[[Tensor], float | Tensor]

@@ -160,7 +160,7 @@ def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -
     return Optimizer({name: Part(role=role, description=mapped(described, settings), **fields)})
 
 
-def refuse_old(value: Any, shown: str) -> None:
+def check_wraps_nothing(value: Any, shown: str) -> None:
     """Raise TypeError for a gradient function or an optimizer, which a part of an update does not wrap.
 
     An average takes functions of its own.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.chain import any_of, update_where, within, wrong_state
+from looplib._core.chain import any_of, update_where, wrong_state
 from looplib._core.checks import check, check_count, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import shards
@@ -104,7 +104,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                     flag, optimizers[key], mine, state[key], members, step, of_label
                 )
             params.update(new)
-            reports |= {within(key, name): value for name, value in report.items()}
+            reports |= {with_label(key, name): value for name, value in report.items()}
         return params, state, reports
 
     def evaluation(params: Params, buffers: Params, state: Any) -> tuple[Params, Params]:
@@ -116,7 +116,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:
         return {
-            within(key, name): value
+            with_label(key, name): value
             for key, member in optimizers.items()
             for name, value in member.hyperparameters(state[key], step).items()
         }
@@ -308,6 +308,12 @@ def _of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
         states,
         True if all(flag is True for flag in flags.values()) else flags,
         mapped(lambda out: out.carry, outs),
-        {within(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
+        {with_label(label, name): value for label, out in outs.items() for name, value in out.metrics.items()},
         [skip_check for out in outs.values() for skip_check in out.on_skip],
     )
+
+
+def with_label(label: str, name: str) -> str:
+    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    first, slash, rest = name.partition("/")
+    return f"{first}/{label}{slash}{rest}"

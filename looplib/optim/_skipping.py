@@ -24,7 +24,7 @@ from looplib._core.records import with_repr
 from looplib._core.tracing import for_message
 from looplib._objective import multiply
 from looplib.metrics import Mean
-from looplib.optim._part import made_of, refuse_old
+from looplib.optim._part import check_wraps_nothing, made_of
 from looplib.types import Grads, Optimizer, Params, Transformed
 
 
@@ -76,7 +76,7 @@ def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
 
     Source: `optax.apply_if_finite`.
     """
-    refuse_old(max_consecutive, "skip_nonfinite()")
+    check_wraps_nothing(max_consecutive, "skip_nonfinite()")
     check_count("max_consecutive", max_consecutive, 0, "give how many skips in a row to accept, 0 or more")
 
     def init(params: Params, **extra: Any) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def dynamic_loss_scale(
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
-    refuse_old(init_scale, "optim.dynamic_loss_scale()")
+    check_wraps_nothing(init_scale, "optim.dynamic_loss_scale()")
     settings = {
         "init_scale": init_scale,
         "growth_factor": growth_factor,

@@ -21,8 +21,7 @@ from looplib._core import torch_private, trees
 from looplib._core.checks import check, few
 from looplib._core.copies import copy_tree
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.modules import _generators
-from looplib._core.random import mix, restored
+from looplib._core.random import generators_of, mix, restored
 from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
 from looplib.optim._recipe import Recipe
@@ -106,7 +105,7 @@ def _raw_step(made: Any, params: Params, phase: int) -> None:
 @contextmanager
 def streams_at(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Seed the random streams of these tensors' devices inside the block and restore them afterwards."""
-    generators = _generators(*(tensor.device for tensor in tensors))
+    generators = generators_of(*(tensor.device for tensor in tensors))
     with draws.turn, restored(*generators):
         for generator in generators:
             generator.manual_seed(seed)

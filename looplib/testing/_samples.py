@@ -181,7 +181,9 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
 
 
 def _differing_outputs(expected: Any, actual: Any, tolerance: float) -> list[str]:
-    one, other = ({trees.named(p, "output"): leaf for p, leaf in trees.leaves(out)} for out in (expected, actual))
+    one, other = (
+        {trees.python_path(p, "output"): leaf for p, leaf in trees.leaves(out)} for out in (expected, actual)
+    )
     return differing(one, other, tolerance)
 
 
@@ -190,5 +192,5 @@ def _check_outputs(outputs: Any, shape: tuple[int, ...], wanted: str) -> None:
         found = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         check(
             isinstance(leaf, Tensor) and leaf.shape[: len(shape)] == shape,
-            f"{trees.named(path, 'output')} is {found}, where the batch has {tuple(shape)}; return {wanted}",
+            f"{trees.python_path(path, 'output')} is {found}, where the batch has {tuple(shape)}; return {wanted}",
         )

@@ -206,9 +206,9 @@ def held_by(*functions: Any) -> list[Variable]:
     return [variable for variable in variables if is_plain(variable.value) and not is_installed(variable.owner)]
 
 
-def changed(held: Iterable[Variable]) -> list[str]:
+def changed(captured: Iterable[Variable]) -> list[str]:
     """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
-    return [path for _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
+    return [path for _, path, read, value in captured if (now := read()) is not value and not _alike(now, value)]
 
 
 def _alike(now: Any, value: Any) -> bool:
@@ -245,7 +245,7 @@ class Inputs(NamedTuple):
         state, batch: examples of the shapes, dtypes and devices that the program accepts.
         flat: tensors of both.
         counts: fields of the state that are not trees of tensors.
-        held: values outside the state that the step may read.
+        captured: values outside the state that the step may read.
         questions: table of the questions that the step asks, from its first on.
     """
 
@@ -253,7 +253,7 @@ class Inputs(NamedTuple):
     batch: Any
     flat: list[Tensor]
     counts: Mapping[str, Any]
-    held: list[Variable]
+    captured: list[Variable]
     questions: dict[Any, Any]
 
 
@@ -270,7 +270,7 @@ class Traced:
         checks: functions to call after a run.
         replaced: index of a tensor of the outcome -> index in the state of the one that it replaces.
         trained: indices of the parameters of the outcome that require a gradient.
-        held: values outside the state that it may have read.
+        captured: values outside the state that it may have read.
         streams: for each operation that draws random numbers, the index of its microbatch.
         place: table of answers, and the key under which the compiled program belongs there.
     """
@@ -282,7 +282,7 @@ class Traced:
     checks: list[Callable[..., None]]
     replaced: dict[int, int]
     trained: frozenset[int]
-    held: list[Variable]
+    captured: list[Variable]
     streams: list[int]
     place: tuple[dict[Any, Any], Any]
 
@@ -307,13 +307,13 @@ class Program:
     traced: Traced
 
 
-def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Program:
+def program_of(traced: Traced, donate: bool = False, own_memory: bool = True) -> Program:
     """Program of a traced step, whose graph is changed for it.
 
     Args:
         traced: the step.
         donate: if True, the graph overwrites the old state with the new one as its last operation.
-        apart: if True, results share no memory with the states, which a later step may overwrite, nor do tensors of
+        own_memory: if True, results share no memory with the states, which a later step may overwrite, nor do tensors of
             the new state with each other. Tensors that autograd wraps have no memory that could be compared.
     """
     graph = traced.graph.graph
@@ -331,7 +331,7 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
     for index, node in old.items():
         if is_copy(results[index], node, written):
             results[index] = node
-    if apart:
+    if own_memory:
         _separate(graph, results, old, {*map(storage, inputs)}, len(expression(traced.outcome[0][:3]).tensors))
     names = _overwrite(traced, graph, results, old) if donate else set[str]()
 

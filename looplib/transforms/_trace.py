@@ -101,13 +101,13 @@ def trace(
             if (better := _better_error(error)) is None:
                 raise
             raise better from error
-    if names := changed(inputs.held):
+    if names := changed(inputs.captured):
         raise UntraceableError(
             f"the forward pass changes {', '.join(sorted(set(names)))}, which is kept as a plain Python value: "
             "a graph would keep what they were. Make them buffers (register_buffer), which are part of the state"
         )
     outcome, checks, replaced, streams = recorded
-    constants, streams = _tidied(graph, inputs.held, streams)
+    constants, streams = _tidied(graph, inputs.captured, streams)
     trained = (i for i, name in enumerate(outcome[0][0]) if inputs.state.params[name].requires_grad)
     return Traced(
         graph=graph,
@@ -117,7 +117,7 @@ def trace(
         checks=checks,
         replaced=replaced,
         trained=frozenset(trained),
-        held=inputs.held,
+        captured=inputs.captured,
         streams=streams,
         place=(branch.table, branch.key),
     )
@@ -149,7 +149,7 @@ def _replaced(out: Outcome, old: TrainState, known: dict[int, int]) -> dict[int,
 
 
 def _tidied(
-    graph: GraphModule, held: list[Variable], streams: list[int]
+    graph: GraphModule, captured: list[Variable], streams: list[int]
 ) -> tuple[list[Callable[[], Tensor]], list[int]]:
     """Make inputs of all that a graph reads: the host's answers and the constants come before what it was given.
 
@@ -163,7 +163,7 @@ def _tidied(
             first.prepend(node)
     # Tensors that the step holds in Python are read at each run.
     constants: list[Callable[[], Tensor]] = []
-    reads = {id(value): read for _, _, read, value in held if isinstance(value, Tensor)}
+    reads = {id(value): read for _, _, read, value in captured if isinstance(value, Tensor)}
     for node in nodes.find_nodes(op="get_attr"):
         if isinstance(value := getattr(graph, str(node.target), None), Tensor):
             with nodes.inserting_before(next(iter(nodes.nodes))):

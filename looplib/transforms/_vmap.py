@@ -122,9 +122,9 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
-    parts = spec_without_graphs(step, "vmap_step")
-    compiler = _Stacked(parts.for_graphs, parts.donate, parts.watched, WITHOUT_CODE, own_batches)
-    remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
+    spec = spec_without_graphs(step, "vmap_step")
+    compiler = _Stacked(spec.for_graphs, spec.donate, spec.watched, WITHOUT_CODE, own_batches)
+    remembered: S = with_repr(step_of_graphs(step, spec, compiler), vmap_step, step, own_batches=own_batches)
     return remembered
 
 
