@@ -13,6 +13,9 @@ Engines such as DDP average over ranks, so there the sum of weights is divided b
 
 If all weights add up to zero, the sum counts as 1. Nothing contributes to the loss then, so the gradient is zero
 however the batch was split. The loss itself is 0 / 0, which metrics report as NaN.
+
+It is shared by gradient functions, steps and the rooms above, and makes records of `metrics`. So it stands between these, in
+a file of its own, and not in `_core`, which imports no room.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Cal
 
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
-        scale, call.loss = call.scale, None
+        call.loss = None
         if not call.form.traced:
             check_batch(batch)
         with call.form.around_loss:
@@ -321,26 +321,31 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Cal
         call.loss = value
         if not call.form.traced:
             graphs.look(value, call.params)
-        # The backward pass of value * factor * scale, without an operation for the factors. The tensor is a new one each
-        # time, since the gradient of a parameter may be a view of it.
-        seed = factor if isinstance(factor, Tensor) else torch.full_like(value, factor)
-        if scale is not None:
-            seed = seed * scale.to(value.device)  # the scale is on the first parameter's
-        if seed is factor or scale is not None:
-            seed = seed.to(value).reshape(value.shape)
-        again = call.form.create_graph
         inputs = () if graphs.plain and not call.form.traced else call.inputs
-        torch_private.run_backward(
-            (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
-        )
+        _backward(value, factor, call.scale, inputs, call.form.create_graph)
         if value.is_leaf or torch_private.is_view(value):  # a parameter, or a part of one
             loss = copied_if_leaf(loss)
         metrics = {"loss": record("loss", loss, samples)}
         if aux:
             metrics |= aux_records(aux, samples)
-        return Gradients({}, metrics, {}, samples, weight, normalizer, scale)
+        return Gradients({}, metrics, {}, samples, weight, normalizer, call.scale)
 
     return microbatch
+
+
+def _backward(
+    loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs: Sequence[Tensor], create_graph: bool
+) -> None:
+    """Backward pass of loss * factor * scale, into these leaves or, without any, into all that it reaches."""
+    # No operation for the factors. The tensor is a new one each time, since the gradient of a parameter may be a view of it.
+    seed = factor if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+    if scale is not None:
+        seed = seed * scale.to(loss.device)  # the scale is on the first parameter's
+    if seed is factor or scale is not None:
+        seed = seed.to(loss).reshape(loss.shape)
+    torch_private.run_backward(
+        (loss,), (seed,), create_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:

@@ -3,6 +3,8 @@
 The first halves read: each may change the gradients, report, refuse, or decide against the update. What they decide is a
 flag, a bool or a 0-dim bool tensor, and for a partition one for each label. The host reads all flags at once. Only then do
 the second halves write, on tensors that belong to the update.
+
+The methods of `types.Optimizer` are these functions. They stand here because `types` imports `_core` alone.
 """
 
 from __future__ import annotations

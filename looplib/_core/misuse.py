@@ -113,8 +113,8 @@ class _Stale:
 
     def _is_of(self, module: nn.Module) -> bool:
         """True if the module holds these parameters now, and not others for a call, or since they were replaced."""
-        held = tensors(members(module).params)
-        return all(held.get(name) is tensor for name, tensor in self.params.items())
+        present = tensors(members(module).params)
+        return all(present.get(name) is tensor for name, tensor in self.params.items())
 
     def look(self, module: nn.Module, state: Any) -> None:
         """Warn once if it was written since the step that led to this state, with values of its own.

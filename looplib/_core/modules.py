@@ -311,12 +311,7 @@ class FunctionalModule:
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
             if modes != [*self.modes.values()]:
-                # After the first call, a module that is in eval mode as a whole was evaluated.
-                began_in_eval = self.made_in_training and self.backward and not self.ran
-                if warnings_of_misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
-                    self.found_modes = modes
-                    self._warn_of_layers_in_eval_mode(_LATE_EVAL)
-                _set_modes(self.modes, self.modes.values())
+                self._enter_modes(modes)
             self.ran = True
             out = body()
             done = True
@@ -340,6 +335,15 @@ class FunctionalModule:
                     _set_modes(self.modes, modes)
             finally:
                 _interrupts.waits.depth -= 1
+
+    def _enter_modes(self, modes: list[bool]) -> None:
+        """Put the module into the modes of this function from those that it was found in, and warn of these once."""
+        # After the first call, a module that is in eval mode as a whole was evaluated.
+        began_in_eval = self.made_in_training and self.backward and not self.ran
+        if warnings_of_misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
+            self.found_modes = modes
+            self._warn_of_layers_in_eval_mode(_LATE_EVAL)
+        _set_modes(self.modes, self.modes.values())
 
     def _differing(self, params: Mapping[str, Tensor]) -> list[Swap]:
         try:

@@ -11,7 +11,7 @@ from looplib.types import BatchPart, GradFn, Metric
 
 
 def as_wrapper(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any], int] | None = None) -> GradFn:
-    """Mark a wrapper, with what is known of the function in it. `count_samples` counts the samples of its batches."""
+    """A wrapper, with a record of what is known of the function in it. `count_samples` counts the samples of its batches."""
     known = record_of(inner) or Made("grad_fn", name)
     record = Made(
         "grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm, count_samples=count_samples
@@ -33,7 +33,7 @@ def name_of(function: Any) -> str:
 
 
 def seen(grad_fn: GradFn) -> list[str]:
-    """Marked wrappers of a function, from the outside in."""
+    """Names of the wrappers of a function that have a record, from the outside in."""
     return [record.name for record in records_of(grad_fn)]
 
 
