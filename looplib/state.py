@@ -339,10 +339,10 @@ def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainS
     try:
         for tensor, value in reshaped:
             tensor.data, tensor.grad = torch.empty_like(value, dtype=tensor.dtype, device=tensor.device), None
-        taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
-        taken.write()
+        new_lease = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
+        new_lease.write()
         put_back(writes)
-        taken.step = state.step
+        new_lease.step = state.step
     finally:
         interrupts.waits.depth -= 1
     return bound.replace(params=params, buffers=buffers)

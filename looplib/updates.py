@@ -317,14 +317,14 @@ def update(
             if snapshot is not None:
                 put_back(snapshot.copies)
             lease = give_up(state, {*written})[0] if written else lease_of(state)
-            mine, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
+            next_params, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
         else:
             if snapshot is None:
-                mine, next_opt_state = own_copies(grads, params, next_opt_state)
+                next_params, next_opt_state = own_copies(grads, params, next_opt_state)
                 lease = None
             else:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                mine, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
+                next_params, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
                 if copy_buffers:
                     new_buffers = _in_memory_of(buffers, new_buffers)
             info = {
@@ -333,16 +333,16 @@ def update(
                 "buffers": new_buffers,
                 "seed": state.seed,
                 "carry": first.carry,
-                "evaluate": evaluate and partial(evaluate, mine, new_buffers, bool(written)),
+                "evaluate": evaluate and partial(evaluate, next_params, new_buffers, bool(written)),
             }
             new_params, new_opt_state, report = optimizer.update_(
-                grads, next_opt_state, dict(mine), state.step, **info
+                grads, next_opt_state, dict(next_params), state.step, **info
             )
-            if replaced := new_tensors(new_params, mine, grads):  # by a functional update
-                new_opt_state = _copy_into(mine, replaced, new_opt_state)
+            if replaced := new_tensors(new_params, next_params, grads):  # by a functional update
+                new_opt_state = _copy_into(next_params, replaced, new_opt_state)
             if report:
                 metrics = with_late_report(metrics, report, samples)
-        new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, kind, lease)
+        new = advanced(state, next_params, new_buffers, new_opt_state, samples, makes_update, kind, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
         if snapshot is not None:  # freed now, and not with the caller's frame, when signals no longer wait
@@ -378,8 +378,8 @@ def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
 
 def copied_where_shared(tree: Any, tensors: Iterable[Tensor]) -> Any:
     """The tree, with copies of what shares memory with these tensors, over which a donated step writes."""
-    known = {*map(memory_of, tensors)} - {None}  # a trace's tensors have no memory; its program takes them apart
-    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
+    memories = {*map(memory_of, tensors)} - {None}  # a trace's tensors have no memory; its program takes them apart
+    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in memories else tensor, tree)
 
 
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:

@@ -155,11 +155,11 @@ def read(out: Transformed) -> Any:
     flags, structure = torch_private.pytree.tree_flatten(out.apply)
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
     values = iter(stacked(tensors).tolist() if tensors else [])
-    known = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
-    if not all(known):
+    bools = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
+    if not all(bools):
         for function, arguments in out.on_skip:
             function(*arguments)
-    return structure.unflatten(known)
+    return structure.unflatten(bools)
 
 
 def flags_in_graph(out: Transformed) -> Any:

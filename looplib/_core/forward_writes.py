@@ -117,11 +117,11 @@ class Unwritten:
         if not is_due(self.calls + 1):
             return Guarded(params, written.keys(), versions(params), {}, {})
         plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
-        kept: dict[str, tuple[Tensor, Tensor]] = {}
+        restorable: dict[str, tuple[Tensor, Tensor]] = {}
         if sum(tensor.nbytes for tensor in plain.values()) <= _MOST_COPIED:
             copied = zip(plain.values(), clones([*plain.values()]), strict=True)
-            kept = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
-        return Guarded(params, written.keys(), versions(params), _sums(plain), kept)
+            restorable = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
+        return Guarded(params, written.keys(), versions(params), _sums(plain), restorable)
 
     def on_leaves(self, guarded: Guarded, params: dict[str, Tensor]) -> Guarded:
         """The same parameters, some as leaves of the call's graphs, over the same memory."""

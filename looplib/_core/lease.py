@@ -303,9 +303,9 @@ def _check_shared(trees: Mapping[str, Any], written: Mapping[str, Tensor]) -> No
         if name in trained:
             path, name = name, path
         root = root_of[name]
-        kept = root in ("opt_state", "extra") and root_of[path] not in (root, "params")
+        spans_fields = root in ("opt_state", "extra") and root_of[path] not in (root, "params")
         check(
-            not (kept or trained & {path, name}),
+            not (spans_fields or trained & {path, name}),
             f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
             f"change with every step: keep a copy there, tensor.detach().clone() or, of all parameters, "
             "ll.copy_state(state).params, or make the step with donate=False",

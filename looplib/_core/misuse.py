@@ -51,9 +51,9 @@ class Watch:
     """
 
     def __init__(self, grad_fn: Any) -> None:
-        made = next((record for record in records_of(grad_fn) if record.model is not None), None)
-        self._model = made and made.model
-        self._graphs: LossGraphs | None = made and made.loss_graphs
+        record_of_model = next((record for record in records_of(grad_fn) if record.model is not None), None)
+        self._model = record_of_model and record_of_model.model
+        self._graphs: LossGraphs | None = record_of_model and record_of_model.loss_graphs
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
         self._state: Any = None
         self._batch = -1

@@ -118,15 +118,15 @@ def accumulate(
             count = counter(batch)
             sizes = size if size is not None else even(count, microbatches or 1)
             pieces = split(batch, count, sizes, counter)
-        known = part or BatchPart()
-        if known.samples is None and type(count) is int:
-            known = dataclasses.replace(known, samples=count)
+        whole = part or BatchPart()
+        if whole.samples is None and type(count) is int:
+            whole = dataclasses.replace(whole, samples=count)
         if all_at_once is not None:
-            outs, ranks = all_at_once(state, pieces, index=index, part=known, **request)
+            outs, ranks = all_at_once(state, pieces, index=index, part=whole, **request)
             out = _joined(outs)
         else:
             indexes, ranks = indices(index, len(pieces)), 1
-            out = _joined(_one_by_one(grad_fn, state, pieces, indexes, known, name, dtype, request))
+            out = _joined(_one_by_one(grad_fn, state, pieces, indexes, whole, name, dtype, request))
             if out.samples != count:
                 raise ValueError(
                     f"accumulate counts {count} samples in a batch, and the grad_fn that it is put around {out.samples}: "

@@ -12,9 +12,14 @@ from looplib.types import BatchPart, GradFn, Metric
 
 def as_wrapper(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any], int] | None = None) -> GradFn:
     """A wrapper, with a record of what is known of the function in it. `count_samples` counts the samples of its batches."""
-    known = record_of(inner) or Made("grad_fn", name)
+    inner_record = record_of(inner) or Made("grad_fn", name)
     record = Made(
-        "grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm, count_samples=count_samples
+        "grad_fn",
+        name,
+        inner,
+        per_sample=inner_record.per_sample,
+        max_norm=inner_record.max_norm,
+        count_samples=count_samples,
     )
     return with_record(function, record)  # type: ignore[no-any-return]
 

@@ -153,11 +153,11 @@ class Recipe:
     ) -> list[dict[str, Any]]:
         """Hyperparameters of these groups of the class at a step, with the numbers that a state has for them."""
         nothing: list[dict[str, Any]] = [{}] * len(groups)
-        injected, kept = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
+        injected, of_groups = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
         numbers = []
-        for values, moving, numbers_injected, in_groups in zip(groups, self.moving, injected, kept, strict=True):
+        for values, moving, numbers_injected, of_group in zip(groups, self.moving, injected, of_groups, strict=True):
             now = values_at(moving, step) | {key: value.item() for key, value in numbers_injected.items()}
-            now |= {key: value for key, value in in_groups.items() if value is not None}
+            now |= {key: value for key, value in of_group.items() if value is not None}
             numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
 
@@ -176,10 +176,10 @@ class Recipe:
         ]
         for number in fused:
             groups[number]["fused"] = True
-        made = self.cls(groups, **values_at(self.defaults, 0))
-        if not self.is_torch_optim and callable(getattr(made, "train", None)):
-            made.train()  # schedule-free optimizers refuse to step before this call
-        return made
+        instance = self.cls(groups, **values_at(self.defaults, 0))
+        if not self.is_torch_optim and callable(getattr(instance, "train", None)):
+            instance.train()  # schedule-free optimizers refuse to step before this call
+        return instance
 
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""

@@ -82,8 +82,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         if type(state) is not dict or state.keys() != optimizers.keys():
             raise wrong_state(state, repr(made), [f"states of {', '.join(optimizers)}"])
         outs = {
-            key: optimizers[key].transform(mine, state[key], members, step, **info)
-            for key, mine, members in parts_of(grads, params)
+            key: optimizers[key].transform(label_grads, state[key], members, step, **info)
+            for key, label_grads, members in parts_of(grads, params)
         }
         return _of_labels(outs, {**state, **mapped(operator.attrgetter("state"), outs)})
 
@@ -91,17 +91,17 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         grads: Grads, state: Any, params: Params, step: int, applied: Any = True, carry: Any = None, **info: Any
     ) -> tuple[Params, Any, dict[str, Any]]:
         reports: dict[str, Any] = {}
-        for key, mine, members in parts_of(grads, params):
+        for key, label_grads, members in parts_of(grads, params):
             flag = applied[key] if isinstance(applied, dict) else applied
             makes_update = any_of(flag)
             if makes_update is False:
                 continue
             of_label = {**info, "applied": flag, "carry": (carry or {}).get(key)}
             if makes_update is True:
-                new, state[key], report = optimizers[key].update_(mine, state[key], members, step, **of_label)
+                new, state[key], report = optimizers[key].update_(label_grads, state[key], members, step, **of_label)
             else:  # a tensor, as in a graph, which chooses between copies
                 new, state[key], report = update_where(
-                    flag, optimizers[key], mine, state[key], members, step, of_label
+                    flag, optimizers[key], label_grads, state[key], members, step, of_label
                 )
             params.update(new)
             reports |= {with_label(key, name): value for name, value in report.items()}
@@ -148,12 +148,13 @@ def _parts(
 ) -> Iterator[tuple[str, Grads, Params]]:
     """Label, gradients and parameters of each optimizer that has a gradient."""
     for key, members in _labelled(label, params).items():
-        if mine := {name: grads[name] for name in members if name in grads}:  # those not trained need no optimizer
+        label_grads = {name: grads[name] for name in members if name in grads}
+        if label_grads:  # parameters that are not trained need no optimizer
             if key not in optimizers:
                 raise ValueError(
-                    f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
+                    f"{next(iter(label_grads))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
                 )
-            yield key, mine, members
+            yield key, label_grads, members
 
 
 def _around(optimizer: Optimizer, name: str, settings: Mapping[str, Any], **fields: Any) -> Optimizer:

@@ -65,8 +65,8 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     with torch.no_grad(), numbers:
         inspect.unwrap(recipe.cls.step)(instance)
     drop_grads(tensors.values())
-    made = {name: in_dtypes_of(instance.state[tensors[name]], states[name]) for name in grads}
-    return params, {**opt_state, "state": {**states, **made}}
+    updated = {name: in_dtypes_of(instance.state[tensors[name]], states[name]) for name in grads}
+    return params, {**opt_state, "state": {**states, **updated}}
 
 
 def _begun(names: Sequence[str], updated: Sequence[str], started: Tensor) -> tuple[tuple[str, ...], Tensor]:
