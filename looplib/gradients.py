@@ -90,7 +90,8 @@ def make_grad_fn(
         count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
         reentrant: True if the loss has a function that runs a backward pass of its own, such as
-            `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop.
+            `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop. Without
+            it, such a function is refused if "checkpoint" is in its name; one of another name is not recognized.
 
     Raises:
         ValueError: `trainable` selects no parameter, or one that requires no gradient;
@@ -99,7 +100,8 @@ def make_grad_fn(
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
-            with parameters that were added after it.
+            with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
+            `donate` its forward pass writes to a parameter.
 
     **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
     then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
