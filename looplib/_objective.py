@@ -13,6 +13,9 @@ Engines such as DDP average over ranks, so there the sum of weights is divided b
 
 If all weights add up to zero, the sum counts as 1. Nothing contributes to the loss then, so the gradient is zero
 however the batch was split. The loss itself is 0 / 0, which metrics report as NaN.
+
+It is shared by gradient functions, steps and the rooms above, and makes records of `metrics`. So it stands between these, in
+a file of its own, and not in `_core`, which imports no room.
 """
 
 from __future__ import annotations
@@ -192,7 +195,7 @@ def with_own_weight(loss: Mean) -> Mean:
 
 def aux_records(aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """Metric records of values beside a loss. Tensors that later steps may overwrite are copied."""
-    return {name: record(name, apart(value), samples) for name, value in aux.items()}
+    return {name: record(name, copied_if_leaf(value), samples) for name, value in aux.items()}
 
 
 def record(name: str, value: Any, samples: int) -> Metric:
@@ -255,7 +258,7 @@ def _if_finite(mean: Mean, applied: Tensor | bool) -> Mean:
     return Mean(torch.where(counts, total, 0), counts * mean.weight, mean.times)
 
 
-def apart(value: Any) -> Any:
+def copied_if_leaf(value: Any) -> Any:
     """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
     return trees.map_tensors(
         lambda tensor: tensor.clone() if tensor.grad_fn is None or torch_private.is_view(tensor) else tensor, value

@@ -9,7 +9,6 @@ ranks). A part acts on a gradient that is there (clipping, skipping, averages).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,18 +22,18 @@ from looplib._core import torch_private
 from looplib._core.contracts import BatchPart
 from looplib._core.engines import Sync, sync_over_ranks
 from looplib._core.forward_writes import put_back, with_copies
+from looplib._core.graphs import LossGraphs, check_batch
 from looplib._core.lease import check_assigned, overwritten, trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.misuse import LossWatch, left_behind
 from looplib._core.passes import Passes, passes
 from looplib._core.random import mix
 from looplib._core.ranks import placed_like, rank_and_size
-from looplib._core.reach import Reach
-from looplib._core.records import Made, check_function_of_model, mark, with_repr
+from looplib._core.records import Made, check_function_of_model, with_record, with_repr
 from looplib._core.samples import as_counter, padding_batch
 from looplib._objective import (
-    apart,
     aux_records,
+    copied_if_leaf,
     objective_of,
     record,
     split_loss,
@@ -56,6 +55,7 @@ def make_grad_fn(
     allow_unused: bool = False,
     per_rank: Callable[[str, Tensor], bool] | None = None,
     count_samples: Callable[[Any], int] | None = None,
+    reentrant: bool = False,
 ) -> GradFn:
     """Make a pure gradient function from a module and a loss function.
 
@@ -80,22 +80,28 @@ def make_grad_fn(
         model: the `nn.Module`, with or without torch's wrappers.
         loss_fn: `loss_fn(model, batch)`, which returns a scalar loss (the mean over the samples), a
             `Mean(total, weight)`, or `(loss, aux)` with a dict of scalars and metrics.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when `make_grad_fn` is called; a warning names those for which that changes later.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to all that require a gradient when
+            `make_grad_fn` is called; a warning names those for which that changes later. Use it for steps that train
+            different parts over one state; what no step trains, freeze by `requires_grad_(False)`.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
         per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
             as the experts that each rank holds for itself. The gradients of all others are compared between the ranks at the
             first step of a model in DDP or FSDP2.
         count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
+        reentrant: True if the loss has a function that runs a backward pass of its own, such as
+            `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop. Without
+            it, such a function is refused if "checkpoint" is in its name; one of another name is not recognized.
 
     Raises:
-        ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
+        ValueError: `trainable` selects no parameter, or one that requires no gradient;
+            the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
             the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
-            with parameters that were added after it.
+            with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
+            `donate` its forward pass writes to a parameter.
 
     **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
     then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
@@ -111,15 +117,25 @@ def make_grad_fn(
 
     **Whose tensors.** If the state is bound to the module, the module runs on its own tensors, hooks included.
     Otherwise the state's tensors take their place during the call.
+
+    **Gradients of anything else** that the loss reaches, such as a second network or a leaf in the batch, stay as they are.
+    With `reentrant=True` and in FSDP2, the backward pass adds to theirs, as in a raw loop: call `zero_grad()` before you use
+    them, or `requires_grad_(False)` if nothing trains them.
+
+    **Looked at in the calls 1, 2, 4, 8, ...**, since it takes longer than a small step: checkpoints with
+    `use_reentrant=True`, and writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step
+    refuses. Such writes that begin later change the state until the next of these calls names them. A checkpoint that comes
+    later is also noticed where it leaves a parameter without a gradient that had one.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    reach = Reach(model, plain=host.engine is not None and bool(host.engine.shards))
+    # The leaves of FSDP2's graphs are its own unsharded parameters, which no backward pass can be told to fill.
+    graphs = LossGraphs(plain=reentrant or (host.engine is not None and bool(host.engine.shards)))
     counter = as_counter(count_samples)
-    passes_of = _passes_of(host, loss_fn, counter, reach)
+    passes_of = _passes_of(host, loss_fn, counter, graphs)
 
     def grad_fn(
         state: TrainState,
@@ -153,13 +169,13 @@ def make_grad_fn(
         rank, ranks = rank_and_size()
         sync = None
         if ranks > 1 or host.engine is not None:
-            in_place = donate and host.holds(params)
+            in_place = donate and host.is_bound(params)
             sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place)
         form = passes()
         if donate:
             call, guarded = _Call(params, names, scale, part, sync, form), None
         else:
-            guard = form.guard(host.unwritten)
+            guard = form.guard or host.unwritten
             guarded = guard.begin(params)
             call = _Call(guarded.params, names, scale, part, sync, form)
             guarded = guard.on_leaves(guarded, call.params)
@@ -194,7 +210,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and host.lent:  # a call by hand may be of any tensors
+        if in_step and host.ran_unbound:  # a call by hand may be of any tensors
             check_assigned(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
@@ -204,6 +220,7 @@ def make_grad_fn(
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
         if len(grads) < len(needed):
             _refuse_unreached(grads, needed, copies)
+        # Not by `_replace`, whose call takes longer.
         _, metrics, _, samples, weight, normalizer, scaled, _ = call.outs[-1]
         call.outs[-1] = Gradients(grads, metrics, after, samples, weight, normalizer, scaled, copies)
         return call.outs, 1 if sync is None else sync.ranks
@@ -214,7 +231,7 @@ def make_grad_fn(
         microbatches=run,
         model=model,
         batch_norms=host.batch_norms(),
-        reach=reach,
+        loss_graphs=graphs,
         count_samples=counter,
     )
     settings = {
@@ -222,19 +239,20 @@ def make_grad_fn(
         "allow_unused": allow_unused,
         "per_rank": per_rank,
         "count_samples": count_samples,
+        "reentrant": reentrant,
     }
-    return with_repr(mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
+    return with_repr(with_record(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _passes_of(
-    host: _modules.FunctionalModule, loss_fn: LossFn, count_samples: Callable[[Any], int], reach: Reach
+    host: _modules.FunctionalModule, loss_fn: LossFn, count_samples: Callable[[Any], int], graphs: LossGraphs
 ) -> Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Forward and backward passes of microbatches, with a state's tensors already in the module."""
-    microbatch = _microbatch_of(host.model, loss_fn, reach)
+    microbatch = _microbatch_of(host.model, loss_fn, graphs)
 
-    def aside(call: _Call, batch: Any) -> Gradients:
+    def uncounted_pass(call: _Call, batch: Any) -> Gradients:
         """A pass that does not count."""
-        return host.aside(partial(microbatch, call, batch, 0))
+        return host.run_uncounted(partial(microbatch, call, batch, 0))
 
     def passes_of(
         call: _Call, batches: Sequence[Any], seeds: Sequence[int]
@@ -252,14 +270,14 @@ def _passes_of(
                     host.seed(seeds[number])
                 samples = count_samples(batch)
                 if samples:
-                    one = partial(microbatch, call, batch, samples)
+                    run_microbatch = partial(microbatch, call, batch, samples)
                 else:
                     batch = _stand_in(batch, call.part, sync)
-                    one = partial(aside, call, batch)
-                out = one() if sync is None else sync.make(number, one)
+                    run_microbatch = partial(uncounted_pass, call, batch)
+                out = run_microbatch() if sync is None else sync.make(number, run_microbatch)
                 call.outs.append(out if samples else out._replace(metrics=uncounted(out.metrics)))
             if sync is not None:
-                sync.pad(partial(aside, call, batch))
+                sync.pad(partial(uncounted_pass, call, batch))
             # Each is placed over the ranks as its parameter is.
             grads = {
                 name: grad if type(grad) is Tensor else placed_like(leaf, grad)
@@ -267,7 +285,7 @@ def _passes_of(
                 if (grad := leaf.grad) is not None
             }
             if len(grads) < len(call.leaves):
-                reach.check(call.loss, call.leaves.keys() - grads.keys())
+                graphs.check_unreached(call.loss, call.leaves.keys() - grads.keys())
             return grads, host.buffers() if host.slots.buffers else {}
         finally:
             _interrupts.waits.depth += 1
@@ -282,16 +300,15 @@ def _passes_of(
     return passes_of
 
 
-_NOTHING = nullcontext()
-
-
-def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[..., Gradients]:
+def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Callable[..., Gradients]:
     """Forward and backward pass of one microbatch, a function of its own so that its graph is freed before the next."""
     watch = LossWatch()
 
     def microbatch(call: _Call, batch: Any, samples: int) -> Gradients:
         """One pass, which adds to the gradients of the leaves. One of 0 samples does not count."""
-        scale, call.loss = call.scale, None
+        call.loss = None
+        if not call.form.traced:
+            check_batch(batch)
         with call.form.around_loss:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
@@ -305,30 +322,33 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, reach: Reach) -> Callable[
         if samples and not isinstance(loss, Mean) and (call.part is not None or call.sync is not None):
             watch.look(batch, value, samples)
         call.loss = value
-        if call.form.by_reach and not reach.known:
-            reach.learn(value, batch, call.params, call.leaves)
-        # The backward pass of value * factor * scale, without an operation for the factors. The tensor is a new one each
-        # time, since the gradient of a parameter may be a view of it.
-        seed = factor if isinstance(factor, Tensor) else torch.full_like(value, factor)
-        if scale is not None:
-            seed = seed * scale.to(value.device)  # the scale is on the first parameter's
-        if seed is factor or scale is not None:
-            seed = seed.to(value).reshape(value.shape)
-        again = call.form.create_graph
-        plain = call.form.by_reach and reach.plain
-        with reach.others_aside(call.inputs) if plain else _NOTHING:
-            inputs = () if plain else call.inputs
-            torch_private.run_backward(
-                (value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True
-            )
+        if not call.form.traced:
+            graphs.look(value, call.params)
+        inputs = () if graphs.plain and not call.form.traced else call.inputs
+        _backward(value, factor, call.scale, inputs, call.form.create_graph)
         if value.is_leaf or torch_private.is_view(value):  # a parameter, or a part of one
-            loss = apart(loss)
+            loss = copied_if_leaf(loss)
         metrics = {"loss": record("loss", loss, samples)}
         if aux:
             metrics |= aux_records(aux, samples)
-        return Gradients({}, metrics, {}, samples, weight, normalizer, scale)
+        return Gradients({}, metrics, {}, samples, weight, normalizer, call.scale)
 
     return microbatch
+
+
+def _backward(
+    loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs: Sequence[Tensor], create_graph: bool
+) -> None:
+    """Backward pass of loss * factor * scale, into these leaves or, without any, into all that it reaches."""
+    # No operation for the factors. The tensor is a new one each time, since the gradient of a parameter may be a view of it.
+    seed = factor if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+    if scale is not None:
+        seed = seed * scale.to(loss.device)  # the scale is on the first parameter's
+    if seed is factor or scale is not None:
+        seed = seed.to(loss).reshape(loss.shape)
+    torch_private.run_backward(
+        (loss,), (seed,), create_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:
@@ -339,9 +359,8 @@ def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:
 
 
 _UNREACHED = (
-    "no gradient reached {names}: the loss does not depend on them. Choose what is trained "
-    "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
-    "make_grad_fn(..., allow_unused=True)"
+    "no gradient reached {names}: the loss does not depend on them. Freeze them (requires_grad_(False)), choose what this "
+    "step trains with make_grad_fn(..., trainable=...), or leave them as they are with make_grad_fn(..., allow_unused=True)"
 )
 
 
@@ -398,7 +417,7 @@ def indices(index: int, count: int) -> Sequence[int]:
     """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
     if count == 1:
         return [index]
-    return range(count) if not index else [mix(index, each) for each in range(count)]
+    return range(count) if not index else [mix(index, number) for number in range(count)]
 
 
 def _leaf(name: str, tensor: Tensor) -> Tensor:

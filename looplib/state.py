@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -40,7 +40,6 @@ def init_state(
     seed: int = 0,
     loader: Any = None,
     epoch_length: int | None = None,
-    trainable: Callable[[str, Tensor], bool] | None = None,
     extra: Any = None,
 ) -> TrainState:
     """Create the initial training state, bound to `model`: it holds the module's own tensors, not copies.
@@ -56,7 +55,8 @@ def init_state(
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers. Parameter names are those of the innermost module.
-        optimizer: an optimizer whose `init` creates `opt_state`. None for a state used only for evaluation.
+        optimizer: an optimizer whose `init` creates `opt_state`, for the parameters that require a gradient now. None for a
+            state used only for evaluation.
         seed: int from which dropout and all other random draws of the steps are derived.
         loader: the loader of the run, or a list of all that it trains on, the first of which counts the batches of an epoch:
             `len(loader)`, or None for a stream. The settings of looplib's loaders are kept in `state.run`, for checkpoints
@@ -65,8 +65,6 @@ def init_state(
         epoch_length: number of batches in an epoch, in place of the loader's: for a run without a loader object, or to
             end the epochs of a stream. For a loader whose epochs differ in length, such as those of `ll.data.growing`,
             write `ll.init_state(..., loader=loader).replace(epoch_length=None)`.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Pass the same function as to
-            `make_grad_fn`. Defaults to the parameters that require a gradient.
         extra: a pytree of your own, kept in `state.extra` and checkpointed: tensors, ints of any size, floats, strings,
             bytes, bools and None, in dicts, lists, tuples and registered pytrees. Turn NumPy arrays into tensors
             (`torch.from_numpy`). For global random streams and objects with a `state_dict`, see `ll.checkpoint.capture`.
@@ -74,7 +72,7 @@ def init_state(
     Raises:
         TypeError: `model` is not a module, `optimizer` is not an `ll.optimizer(...)`, `loader` is a dataset, a batch or
             something else that is not a loader, or `seed` is not an int.
-        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, a trained parameter
+        ValueError: a lazy parameter has no shape yet, no parameter requires a gradient, `epoch_length` is 0, a trained parameter
             is on the meta device, or what is trained or kept by the optimizer shares memory with another tensor.
     """
     slots = _modules.members(model)
@@ -90,7 +88,7 @@ def init_state(
     opt_state = None
     if optimizer is not None:
         check_kind(optimizer, "init_state", "optimizer")
-        names = _modules.trainable_names(model, trainable)
+        names = _modules.trainable_names(model)
         opt_state = _first_opt_state(optimizer, params, buffers, names)
     run = Run(
         optimizer=None if optimizer is None else described(optimizer) or None,
@@ -154,7 +152,6 @@ def fresh(
     optimizer: Optimizer | None = None,
     *,
     seed: int,
-    trainable: Callable[[str, Tensor], bool] | None = None,
     extra: Any = None,
 ) -> TrainState:
     """Start a new run from the weights of a state: its counts, position, optimizer state and `extra` begin again.
@@ -179,15 +176,14 @@ def fresh(
 
     Args:
         state: the state whose weights to start from.
-        optimizer: the optimizer of the new run, as in `init_state`.
+        optimizer: the optimizer of the new run, as in `init_state`, for the state's parameters that require a gradient.
         seed: int from which the new run draws. The seed of the old run gives the same order of samples and the same
             dropout masks again.
-        trainable: `(name, tensor) -> bool`, as in `init_state`. Defaults to the parameters that require a gradient.
         extra: the new run's pytree, as in `init_state`. That of `state` belongs to the old run and is left out.
 
     Raises:
         TypeError: `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
-        ValueError: no parameter is trainable, a trained one is on the meta device or shares memory with another tensor, or
+        ValueError: no parameter requires a gradient, a trained one is on the meta device or shares memory with another tensor, or
             the state is a stack.
         DonatedStateError: the state was donated to a step.
     """
@@ -201,7 +197,7 @@ def fresh(
     opt_state = None
     if optimizer is not None:
         check_kind(optimizer, "fresh", "optimizer")
-        names = _modules.trainable_in(state.params, trainable, "this state")
+        names = _modules.requiring_gradient(state.params, "this state")
         opt_state = _first_opt_state(optimizer, state.params, state.buffers, names)
     return TrainState(
         epoch_length=state.epoch_length,
@@ -323,8 +319,8 @@ def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainS
         "this state is a stack: bind one of ll.transforms.unstack_states(stack)",
     )
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
-    targets, held = {**params, **buffers}, {**state.params, **state.buffers}
-    if all(held[name] is tensor for name, tensor in targets.items()):
+    targets, of_state = {**params, **buffers}, {**state.params, **state.buffers}
+    if all(of_state[name] is tensor for name, tensor in targets.items()):
         return state
     _modules.check_materialized(targets)
     misuse.bound(model)
@@ -343,10 +339,10 @@ def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainS
     try:
         for tensor, value in reshaped:
             tensor.data, tensor.grad = torch.empty_like(value, dtype=tensor.dtype, device=tensor.device), None
-        taken = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
-        taken.write()
+        new_lease = lease.lease_over("ll.bind(model, state)", [tensor for tensor, _ in writes])
+        new_lease.write()
         put_back(writes)
-        taken.step = state.step
+        new_lease.step = state.step
     finally:
         interrupts.waits.depth -= 1
     return bound.replace(params=params, buffers=buffers)
@@ -394,13 +390,13 @@ def apply(
         _modules.check_names("buffers", weights.buffers, slots.buffers, model)
         weights = {**weights.params, **weights.buffers}
     check_type("weights is", weights, Mapping, "give a state, or a mapping of names to tensors")
-    held = _modules.tensors([*slots.params, *slots.buffers])
+    of_model = _modules.tensors([*slots.params, *slots.buffers])
     inner = dict(_modules.named_modules(model))  # without wrappers, of which each name's last one is in the others
     steps = method.split(".") if method else []
     parents = [".".join(steps[:end]) for end in range(len(steps) + 1)]
     called = next(name for name in reversed(parents) if name in inner)
     path = method.removeprefix(called).removeprefix(".")
-    _check_weights(model, weights, held, called)
+    _check_weights(model, weights, of_model, called)
     function: Any = inner[called]
     try:
         function = operator.attrgetter(path)(function) if path else function
@@ -417,7 +413,7 @@ def apply(
         swaps = [(slot, slot.owner[slot.key], weights.get(slot.name)) for slot in slots.params]
         copies: dict[str, Tensor] = {}
         for slot in slots.buffers:
-            buffer = weights.get(slot.name, held[slot.name])
+            buffer = weights.get(slot.name, of_model[slot.name])
             swaps.append((slot, slot.owner[slot.key], copies.setdefault(slot.name, buffer.clone())))
         swaps += [(slot, None, None) for slot in slots.empty]
         try:
@@ -426,19 +422,21 @@ def apply(
                     slot.owner[slot.key] = tensor
             return function(*args, **kwargs)
         finally:
-            for slot, original, _ in swaps:
-                slot.owner[slot.key] = original
+            for slot, before, _ in swaps:
+                slot.owner[slot.key] = before
 
 
-def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mapping[str, Tensor], called: str) -> None:
+def _check_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], of_model: Mapping[str, Tensor], called: str
+) -> None:
     """Raise ValueError unless these are weights of a model, with all that the called submodule trains."""
     title, beginning = f"the weights are not those of this {type(model).__name__}", f"{called}." if called else ""
     missing = [
         name
-        for name, tensor in held.items()
+        for name, tensor in of_model.items()
         if name.startswith(beginning) and tensor.requires_grad and name not in weights
     ]
-    unexpected = [name for name in weights if name not in held]
+    unexpected = [name for name in weights if name not in of_model]
     check(
         not (missing or unexpected),
         f"{title}: missing {few(missing) if missing else 'none'}, unexpected {few(unexpected) if unexpected else 'none'}; give "
@@ -447,8 +445,8 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Tensor], held: Mappin
     )
     for name, tensor in weights.items():
         check(
-            tensor.shape == held[name].shape,
-            f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(held[name].shape)}",
+            tensor.shape == of_model[name].shape,
+            f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(of_model[name].shape)}",
         )
 
 

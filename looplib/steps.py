@@ -26,7 +26,7 @@ from looplib._core.lease import overwritten, trees_of
 from looplib._core.misuse import LossWatch, Watch
 from looplib._core.passes import passes
 from looplib._core.ranks import rank
-from looplib._core.records import Made, check_function_of_model, made, mark, with_repr, without_record
+from looplib._core.records import Made, check_function_of_model, record_of, with_record, with_repr, without_record
 from looplib._core.samples import as_counter
 from looplib._objective import check_no_counts, loss_over_ranks, record, split_loss, without_skipped
 from looplib.gradients import EVALUATED, check_history
@@ -44,7 +44,7 @@ from looplib.types import (
     TrainState,
     TrainStep,
 )
-from looplib.updates import Count, apart_from, before_donation, undo, update, with_late_report, with_report
+from looplib.updates import UpdateKind, copied_where_shared, snapshot_of, undo, update, with_late_report, with_report
 
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
 
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Components of a step, for transforms that build another step from it; `parts` of its record.
+    """Components of a step, for transforms that build another step from it; `spec` of its record.
 
     Attributes:
         kind: "train", "eval" or "predict".
@@ -85,21 +85,21 @@ class StepSpec:
     count_samples: Callable[[Any], int] | None = None
 
 
-def with_spec(step: S, parts: StepSpec) -> S:
+def with_spec(step: S, spec: StepSpec) -> S:
     """The step, with a record of its components."""
-    name = f"make_{parts.kind}_step"
-    return mark(step, Made(f"{parts.kind}_step", name, parts=parts, count_samples=parts.count_samples))
+    name = f"make_{spec.kind}_step"
+    return with_record(step, Made(f"{spec.kind}_step", name, spec=spec, count_samples=spec.count_samples))
 
 
 def spec_of(step: object, transform: str) -> StepSpec:
     """Components of a step. Raises TypeError, naming the transform, for a function that is no step of looplib."""
-    record = made(step)
-    if record is None or record.parts is None:
+    record = record_of(step)
+    if record is None or record.spec is None:
         raise TypeError(
             f"{transform} got a {type(step).__name__} that is no step of looplib; give what ll.make_train_step, "
             "ll.make_eval_step or ll.make_predict_step returned, and put wrappers of your own around the result"
         )
-    return cast(StepSpec, record.parts)
+    return cast(StepSpec, record.spec)
 
 
 @with_advice("write ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)")
@@ -171,12 +171,12 @@ def make_train_step(
     notices `torch.nn.utils.clip_grad_norm_` between two steps: it finds no `.grad` and returns 0 (clip by
     `ll.clip_by_global_norm`, a part of `ll.chain`).
     """
-    given, grad_fn = grad_fn, check_summed(grad_fn, "make_train_step")
+    grad_fn = check_summed(grad_fn, "make_train_step")
     check_writes(optimizer, "make_train_step")
-    watched = (given, [each for part in optimizer.parts.values() for each in (part.transform, part.update_)])
-    parts = StepSpec("train", _train_step_for_graphs(grad_fn, optimizer), watched, donate, same_batch)
-    step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch), parts)
-    return with_repr(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
+    watched = (grad_fn, [half for part in optimizer.parts.values() for half in (part.transform, part.update_)])
+    spec = StepSpec("train", _train_step_for_graphs(grad_fn, optimizer), watched, donate, same_batch)
+    step = with_spec(_train_step(grad_fn, optimizer, donate, same_batch), spec)
+    return with_repr(step, make_train_step, grad_fn, optimizer, donate=donate, same_batch=same_batch)
 
 
 def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool) -> TrainStep:
@@ -184,21 +184,23 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
     request = {"donate": True, "in_step": True} if donate else {}
     watch = Watch(grad_fn)  # which reads the records of the wrappers
     grad_fn = without_record(grad_fn)  # calls of the plain function are faster
-    count = Count(same_batch=same_batch)
+    kind = UpdateKind(same_batch=same_batch)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, buffers, opt_state = trees_of(state, "train_step(state, batch)")  # raises for a spent state
         if donate:
-            before = before_donation(params, buffers)
+            snapshot = snapshot_of(params, buffers)
         else:
-            before = None
+            snapshot = None
             watch.see(state, batch)
         try:
             out = _gradients(grad_fn, state, batch, optimizer, opt_state, request)
             _interrupts.install()
             _interrupts.waits.depth += donate  # a pure step leaves the state as it is
             try:
-                new, metrics = update(optimizer, state, out, before, count, partial(_evaluate, grad_fn, state, batch))
+                new, metrics = update(
+                    optimizer, state, out, snapshot, kind, partial(_evaluate, grad_fn, state, batch)
+                )
                 del out  # its gradients are freed while signals wait, and not with this frame
             finally:
                 _interrupts.waits.depth -= donate
@@ -206,7 +208,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
         except BaseException as error:
             _interrupts.waits.depth += 1
             try:
-                undo(state, before)
+                undo(state, snapshot)
                 fold(error)
                 if isinstance(error, (TypeError, AttributeError)) and "'TrainState' object" in str(error):
                     error.add_note(_OF_A_LOSS)
@@ -346,8 +348,8 @@ def make_eval_step(
             watch.look_beside(values["loss"], values, samples)
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    parts = StepSpec("eval", _without_update(eval_step), (forward, metric_fn), count_samples=counter)
-    return with_repr(with_spec(eval_step, parts), make_eval_step, model, metric_fn, count_samples=count_samples)
+    spec = StepSpec("eval", _without_update(eval_step), (forward, metric_fn), count_samples=counter)
+    return with_repr(with_spec(eval_step, spec), make_eval_step, model, metric_fn, count_samples=count_samples)
 
 
 def make_predict_step(
@@ -408,7 +410,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
         form = passes()
-        guard = form.guard(host.unwritten)
+        guard = form.guard or host.unwritten
         (seed,) = form.seeds(state, rank(), (0,))
         grad_mode = torch.is_grad_enabled()
         if grad_mode:
@@ -420,7 +422,7 @@ def _without_gradients(model: nn.Module, function: Callable[[Any, Any], Any], tr
             out = host.run(guarded.params, buffers, seed, lambda: function(model, batch))
             trees_of(state)  # raises if another thread has written it since
             guard.check(guarded, params, may_write=True)
-            return apart_from(out, (*params.values(), *buffers.values()))
+            return copied_where_shared(out, (*params.values(), *buffers.values()))
         except Exception as error:
             if guarded is not None and overwritten(state, (params,)) is None:
                 guard.end(guarded, params)

@@ -70,10 +70,10 @@ class Run:
             counts the batches of an epoch. Empty if it was given none.
         restored: path of the checkpoint from which the run was restored, or "".
         at_step: step of the restored state.
-        saved_loaders: settings of the loaders that this checkpoint stores, in whose batches the position of the restored
-            state is; or of the loaders to whose batches it has been converted.
-        partly_read: epoch, batch, and the number of its first samples that the run had read, in batches of a different
-            size, when its position was converted. The loader leaves them out of that batch.
+        saved_loaders: settings of the loaders in whose batches the position of the restored state is counted: those that
+            the checkpoint stores, or those to whose batches the position has been converted.
+        partly_read: an epoch, a batch, and a number of samples. The run had read these first samples of this batch, in
+            batches of a different size, when its position was converted, so the loader leaves them out.
     """
 
     optimizer: Mapping[str, Any] | None = None
@@ -581,10 +581,12 @@ class Optimizer:
         firsts = [(name, part) for name, part in self.parts.items() if part.transform is not None]
         firsts.sort(key=lambda named: named[1].role != "judge")
         object.__setattr__(self, "_firsts", firsts)
-        object.__setattr__(self, "_seconds", [each for each in self.parts.items() if each[1].update_ is not None])
+        object.__setattr__(
+            self, "_seconds", [named_part for named_part in self.parts.items() if named_part[1].update_ is not None]
+        )
         keys = dict.fromkeys(name for name, part in self.parts.items() if part.init is not None)
         object.__setattr__(self, "_keys", keys)
-        scalers = [each for each in self.parts.items() if each[1].loss_scale is not None]
+        scalers = [named_part for named_part in self.parts.items() if named_part[1].loss_scale is not None]
         object.__setattr__(self, "_scaler", scalers[0] if scalers else None)
 
     def init(self, params: Params, **extra: Any) -> dict[str, Any]:
@@ -606,9 +608,8 @@ class Optimizer:
         `scale=` says that these are gradients of a loss that was multiplied by it (`dynamic_loss_scale`), and `owned=True`
         that they may be written.
         """
-        if (
-            type(opt_state) is not dict or opt_state.keys() != self._keys.keys()
-        ):  # not `fits`, whose call costs as much
+        # As `fits`, whose call would take as long as the comparison.
+        if type(opt_state) is not dict or opt_state.keys() != self._keys.keys():
             raise chains.wrong_state(opt_state, repr(self), self._keys)
         scale = info.pop("scale", None)  # which no part is given
         if scale is not None or self._scaler is not None:

@@ -143,25 +143,25 @@ def apply_gradients(
         "ll.apply_gradients inside a step that runs as a graph: make the inner step with ll.make_train_step, around a "
         "gradient function of your own if need be, function(state, batch, **request) -> Gradients"
     )
-    given = _as_gradients(gradients, scale)
-    grads = _checked(given.grads, params)
-    if donate and given is not gradients:  # tensors of the caller's own: an update must not read what it writes
-        grads = apart_from(grads, tensors_in((params, opt_state)))
-    new_buffers = _new_buffers(given.buffers, buffers, old_buffers)
+    computed = _as_gradients(gradients, scale)
+    grads = _checked(computed.grads, params)
+    if donate and computed is not gradients:  # tensors of the caller's own: an update must not read what it writes
+        grads = copied_where_shared(grads, tensors_in((params, opt_state)))
+    new_buffers = _new_buffers(computed.buffers, buffers, old_buffers)
     # The weight of the plain values that the update reports: the samples, or 1 if they are not known.
-    weight = samples if samples is not None else given.samples or 1
-    out = given._replace(grads=grads, buffers=new_buffers, samples=weight)
-    before = Before(params, old_buffers, [*(given.copies or ())], versions(params)) if donate else None
-    count = Count(own_event=samples is None and not same_batch, same_batch=same_batch)
+    weight = samples if samples is not None else computed.samples or 1
+    out = computed._replace(grads=grads, buffers=new_buffers, samples=weight)
+    snapshot = Snapshot(params, old_buffers, [*(computed.copies or ())], versions(params)) if donate else None
+    kind = UpdateKind(own_event=samples is None and not same_batch, same_batch=same_batch)
     at_any_point = None if evaluate is None else partial(_at, evaluate)
     _interrupts.install()
     _interrupts.waits.depth += donate  # a pure update leaves the state as it is
     try:
-        new, metrics = update(optimizer, state, out, before, count, at_any_point, owned=False, copy_buffers=donate)
-        del out, grads, given, gradients, new_buffers  # freed while signals wait
+        new, metrics = update(optimizer, state, out, snapshot, kind, at_any_point, owned=False, copy_buffers=donate)
+        del out, grads, computed, gradients, new_buffers  # freed while signals wait
         return new, metrics
     except BaseException as error:
-        undo(state, before)
+        undo(state, snapshot)
         fold(error)
         raise
     finally:
@@ -225,22 +225,22 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def _new_buffers(
-    computed: Mapping[str, Tensor], given: Mapping[str, Tensor] | None, old: Mapping[str, Tensor]
+    computed: Mapping[str, Tensor], replaced: Mapping[str, Tensor] | None, old: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The state's buffers after the update: those of a gradient function, or copies of the caller's own."""
-    if given is None:
+    if replaced is None:
         return {**old, **mapped(Tensor.detach, computed)}
-    check_type("buffers are", given, Mapping, "give a dict of name -> tensor")
-    unknown = sorted(given.keys() - old.keys())
+    check_type("buffers are", replaced, Mapping, "give a dict of name -> tensor")
+    unknown = sorted(replaced.keys() - old.keys())
     check(not unknown, f"there are buffers {few(unknown)}, and the state has {few(old)}")
-    names = [name for name, tensor in given.items() if tensor is not old[name]]
-    return {**old, **dict(zip(names, clones([given[name].detach() for name in names]), strict=True))}
+    names = [name for name, tensor in replaced.items() if tensor is not old[name]]
+    return {**old, **dict(zip(names, clones([replaced[name].detach() for name in names]), strict=True))}
 
 
 # The update itself, of which `apply_gradients` and train steps are made
 
 
-class Before(NamedTuple):
+class Snapshot(NamedTuple):
     """A state that a donated step is about to run on.
 
     Attributes:
@@ -255,27 +255,27 @@ class Before(NamedTuple):
     writes: list[int]
 
 
-def before_donation(params: Params, buffers: Params) -> Before:
+def snapshot_of(params: Params, buffers: Params) -> Snapshot:
     """Copy what a donated step's forward pass may write, and count the writes to the rest."""
-    return Before(params, buffers, with_copies(buffers.values()), versions(params))
+    return Snapshot(params, buffers, with_copies(buffers.values()), versions(params))
 
 
-def undo(state: TrainState, before: Before | None) -> None:
+def undo(state: TrainState, snapshot: Snapshot | None) -> None:
     """Leave the state of a donated step that failed as it was before it; pure steps have nothing to undo.
 
     Until the state is given up, only the forward pass has written. Its buffers are put back, and parameters that it wrote
     spend the state. The memory of one that is given up, by this step or by another run, is left alone.
     """
-    if before is None or overwritten(state, (before.params, before.buffers)) is not None:
+    if snapshot is None or overwritten(state, (snapshot.params, snapshot.buffers)) is not None:
         return
     # Before buffers are put back, which may share memory with a parameter.
-    written = written_since(before.params, before.writes)
-    put_back(before.copies)
+    written = written_since(snapshot.params, snapshot.writes)
+    put_back(snapshot.copies)
     if written:
-        lease_over("a train step with donate=True", tensors_in((before.params, before.buffers))).write()
+        lease_over("a train step with donate=True", tensors_in((snapshot.params, snapshot.buffers))).write()
 
 
-class Count(NamedTuple):
+class UpdateKind(NamedTuple):
     """Kind of an update: a batch consumed (the default), an event of its own, or a further update on the last batch."""
 
     own_event: bool = False
@@ -286,8 +286,8 @@ def update(
     optimizer: Optimizer,
     state: TrainState,
     out: Gradients,
-    before: Before | None,
-    count: Count,
+    snapshot: Snapshot | None,
+    kind: UpdateKind,
     evaluate: Evaluate | None,
     *,
     owned: bool = True,
@@ -295,7 +295,7 @@ def update(
 ) -> tuple[TrainState, dict[str, Metric]]:
     """The next state and its metrics. The caller undoes a step that fails, and lets signals wait.
 
-    `before` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
+    `snapshot` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
     `copy_buffers`, a donated one writes new values of buffers into the state's own, where a forward pass has left them.
     """
     params, buffers, opt_state = trees_of(state)
@@ -303,7 +303,7 @@ def update(
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(False)  # so that plain functions leave no graph in the state
-        written = () if before is None else written_since(params, before.writes)  # names of parameters
+        written = () if snapshot is None else written_since(params, snapshot.writes)  # names of parameters
         first = optimizer.transform(
             out.grads, opt_state, params, state.step, scale=out.scale, metrics=metrics, seed=state.seed, owned=owned
         )
@@ -316,17 +316,17 @@ def update(
         if first.metrics and not makes_update:
             metrics |= without_skipped({name: metrics[name] for name in first.metrics}, False)
         if not makes_update:
-            if before is not None:
-                put_back(before.copies)
+            if snapshot is not None:
+                put_back(snapshot.copies)
             lease = give_up(state, {*written})[0] if written else lease_of(state)
-            mine, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
+            next_params, new_buffers, new_opt_state = params, buffers, with_own_tensors(next_opt_state, opt_state)
         else:
-            if before is None:
-                mine, next_opt_state = own_copies(grads, params, next_opt_state)
+            if snapshot is None:
+                next_params, next_opt_state = own_copies(grads, params, next_opt_state)
                 lease = None
             else:
                 lease, _ = give_up(state, grads.keys() | written)  # the state is spent from here on
-                mine, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
+                next_params, next_opt_state = params, with_own_tensors(next_opt_state, opt_state)
                 if copy_buffers:
                     new_buffers = _in_memory_of(buffers, new_buffers)
             info = {
@@ -335,29 +335,29 @@ def update(
                 "buffers": new_buffers,
                 "seed": state.seed,
                 "carry": first.carry,
-                "evaluate": evaluate and partial(evaluate, mine, new_buffers, bool(written)),
+                "evaluate": evaluate and partial(evaluate, next_params, new_buffers, bool(written)),
             }
             new_params, new_opt_state, report = optimizer.update_(
-                grads, next_opt_state, dict(mine), state.step, **info
+                grads, next_opt_state, dict(next_params), state.step, **info
             )
-            if replaced := new_tensors(new_params, mine, grads):  # by a functional update
-                new_opt_state = _copy_into(mine, replaced, new_opt_state)
+            if replaced := new_tensors(new_params, next_params, grads):  # by a functional update
+                new_opt_state = _copy_into(next_params, replaced, new_opt_state)
             if report:
                 metrics = with_late_report(metrics, report, samples)
-        new = advanced(state, mine, new_buffers, new_opt_state, samples, makes_update, count, lease)
+        new = advanced(state, next_params, new_buffers, new_opt_state, samples, makes_update, kind, lease)
         if lease is not None and lease.step is None:  # written by this step
             lease.step = new.step
-        if before is not None:  # freed now, and not with the caller's frame, when signals no longer wait
-            before.copies.clear()
+        if snapshot is not None:  # freed now, and not with the caller's frame, when signals no longer wait
+            snapshot.copies.clear()
         return new, metrics
     finally:
         torch_private.set_grad_enabled(grad_mode)
 
 
-def _in_memory_of(own: Params, values: Params) -> Params:
+def _in_memory_of(old: Params, values: Params) -> Params:
     """Values in the memory of the tensors of the same names, where they fit."""
     result = dict(values)
-    for name, tensor in own.items():
+    for name, tensor in old.items():
         value = values[name]
         if value is not tensor and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
             result[name] = tensor.copy_(value)
@@ -370,24 +370,25 @@ def _copy_into(owned: Params, replaced: Params, opt_state: Any) -> Any:
     What shares memory with these, values from another parameter or in the optimizer's state, is copied first. Returns
     that state.
     """
-    values = apart_from([*replaced.values()], owned.values())
-    given = [owned[name] for name in replaced]
-    opt_state = apart_from(opt_state, given)
-    for tensor, value in zip(given, values, strict=True):
+    values = copied_where_shared([*replaced.values()], owned.values())
+    tensors = [owned[name] for name in replaced]
+    opt_state = copied_where_shared(opt_state, tensors)
+    for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
     return opt_state
 
 
-def apart_from(tree: Any, tensors: Iterable[Tensor]) -> Any:
+def copied_where_shared(tree: Any, tensors: Iterable[Tensor]) -> Any:
     """The tree, with copies of what shares memory with these tensors, over which a donated step writes."""
-    known = {*map(memory_of, tensors)} - {None}  # a trace's tensors have no memory; its program takes them apart
-    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, tree)
+    memories = {*map(memory_of, tensors)} - {None}  # a trace's tensors have no memory; its program takes them apart
+    return map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in memories else tensor, tree)
 
 
 def with_report(metrics: dict[str, Metric], report: Mapping[str, Any], samples: int) -> dict[str, Metric]:
     """The metrics of a step, with those that its update reports before anything is written, in a new dict."""
     for name in report:
-        check(name not in metrics, f"the update reports {name!r}, and the gradient function does so too: rename one")
+        if name in metrics:
+            raise ValueError(f"the update reports {name!r}, and the gradient function does so too: rename one")
     # A Mean is taken as it is, without a copy: first halves compute what they report.
     plain = {name: value for name, value in report.items() if type(value) is not Mean}
     return {**metrics, **report, **(aux_records(plain, samples) if plain else {})}
@@ -406,15 +407,15 @@ def advanced(
     opt_state: Any,
     samples: int,
     applied: bool,
-    count: Count,
+    kind: UpdateKind,
     lease: Lease | None,
 ) -> TrainState:
     """The next state: these trees, and the counts after the update."""
     step, epoch, batch, consumed = state.step + applied, state.epoch, state.batch, state.samples
-    batch_samples, no_batch = state.batch_samples, count.own_event
-    if count.own_event:
+    batch_samples, no_batch = state.batch_samples, kind.own_event
+    if kind.own_event:
         batch_steps = int(applied)
-    elif count.same_batch:
+    elif kind.same_batch:
         batch_steps, no_batch = state.batch_steps + applied, state.no_batch
     else:
         batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)

@@ -108,6 +108,19 @@ def test_what_writes_the_given_state_is_refused_by_name_and_the_state_is_intact(
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("begins", [2, 4, 8])
+def test_writes_through_data_that_begin_later_are_refused_at_the_next_look(begins):
+    model, batch = Writer("none"), torch.randn(4, 3)
+    grad_fn, state = ll.make_grad_fn(model, mean_square), ll.init_state(model, SGD)
+    for _ in range(begins - 1):
+        grad_fn(state, batch)
+    model.kind, before = "data.clamp_", values(state)
+    with pytest.raises(RuntimeError, match=r"wrote to the parameter layer\.weight.*its values are as they were"):
+        grad_fn(state, batch)
+    assert_intact(state, before)
+
+
+@pytest.mark.every_case
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_evaluations_and_predictions_run_on_copies_of_what_they_write(kind, bound):

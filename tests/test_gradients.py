@@ -1,6 +1,7 @@
 """Gradients of a loss: grad modes, modules in eval mode, hooks, and a backward pass within the backward pass."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -30,6 +31,32 @@ def test_a_parameter_that_is_not_trained_keeps_its_flag_and_its_gradient():
     assert grad_fn(ll.init_state(model), torch.ones(4, 3)).grads.keys() == {"1.weight", "1.bias"}
     assert model[0].weight.requires_grad
     assert torch.equal(model[0].weight.grad, torch.ones(2, 3))
+
+
+def test_a_selection_of_frozen_parameters_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"trainable= chose 0\.weight of this Sequential, which require no gradient"):
+        ll.make_grad_fn(model, mean_output, trainable=lambda name, _: name.startswith("0"))
+
+
+def test_a_step_of_a_part_has_the_bits_of_a_raw_loop_over_one_state_of_all_parameters():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    raw, x = copy.deepcopy(model), torch.randn(4, 3)
+    adamw = ll.optimizer(torch.optim.AdamW, lr=0.1, fused=False)
+    state, raw_adamw = ll.init_state(model, adamw), torch.optim.AdamW(raw.parameters(), lr=0.1, fused=False)
+    steps = [
+        ll.make_train_step(ll.make_grad_fn(model, mean_output, trainable=trainable), adamw)
+        for trainable in (lambda name, _: name.startswith("1"), None)
+    ]
+    for number in (0, 1, 0):
+        state, _ = steps[number](state, x)
+        raw_adamw.zero_grad()
+        raw[0].requires_grad_(number == 1)
+        mean_output(raw, x).backward()
+        raw_adamw.step()
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())
 
 
 def test_the_callers_grad_mode_is_kept():

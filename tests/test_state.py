@@ -153,7 +153,7 @@ def training(**options):
     trained = options.pop("trainable", None)
     optimizer = adamw(0.1)
     grad_fn = ll.make_grad_fn(model, mean_square, trainable=trained)
-    return make_train_step(grad_fn, optimizer, **options), ll.init_state(model, optimizer, trainable=trained)
+    return make_train_step(grad_fn, optimizer, **options), ll.init_state(model, optimizer)
 
 
 def halved(state, name="0.weight"):
@@ -254,7 +254,8 @@ def test_a_fresh_run_is_that_of_a_new_module_with_these_weights(donate):
 
 def test_a_fresh_run_takes_the_parameters_that_are_chosen_and_refuses_what_cannot_begin():
     _, state = made()
-    begun = ll.state.fresh(state, adamw(0.1), seed=1, trainable=lambda name, tensor: name == "0.bias", extra=[1])
+    chosen = {name: tensor if name == "0.bias" else tensor.detach() for name, tensor in state.params.items()}
+    begun = ll.state.fresh(state.replace(params=chosen), adamw(0.1), seed=1, extra=[1])
     assert [*begun.opt_state["AdamW"]["state"]] == ["0.bias"]
     assert begun.extra == [1]
     assert ll.state.fresh(state, seed=1).opt_state is None
@@ -313,8 +314,9 @@ def test_parameters_that_share_memory_are_refused(kind):
     with pytest.raises(ValueError, match=r"(one and other|other and one) are two tensors that share memory"):
         ll.init_state(model, SGD)
     ll.init_state(model)  # to evaluate
+    model.other.requires_grad_(False)
     with pytest.raises(ValueError, match=r"share memory"):
-        ll.init_state(model, SGD, trainable=lambda name, _: name == "one")
+        ll.init_state(model, SGD)
 
 
 @pytest.mark.parametrize(
@@ -333,8 +335,9 @@ def test_an_optimizer_that_keeps_one_memory_twice_is_refused(keep):
 
 def test_parameters_that_share_memory_may_be_frozen():
     model = shares_memory("rows")
+    model.requires_grad_(False)
     model.head = nn.Linear(2, 1)
-    state = ll.init_state(model, SGD, trainable=lambda name, _: "head" in name)
+    state = ll.init_state(model, SGD)
     assert {"one", "other"} < state.params.keys()
 
 

@@ -3,6 +3,8 @@
 The first halves read: each may change the gradients, report, refuse, or decide against the update. What they decide is a
 flag, a bool or a 0-dim bool tensor, and for a partition one for each label. The host reads all flags at once. Only then do
 the second halves write, on tensors that belong to the update.
+
+The methods of `types.Optimizer` are these functions. They stand here because `types` imports `_core` alone.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def transform(
                 raise ValueError(f"the transform of {name} returned no state: give Transformed(grads, state)")
             states = {**states, name: state}
         if apply is not True:
-            for one in leaves_of(apply):
-                _check_flag(name, one)
+            for flag_of_part in leaves_of(apply):
+                _check_flag(name, flag_of_part)
             flag = _both(flag, apply)
         if carry is not None:
             carries = {**(carries or {}), name: carry}
@@ -108,8 +110,8 @@ def _check_flag(name: str, flag: Any) -> None:
     """Raise unless this is a flag: a bool, or a 0-dim bool tensor."""
     if isinstance(flag, bool) or (isinstance(flag, Tensor) and flag.dtype is torch.bool and flag.dim() == 0):
         return
-    found = f"a {flag.dtype} tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
-    raise TypeError(f"the transform of {name} returned apply={found}: give True, False, or a 0-dim bool tensor")
+    shown = f"a {flag.dtype} tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
+    raise TypeError(f"the transform of {name} returned apply={shown}: give True, False, or a 0-dim bool tensor")
 
 
 def named_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,14 +124,14 @@ def named_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _both(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        return {label: _both(flag, other) for label, flag in one.items()}
-    if isinstance(other, dict):
-        return _both(other, one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        other = other.to(one.device)
-    return one & other
+def _both(flags: Any, others: Any) -> Any:
+    if isinstance(flags, dict):
+        return {label: _both(flag, others) for label, flag in flags.items()}
+    if isinstance(others, dict):
+        return _both(others, flags)
+    if isinstance(flags, Tensor) and isinstance(others, Tensor):
+        others = others.to(flags.device)
+    return flags & others
 
 
 # Flags
@@ -153,11 +155,11 @@ def read(out: Transformed) -> Any:
     flags, structure = torch_private.pytree.tree_flatten(out.apply)
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
     values = iter(stacked(tensors).tolist() if tensors else [])
-    known = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
-    if not all(known):
+    bools = [next(values) if isinstance(flag, Tensor) else flag for flag in flags]
+    if not all(bools):
         for function, arguments in out.on_skip:
             function(*arguments)
-    return structure.unflatten(known)
+    return structure.unflatten(bools)
 
 
 def flags_in_graph(out: Transformed) -> Any:
@@ -264,19 +266,21 @@ def contents(opt_state: Any) -> str:
         return "nothing"
     if not isinstance(opt_state, Mapping):
         return f"a {type(opt_state).__name__}"
-    parts = [f"{name} ({_kept(own)})" if isinstance(own, Mapping) else str(name) for name, own in opt_state.items()]
+    parts = [
+        f"{name} ({_kept(entry)})" if isinstance(entry, Mapping) else str(name) for name, entry in opt_state.items()
+    ]
     return ", ".join(parts) or "nothing"
 
 
-def _kept(own: Mapping[Any, Any]) -> str:
-    match own:
+def _kept(entry: Mapping[Any, Any]) -> str:
+    match entry:
         case {"state": dict(entries)}:
             return f"{_listed(next(filter(None, entries.values()), ()))} for a parameter"
         case {"inner": dict(inner), **more}:
             return f"{_listed(more)} around {contents(inner)}" if more else contents(inner)
-        case _ if own and all(isinstance(each, Mapping) for each in own.values()) and len(own) <= 8:
-            return "; ".join(f"{label}: {contents(each)}" for label, each in own.items())
-    return _listed(own)
+        case _ if entry and all(isinstance(member, Mapping) for member in entry.values()) and len(entry) <= 8:
+            return "; ".join(f"{label}: {contents(member)}" for label, member in entry.items())
+    return _listed(entry)
 
 
 def _listed(keys: Iterable[Any]) -> str:
@@ -285,16 +289,10 @@ def _listed(keys: Iterable[Any]) -> str:
 
 def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
     """Error for an `opt_state` that an optimizer cannot continue, since it keeps something else."""
-    found = (
+    contained = (
         "the state was made without an optimizer" if opt_state is None else f"opt_state holds {contents(opt_state)}"
     )
     return ValueError(
-        f"{found}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the state with this optimizer, "
-        "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
+        f"{contained}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the "
+        "state with this optimizer, ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
     )
-
-
-def within(label: str, name: str) -> str:
-    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
-    first, slash, rest = name.partition("/")
-    return f"{first}/{label}{slash}{rest}"

@@ -30,12 +30,21 @@ def is_count(value: Any, least: float = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_due(call: int) -> bool:
+    """True for the 1st, 2nd, 4th, 8th, ... call, in which a check is made that takes too long for each.
+
+    >>> [call for call in range(1, 20) if is_due(call)]
+    [1, 2, 4, 8, 16]
+    """
+    return call & (call - 1) == 0
+
+
 def is_number(value: Any) -> bool:
     """True for a finite int or float that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check(holds: Any, message: str, error: Callable[[str], Exception] = ValueError) -> None:
+def check(condition: Any, message: str, error: Callable[[str], Exception] = ValueError) -> None:
     """Raise an error with this message unless a condition holds.
 
     The message is made in any case, so it must be cheap and must not depend on the condition.
@@ -46,7 +55,7 @@ def check(holds: Any, message: str, error: Callable[[str], Exception] = ValueErr
     """
     # pytest then ends the traceback at the function that checks, and IPython shows no docstring.
     __tracebackhide__ = True
-    if not holds:
+    if not condition:
         raise error(message)
 
 
@@ -84,7 +93,7 @@ def as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
-def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
+def check_argument(condition: bool, name: str, value: Any, advice: str) -> None:
     """Raise ValueError unless a condition on an argument holds; `advice` says what to pass.
 
     >>> rho = -1.0
@@ -93,7 +102,7 @@ def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
     ValueError: rho is -1.0; give a distance above 0
     """
     __tracebackhide__ = True
-    if not holds:
+    if not condition:
         raise ValueError(f"{name} is {value!r}; {advice}")
 
 
@@ -109,7 +118,7 @@ def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
         raise TypeError(f"{subject} {named(value)}; {advice}")
 
 
-def check_number(name: str, value: Any, holds: Callable[[Any], Any], advice: str) -> None:
+def check_number(name: str, value: Any, condition: Callable[[Any], Any], advice: str) -> None:
     """Raise TypeError unless an argument is a number, and ValueError unless a condition on it holds.
 
     >>> check_number("rho", "0.1", lambda rho: rho > 0, "give a distance above 0")
@@ -118,7 +127,7 @@ def check_number(name: str, value: Any, holds: Callable[[Any], Any], advice: str
     """
     __tracebackhide__ = True
     check_type(f"{name} is", value, Real | Tensor, advice)
-    check_argument(holds(value), name, value, advice)
+    check_argument(condition(value), name, value, advice)
 
 
 def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:

@@ -59,7 +59,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a CPU tensor as bytes, without numpy."""
+    """Memory of a contiguous CPU tensor of uint8, without numpy. It does not keep the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")

@@ -83,17 +83,17 @@ class RankGroup:
         """
         if not self.is_distributed:
             return work()
-        own: BaseException | None = None
+        failed: BaseException | None = None
         try:
             result = work()
         except BaseException as error:
-            own = error
-        failures = self.gather(None if own is None else named(self.rank, own))
-        if own is not None and not isinstance(own, Exception):
-            raise own
+            failed = error
+        failures = self.gather(None if failed is None else with_rank(self.rank, failed))
+        if failed is not None and not isinstance(failed, Exception):
+            raise failed
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise failure from (own if rank == self.rank else None)
+                raise failure from (failed if rank == self.rank else None)
         return result
 
     def gather(self, value: T) -> list[T]:
@@ -159,7 +159,7 @@ def _like(group: Any) -> RankGroup:
     return RankGroup(_ranks.new_group(distributed.get_process_group_ranks(group), _PATIENCE))
 
 
-def named(rank: int, error: BaseException) -> Exception:
+def with_rank(rank: int, error: BaseException) -> Exception:
     """The error with the rank in its message, of the same type if it can be created and sent."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename)

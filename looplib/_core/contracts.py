@@ -1,4 +1,4 @@
-"""Records that are public in `looplib.types`, and that the ground needs as well."""
+"""Records that are public in `looplib.types`, and that `_core` needs as well."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ leaves_of: Callable[[Any], list[Any]] = torch_private.pytree.tree_leaves
 
 def own_copies(names: Iterable[str], params: Mapping[str, Tensor], opt_state: Any) -> tuple[dict[str, Tensor], Any]:
     """All parameters with copies in place of these, and a copy of the optimizer's state: what an update may write."""
-    given = {name: params[name] for name in names}
-    copies = iter(clones([*given.values(), *_tensors_in(opt_state)]))
-    copied = dict(zip(given, copies, strict=False))
+    originals = {name: params[name] for name in names}
+    copies = iter(clones([*originals.values(), *_tensors_in(opt_state)]))
+    copied = dict(zip(originals, copies, strict=False))
     for name, copy in copied.items():
-        copy.requires_grad_(given[name].requires_grad)
+        copy.requires_grad_(originals[name].requires_grad)
     return {**params, **copied}, _rebuilt(opt_state, copies)
 
 
@@ -35,16 +35,16 @@ def _tensors_in(tree: Any) -> list[Tensor]:
         return [tree]
     if type(tree) is not dict:
         return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in tree.values():
         if type(value) in PLAIN:
-            found.append(value)
+            tensors.append(value)
         # A row: what a class keeps for a parameter. A call for each of thousands would take most of the time.
         elif type(value) is dict and PLAIN.issuperset(map(type, value.values())):
-            found += value.values()
+            tensors += value.values()
         else:
-            found += _tensors_in(value)
-    return found
+            tensors += _tensors_in(value)
+    return tensors
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:

@@ -51,16 +51,16 @@ class Sync:
         """Samples of the whole step, on all ranks."""
         return round(self._counted.read()[0])
 
-    def make(self, number: int, one: Callable[[], Any]) -> Any:
+    def make(self, number: int, make_pass: Callable[[], Any]) -> Any:
         """Make one pass. The first one counts the samples of all."""
         self.engine.sync(number == self.passes - 1)
-        out = one()
+        out = make_pass()
         return out._replace(samples=0 if number else self.samples())
 
-    def pad(self, one: Callable[[], Any]) -> None:
+    def pad(self, make_pass: Callable[[], Any]) -> None:
         """Make the passes that only other ranks need."""
         for number in range(self.needed, self.passes):
-            self.make(number, one)
+            self.make(number, make_pass)
 
     def end(self) -> None:
         self.engine.sync(True)
@@ -176,7 +176,11 @@ class Engine:
         return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
 
     def sync(self, now: bool) -> None:
-        """Turn the reduction of gradients in later backward passes on or off."""
+        """Turn the reduction of gradients in later backward passes on or off.
+
+        It sets attributes of the user's wrappers, as their own `no_sync()` and `set_requires_gradient_sync` do. Only the last
+        of a step's passes reduces, and `Sync.end` turns it on again, so that a raw loop finds them as they were.
+        """
         for replica in self.replicas:
             # A static graph is learned in the first backward pass, which must reduce; averaging again changes nothing.
             replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
@@ -184,12 +188,15 @@ class Engine:
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
 
-    def swap_in(
+    def copy_in(
         self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots.
 
-        Returns this rank's parts of these with copies of their values, if it has written them.
+        For evaluations and predictions of a state that is not bound: steps that train are refused for such a state, because
+        this copies all parameters twice. `restore` writes the old values back, in whatever way the call ends.
+
+        Returns this rank's parts of the parameters with copies of their values, if it has written them.
         """
         alone = is_alone()
         if alone and self.shards:
@@ -275,6 +282,9 @@ def compare(state: Any) -> None:
         "looplib": sys.modules["looplib"].__version__,
         **{" ".join(map(str, path)): value for path, value in trees.leaves(settings)},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
-        **{name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for name, each in tensors.items()},
+        **{
+            name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            for name, tensor in tensors.items()
+        },
     }
     together_with_data().check_alike(facts, "the ranks do not run the same program:\n  ")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import is_plain
+from looplib._core.checks import is_due, is_plain
 from looplib._core.checksums import checksums
 from looplib._core.copies import clones
 from looplib._core.mappings import pairs
@@ -75,26 +75,34 @@ def written_since(params: Mapping[str, Tensor], before: list[int]) -> list[str]:
 
 
 class Guarded(NamedTuple):
-    """The parameters on which a forward pass runs, and what is known of them before it."""
+    """The parameters on which a forward pass runs, and what is known of them before it.
+
+    Attributes:
+        params: the parameters.
+        cloned: names of those that are copies of the state's.
+        counts: torch's counts of the writes to them.
+        contents: by name, what changes with a parameter's memory or with values that are written without a count.
+        copies: by name, the memory of a parameter and a copy of its values.
+    """
 
     params: dict[str, Tensor]
-    cloned: Set[str]  # those that are copies of the state's
+    cloned: Set[str]
     counts: list[int]
-    memory: Mapping[str, object]  # by name: what tells another memory or other values, where torch counts no write
-    copies: Mapping[str, tuple[Tensor, Tensor]]  # by name: the memory of a parameter and a copy of its values
+    contents: Mapping[str, object]
+    copies: Mapping[str, tuple[Tensor, Tensor]]
 
 
 class Unwritten:
     """Guard of a state's parameters against the forward passes of one function, which leave them as they are.
 
     Parameters that are known to be written, those of layers with `max_norm` and those found written by an earlier call,
-    are copied for each pass. The first call finds others: it compares their values, since torch counts writes to a
-    tensor, but not those to `tensor.data`, and undoes the writes from copies. It takes no copies of models above 1 GiB,
-    whose memory may not hold them. Later calls find what torch counts, and undo nothing.
+    are copied for each pass. The calls 1, 2, 4, 8, ... find others: they compare values, since torch counts writes to a
+    tensor, but not those to `tensor.data`, and undo the writes from copies. They take no copies of models above 1 GiB,
+    whose memory may not hold them. All other calls find what torch counts, and undo nothing.
     """
 
     def __init__(self) -> None:
-        self.called = False
+        self.calls = 0  # that have ended well
         self.names: set[str] = set()  # of parameters that are written
 
     def begin(self, params: dict[str, Tensor]) -> Guarded:
@@ -106,14 +114,14 @@ class Unwritten:
             params = {**params, **dict(zip(written, copies, strict=True))}
             for copy, tensor in zip(copies, written.values(), strict=True):
                 copy.requires_grad_(tensor.requires_grad)
-        if self.called:
+        if not is_due(self.calls + 1):
             return Guarded(params, written.keys(), versions(params), {}, {})
         plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
-        kept: dict[str, tuple[Tensor, Tensor]] = {}
+        restorable: dict[str, tuple[Tensor, Tensor]] = {}
         if sum(tensor.nbytes for tensor in plain.values()) <= _MOST_COPIED:
             copied = zip(plain.values(), clones([*plain.values()]), strict=True)
-            kept = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
-        return Guarded(params, written.keys(), versions(params), _sums(plain), kept)
+            restorable = dict(zip(plain, ((tensor.detach(), copy) for tensor, copy in copied), strict=True))
+        return Guarded(params, written.keys(), versions(params), _sums(plain), restorable)
 
     def on_leaves(self, guarded: Guarded, params: dict[str, Tensor]) -> Guarded:
         """The same parameters, some as leaves of the call's graphs, over the same memory."""
@@ -126,7 +134,7 @@ class Unwritten:
         """
         params, cloned, counts, sums, copies = guarded
         names = written_since(params, counts)
-        if not (names or sums):  # as after most calls
+        if not (names or sums):  # as after most calls that compare no values
             return [], True
         if sums:
             now = _sums({name: params[name] for name in sums})
@@ -147,7 +155,7 @@ class Unwritten:
         names, intact = self.end(guarded, of_state)
         if names and not (may_write and intact):
             raise RuntimeError(WROTE.format(names=", ".join(names), state=INTACT if intact else _HAS_CHANGED))
-        self.called = True
+        self.calls += 1
 
 
 class UnwrittenInGraph:
@@ -167,7 +175,7 @@ class UnwrittenInGraph:
     def end(self, guarded: Guarded, of_state: Mapping[str, Tensor]) -> tuple[list[str], bool]:
         params, now = guarded.params, _identities(guarded.params)
         written = {*written_since(params, guarded.counts)}
-        return [name for name in params if name in written or now[name] != guarded.memory[name]], True
+        return [name for name in params if name in written or now[name] != guarded.contents[name]], True
 
     def check(self, guarded: Guarded, of_state: Mapping[str, Tensor], may_write: bool = False) -> None:
         """Raise if a parameter was written, also for a pass that may write to copies: a graph has none."""

@@ -115,8 +115,8 @@ def _hint(module: ModuleType, name: str) -> str:
         return f"write ll.optimizer(torch.optim.{cls}, lr={'0.1' if cls == 'SGD' else '1e-3'})"
     # The same words in another order, or letters of another case, or one that is nearly alike.
     words = {_words(known): known for known in reversed(places)}
-    own = getattr(module, "__all__", ())
-    near = words.get(_words(name)) or next(iter(difflib.get_close_matches(name, own, 1, 0.8)), None)
+    public = getattr(module, "__all__", ())
+    near = words.get(_words(name)) or next(iter(difflib.get_close_matches(name, public, 1, 0.8)), None)
     if near:
         return f"it is {places.get(near, f'{_called(module)}.{near}')}"
     return "recipes/WORDS.md and the search of the site know the words of other libraries"

@@ -182,11 +182,11 @@ def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Te
 
 def check_valid(state: Any, names: Sequence[str] = TREES) -> None:
     """Raise DonatedStateError if a tensor of one of these trees was overwritten."""
-    now, own = clock.time, state._lease
+    now, lease = clock.time, state._lease
     # Given up by its own run, it is spent whatever tensors its dicts hold by now.
-    given_up = own is not None and own.written > state._at
+    given_up = lease is not None and lease.written > state._at
     for name in names:
-        writer = own if given_up and name != "extra" else overwritten(state, (getattr(state, f"_{name}"),))
+        writer = lease if given_up and name != "extra" else overwritten(state, (getattr(state, f"_{name}"),))
         if writer is not None:
             raise DonatedStateError(_spent(state, name, writer))
     if len(names) == len(TREES):
@@ -328,9 +328,9 @@ def _check_shared(trees: Mapping[str, Any], written: Mapping[str, Tensor]) -> No
         if name in trained:
             path, name = name, path
         root = root_of[name]
-        kept = root in ("opt_state", "extra") and root_of[path] not in (root, "params")
+        spans_fields = root in ("opt_state", "extra") and root_of[path] not in (root, "params")
         check(
-            not (kept or trained & {path, name}),
+            not (spans_fields or trained & {path, name}),
             f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
             f"change with every step: keep a copy there, tensor.detach().clone() or, of all parameters, "
             "ll.copy_state(state).params, or make the step with donate=False",

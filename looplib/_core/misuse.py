@@ -31,15 +31,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import trees
-from looplib._core.checks import few, warn
+from looplib._core.checks import few, is_due, warn
 from looplib._core.checksums import checksums
 from looplib._core.forward_writes import has_values, versions
+from looplib._core.graphs import LossGraphs
 from looplib._core.lease import last_write
 from looplib._core.memory import tensors_in
 from looplib._core.modules import members, named_modules, running, tensors
 from looplib._core.ranks import is_first
-from looplib._core.reach import Reach
-from looplib._core.records import chain
+from looplib._core.records import records_of
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import (
     class_weights_of,
@@ -50,7 +50,7 @@ from looplib._core.torch_private import (
     version,
 )
 from looplib._core.torch_storage import lease_on
-from looplib._core.tracing import current, entered
+from looplib._core.tracing import entered, tracing
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
 
@@ -65,11 +65,11 @@ class Watch:
     """
 
     def __init__(self, grad_fn: Any) -> None:
-        made = next((record for record in chain(grad_fn) if record.model is not None), None)
-        self._model = made and made.model
+        record_of_model = next((record for record in records_of(grad_fn) if record.model is not None), None)
+        self._model = record_of_model and record_of_model.model
         if self._model is not None:
             _watch_torch_optimizers(self._model)
-        self._reach: Reach | None = made and made.reach
+        self._graphs: LossGraphs | None = record_of_model and record_of_model.loss_graphs
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
         self._state: Any = None
         self._batch = -1
@@ -82,8 +82,8 @@ class Watch:
         if self._state is None or self._state() is not state:
             if self._model is not None:
                 left_behind(self._model, state)
-            if self._reach is not None and self._reach.others:
-                warn_of_reached(self._reach.other_tensors())
+            if self._graphs is not None and self._graphs.others:
+                warn_of_reached(self._graphs.other_leaves())
             self._state, self._batch, self._repeats = weakref.ref(state), id(batch), 0
         elif id(batch) != self._batch:
             self._batch = id(batch)
@@ -150,8 +150,8 @@ class _Stale:
 
     def _is_of(self, module: nn.Module) -> bool:
         """True if the module holds these parameters now, and not others for a call, or since they were replaced."""
-        held = tensors(members(module).params)
-        return all(held.get(name) is tensor for name, tensor in self.params.items())
+        present = tensors(members(module).params)
+        return all(present.get(name) is tensor for name, tensor in self.params.items())
 
     def look(self, module: nn.Module, state: Any) -> None:
         """Warn once if it was written since the step that led to this state, with values of its own.
@@ -199,7 +199,7 @@ class _Hook:
         if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
             return
         # Steps and looplib's exports know whose weights they use.
-        if any(module is each for wrapper in running.models for each in wrapper.modules()):
+        if any(module is running_module for wrapper in running.models for running_module in wrapper.modules()):
             return
         stale.called = True
         if not running.models:  # not in the loss of another network
@@ -235,18 +235,14 @@ _warn_if_stale = _Hook()
 _stale: weakref.WeakKeyDictionary[nn.Module, _Stale] = weakref.WeakKeyDictionary()
 
 
-def _looks_away() -> bool:
-    """True if warnings are off, or in the trace of a step, whose tensors have no values and whose steps are not taken."""
-    return not warnings_of_misuse.on or (bool(entered) and current() is not None)
-
-
 def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
     """Record a step on tensors that are not the module's.
 
     A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that, unless this
     step writes over what that run needs to go on.
     """
-    if _looks_away():
+    # In a trace, tensors have no values and no step is taken. `entered` first, since each pure step asks.
+    if not warnings_of_misuse.on or (entered and tracing()):
         return None
     stale = _stale.get(module)
     if stale is not None and not (stale.trial and stale.is_taken_over(state)):
@@ -270,7 +266,7 @@ def bound(module: nn.Module) -> None:
 
 def forget_trial(grad_fn: Any) -> None:
     """Remove the warnings that follow from a run on a copied state which is given up."""
-    for record in chain(grad_fn):
+    for record in records_of(grad_fn):
         if record.model is not None:
             bound(record.model)
 
@@ -388,11 +384,6 @@ def warn_of_unwatched(state: Any, key: str, monitor: str) -> None:
 _looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def _looks_at(call: int) -> bool:
-    """True for the 1st, 2nd, 4th, 8th, ... call."""
-    return call & (call - 1) == 0
-
-
 def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) -> None:
     """Warn once of a model that does not keep the documents of packed rows apart, whose `forward` has these arguments.
 
@@ -402,13 +393,15 @@ def warn_of_packed(model: nn.Module, batch: Mapping[str, Any], takes: Set[str]) 
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     ignored = "position_ids" not in takes and takes != {"**"}
     masked = isinstance(mask, Tensor) and mask.dim() == 2
-    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)) or _looks_away():
+    if not (isinstance(positions, Tensor) and positions.dim() == 2 and (ignored or masked)):
+        return
+    if not warnings_of_misuse.on or tracing():
         return
     calls = _looks.get(model, 0)
     if calls < 0:
         return
     _looks[model] = calls = calls + 1
-    if not _looks_at(calls):
+    if not is_due(calls):
         return
     restarts = positions[:, 1:] <= positions[:, :-1]
     if isinstance(mask, Tensor) and masked and mask.shape[1] == positions.shape[1]:
@@ -487,22 +480,22 @@ class LossWatch:
         if not warnings_of_misuse.on:
             return False
         self._calls += 1
-        return _looks_at(self._calls) and not _looks_away()
+        return is_due(self._calls) and not tracing()
 
     def look(self, batch: Any, loss: Tensor, samples: int) -> None:
         """Look at a plain scalar that is weighted by its samples."""
         if not self._now():
             return
-        found = kinds_of_mean(loss, samples)
-        if "sum" in found:
+        kinds = kinds_of_mean(loss, samples)
+        if "sum" in kinds:
             self._warn(_SUM)
-        if "class weights" in found:
+        if "class weights" in kinds:
             self._warn(_CLASS_WEIGHTS)
-        if _LABELS in self._warned or found <= {"sum", "samples"}:
+        if _LABELS in self._warned or kinds <= {"sum", "samples"}:
             return
         for path, leaf in trees.leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):
-                return self._warn(_LABELS, path=trees.named(path, "batch"))
+                return self._warn(_LABELS, path=trees.python_path(path, "batch"))
 
     def look_beside(self, loss: Any, values: Mapping[str, Any], samples: int) -> None:
         """Look at the values beside a loss that is a `Mean`."""

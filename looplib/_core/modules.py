@@ -27,6 +27,7 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.errors import fold, note_batch
 from looplib._core.forward_writes import Unwritten
+from looplib._core.graphs import REENTRANT
 from looplib._core.mappings import mapped, pairs
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import own_buffers, own_parameters
@@ -88,26 +89,26 @@ def members(model: nn.Module) -> Members:
     slots = Members([], [], [])
     names: dict[int, str] = {}
     for prefix, module in named_modules(model):
-        for of_kind, own in ((slots.params, own_parameters(module)), (slots.buffers, own_buffers(module))):
-            for key, tensor in own.items():
+        for of_kind, entries in ((slots.params, own_parameters(module)), (slots.buffers, own_buffers(module))):
+            for key, tensor in entries.items():
                 path = f"{prefix}.{key}".lstrip(".")
                 if tensor is not None:
                     check(
                         not is_lazy(tensor),
                         f"{path} has no shape yet (a lazy module): run the model on one batch first",
                     )
-                    of_kind.append(Slot(own, key, names.setdefault(id(tensor), path)))
+                    of_kind.append(Slot(entries, key, names.setdefault(id(tensor), path)))
                 elif of_kind is slots.buffers:
-                    slots.empty.append(Slot(own, key, path))
+                    slots.empty.append(Slot(entries, key, path))
     return slots
 
 
 def tensors(slots: Iterable[Slot]) -> dict[str, Tensor]:
     """Tensors by name; of tied ones that are no longer the same, the first."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for owner, key, name in slots:
-        found.setdefault(name, owner[key])
-    return found
+        by_name.setdefault(name, owner[key])
+    return by_name
 
 
 def check_names(
@@ -141,23 +142,27 @@ def check_materialized(params: Mapping[str, Tensor]) -> None:
     )
 
 
-def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
-    """Names of the trained parameters of a module."""
-    return trainable_in(tensors(members(model).params), predicate, f"this {type(model).__name__}")
+def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None = None) -> list[str]:
+    """Names of the parameters of a module that are trained: those that require a gradient, or of these a selection."""
+    params, owner = tensors(members(model).params), f"this {type(model).__name__}"
+    if predicate is None:
+        return requiring_gradient(params, owner)
+    chosen = {name: tensor for name, tensor in params.items() if predicate(name, tensor)}
+    check(chosen, f"no parameter of {owner} is trainable: {predicate} chose none")
+    frozen = [name for name, tensor in chosen.items() if not tensor.requires_grad]
+    check(
+        not frozen,
+        f"trainable= chose {few(frozen)} of {owner}, which require no gradient, so that no optimizer has a state for them: leave "
+        "them out, or call requires_grad_() before ll.init_state and ll.make_grad_fn",
+    )
+    return [*chosen]
 
 
-def trainable_in(
-    params: Mapping[str, Tensor], predicate: Callable[[str, Tensor], bool] | None, owner: str
-) -> list[str]:
-    """Names of the trained parameters: those selected by `predicate`, or those that require a gradient."""
-    chosen = [
-        name
-        for name, tensor in params.items()
-        if (tensor.requires_grad if predicate is None else predicate(name, tensor))
-    ]
-    reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
-    check(chosen, f"no parameter of {owner} is trainable: {reason}")
-    return chosen
+def requiring_gradient(params: Mapping[str, Tensor], owner: str) -> list[str]:
+    """Names of the parameters that require a gradient, which an optimizer keeps a state for."""
+    names = [name for name, tensor in params.items() if tensor.requires_grad]
+    check(names, f"no parameter of {owner} is trainable: none requires a gradient")
+    return names
 
 
 class _Running(threading.local):
@@ -175,16 +180,18 @@ class FunctionalModule:
         self.model, self.training = model, training
         self.backward = training if backward is None else backward
         self.devices: set[torch.device] = set()
-        self.generators = _generators()
+        self.generators = draws.generators_of()
         self.modes: dict[nn.Module, bool] = {}
         self.unwritten = Unwritten()
         self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
         self._read()
         self.made_in_training = model.training
-        self.held = tensors(self.slots.params)  # parameters that the module is known to hold
+        self.known_params = tensors(self.slots.params)  # those that the module held when last looked at
         self._leave()
         self.ran = False
-        self.lent = False  # True if the last call ran in place on tensors that are not the module's
+        # True if the last call ran in place on tensors that are not the module's. Its caller reads it here, since to compare
+        # them again would take a loop over all parameters.
+        self.ran_unbound = False
         self.engine = engine_of(model)
 
     def _read(self) -> None:
@@ -264,14 +271,14 @@ class FunctionalModule:
         with draws.turn:
             devices = {tensor.device for tensor in params.values()}
             if devices != self.devices:
-                self.devices, self.generators = devices, _generators(*devices)
+                self.devices, self.generators = devices, draws.generators_of(*devices)
             generators = self.generators
             streams = [generator.get_state() for generator in generators]
             try:
                 self.seed(seed)
                 if not in_place:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-                return self._hold(params, buffers, body, in_place)
+                return self._run_with(params, buffers, body, in_place)
             finally:
                 _interrupts.waits.depth += 1
                 try:
@@ -280,7 +287,7 @@ class FunctionalModule:
                 finally:
                     _interrupts.waits.depth -= 1
 
-    def _hold(
+    def _run_with(
         self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], body: Callable[[], R], in_place: bool
     ) -> R:
         """Run `body()` with these tensors in the module, in the modes of this function."""
@@ -291,15 +298,15 @@ class FunctionalModule:
         try:
             running.models = (*hosted, self.model)
             if engine is not None:
-                lent = engine.swap_in(params, self.params)
+                lent = engine.copy_in(params, self.params)
             swaps = self._differing(params if lent is None else self.params())
             if swaps:
                 if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
-                    self._check_held(swaps)
+                    self._check_known(swaps)
                 self._check_swaps(swaps, params)
             else:
-                self.held = dict(params)
-            self.lent = in_place and bool(swaps)
+                self.known_params = dict(params)
+            self.ran_unbound = in_place and bool(swaps)
             if buffers:
                 for_good = in_place and self.backward and not swaps
                 of_buffers = _differing(self.slots.buffers, buffers)
@@ -309,12 +316,7 @@ class FunctionalModule:
             for owner, key, _, _, tensor in swaps:
                 owner[key] = tensor
             if modes != [*self.modes.values()]:
-                # After the first call, a module that is in eval mode as a whole was evaluated.
-                began_in_eval = self.made_in_training and self.backward and not self.ran
-                if warnings_of_misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
-                    self.found_modes = modes
-                    self._warn_of_layers_in_eval_mode(_LATE_EVAL)
-                _set_modes(self.modes, self.modes.values())
+                self._enter_modes(modes)
             self.ran = True
             out = body()
             done = True
@@ -328,8 +330,8 @@ class FunctionalModule:
                 if for_good:
                     self._keep_buffers(None if done else buffers)
                 else:
-                    for owner, key, _, own, _ in swaps:
-                        owner[key] = own
+                    for owner, key, _, before, _ in swaps:
+                        owner[key] = before
                 for owner, key, _ in self.slots.empty:
                     owner[key] = None
                 if engine is not None:
@@ -339,29 +341,38 @@ class FunctionalModule:
             finally:
                 _interrupts.waits.depth -= 1
 
+    def _enter_modes(self, modes: list[bool]) -> None:
+        """Put the module into the modes of this function from those that it was found in, and warn of these once."""
+        # After the first call, a module that is in eval mode as a whole was evaluated.
+        began_in_eval = self.made_in_training and self.backward and not self.ran
+        if warnings_of_misuse.on and modes != self.found_modes and (self.model.training or began_in_eval):
+            self.found_modes = modes
+            self._warn_of_layers_in_eval_mode(_LATE_EVAL)
+        _set_modes(self.modes, self.modes.values())
+
     def _differing(self, params: Mapping[str, Tensor]) -> list[Swap]:
         try:
             return _differing(self.slots.params, params)
         except KeyError:  # a parametrization or pruning has put others into its place
             raise ValueError(_CHANGED) from None
 
-    def _check_held(self, swaps: Sequence[Swap]) -> None:
+    def _check_known(self, swaps: Sequence[Swap]) -> None:
         """Raise ValueError if the module holds parameters that came after the state."""
-        replaced = [(name, tensor) for _, _, name, own, tensor in swaps if own is not self.held[name]]
+        replaced = [(name, tensor) for _, _, name, present, tensor in swaps if present is not self.known_params[name]]
         if not replaced:
             return
         # Before the first call, the state may have been made after the parameters were replaced, and then copied.
-        if self.ran or any(tensor is self.held[name] for name, tensor in replaced):
+        if self.ran or any(tensor is self.known_params[name] for name, tensor in replaced):
             names = few(dict.fromkeys(name for name, _ in replaced))
             raise ValueError(_REPLACED.format(names=names, model=type(self.model).__name__))
         self._read()
-        self.held = tensors(self.slots.params)
+        self.known_params = tensors(self.slots.params)
 
-    def _keep_buffers(self, given: Mapping[str, Tensor] | None) -> None:
+    def _keep_buffers(self, buffers: Mapping[str, Tensor] | None) -> None:
         """Leave the buffers of a donated state in the module; after a pass that failed, those that were given."""
-        if given is not None:
+        if buffers is not None:
             for owner, key, name in self.slots.buffers:
-                owner[key] = given[name]
+                owner[key] = buffers[name]
         self._leave()
 
     def _leave(self) -> None:
@@ -385,9 +396,9 @@ class FunctionalModule:
         by_name, places = _left[self.model]
         replaced = [
             name
-            for owner, key, name, own, tensor in swaps
+            for owner, key, name, present, tensor in swaps
             if id(tensor) == by_name.get(name)
-            and id(own) != places.get((id(owner), key))
+            and id(present) != places.get((id(owner), key))
             and (id(owner), key) not in self.transient
         ]
         if replaced:
@@ -397,10 +408,10 @@ class FunctionalModule:
     def _check_swaps(self, swaps: Sequence[Swap], params: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters that cannot take the places of the module's own."""
         # Buffers may have any shape, since a forward pass may assign a longer one.
-        if any(own.shape != tensor.shape for _, _, _, own, tensor in swaps):
+        if any(present.shape != tensor.shape for _, _, _, present, tensor in swaps):
             check_names("parameters", params, self.slots.params, self.model)
-        if self.backward and torch_private.any_gradient_hooks([own for _, _, _, own, _ in swaps]):
-            hooked = [name for _, _, name, own, _ in swaps if torch_private.any_gradient_hooks([own])]
+        if self.backward and torch_private.any_gradient_hooks([present for _, _, _, present, _ in swaps]):
+            hooked = [name for _, _, name, present, _ in swaps if torch_private.any_gradient_hooks([present])]
             raise ValueError(_OF_HOOKS.format(name=few(hooked)))
 
     def seed(self, seed: int) -> None:
@@ -423,18 +434,18 @@ class FunctionalModule:
             raise ValueError(_CHANGED) from None
         if flags != self.flags and warnings_of_misuse.on:
             slots = zip(self.slots.params, flags, self.flags, strict=True)
-            warn(_TOGGLED.format(names=few([slot.name for slot, one, other in slots if one is not other])))
+            warn(_TOGGLED.format(names=few([slot.name for slot, flag, before in slots if flag is not before])))
             self.flags = flags  # so that it is told once
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's current buffers: some modules assign new ones instead of writing to them."""
         return tensors(self.slots.buffers)
 
-    def aside(self, body: Callable[[], R]) -> R:
+    def run_uncounted(self, body: Callable[[], R]) -> R:
         """Run `body()` within `run`, on copies of the buffers: a pass that does not count leaves no statistics."""
         return self.run(self.params(), self.buffers(), 0, body)
 
-    def holds(self, params: Mapping[str, Tensor]) -> bool:
+    def is_bound(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
         return not _differing(self.slots.params, params)
 
@@ -459,7 +470,7 @@ class FunctionalModule:
                     "call loss.backward(), which looplib does; what it keeps from an earlier batch it must detach()"
                 )
             if "use_reentrant=True, torch.utils.checkpoint is incompatible" in str(error):
-                return RuntimeError(LATE_CHECKPOINT)
+                return RuntimeError(REENTRANT)
             try:
                 self.explain(params, buffers)
             except ValueError as better:
@@ -510,11 +521,6 @@ _OF_HOOKS = (
     "bound to the module (from ll.init_state, or state = ll.bind(model, state)), not compiled, or change the gradients "
     "in a wrapper of the grad_fn"
 )
-LATE_CHECKPOINT = (
-    "the loss has a checkpoint with use_reentrant=True, which runs a backward pass of its own, and had none at the first "
-    "call: turn on activation checkpointing before ll.make_grad_fn, or call ll.make_grad_fn again, or use "
-    "use_reentrant=False"
-)
 _IN_FUNC = (
     "a train step inside torch.func.grad or torch.vmap: it takes its gradients by a backward pass, which does not work "
     "there. Use ll.transforms.differentiable(train_step), or ll.vmap_step(train_step) for many members"
@@ -543,9 +549,9 @@ def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
 def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swap]:
     """The slots that do not hold the tensors of these names."""
     return [
-        (owner, key, name, own, tensor)
+        (owner, key, name, present, tensor)
         for owner, key, name in slots
-        if (own := owner[key]) is not (tensor := tensors[name])
+        if (present := owner[key]) is not (tensor := tensors[name])
     ]
 
 
@@ -563,15 +569,3 @@ def _differs(module: nn.Module) -> bool:
 def _shortens_rows(module: nn.Module) -> bool:
     """True for an embedding whose forward pass writes its weight."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-
-
-def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:
-    """The CPU's random generator, and that of each of these devices."""
-    found = [torch.default_generator]
-    for device in dict.fromkeys(devices):
-        own = getattr(getattr(torch, device.type, None), "default_generators", None)  # of each accelerator but MPS
-        if device.type == "mps":
-            found.append(torch_private.mps_generator())
-        elif own:
-            found.append(own[device.index or 0])
-    return tuple(found)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from looplib._core import tracing
-from looplib._core.forward_writes import Unwritten, UnwrittenInGraph
+from looplib._core.forward_writes import UnwrittenInGraph
 from looplib._core.random import mix
 
 
@@ -20,26 +20,25 @@ class Passes:
     Attributes:
         create_graph: True if the backward pass itself will be differentiated.
         around_loss: context for the user's loss function.
-        by_reach: True if the leaves that a loss reaches decide the form of its backward pass (`_core.reach`).
+        traced: True in the trace of a step, whose leaves are all shown, and whose batches and losses are not looked at.
+        guard: guard of the state's parameters against these passes; None for the one that the function has of its own.
     """
 
     create_graph = False
-    by_reach = True
+    traced = False
+    guard: UnwrittenInGraph | None = None
     around_loss: AbstractContextManager[Any] = nullcontext()
 
     def seeds(self, state: Any, rank: int, indices: Sequence[int]) -> Sequence[int]:
         """A seed for each microbatch."""
         return [mix(state.seed, state.step, rank, index) for index in indices]
 
-    def guard(self, unwritten: Unwritten) -> Unwritten | UnwrittenInGraph:
-        """Guard of the state's parameters against the passes of the function whose guard this is."""
-        return unwritten
-
 
 class TracedPasses(Passes):
     """Passes in a trace, whose graph is for all seeds and all values."""
 
-    by_reach = False  # a graph's leaves are those of the trace, and all are shown
+    traced = True
+    guard = UnwrittenInGraph()
 
     @property
     def create_graph(self) -> bool:  # type: ignore[override]
@@ -48,9 +47,6 @@ class TracedPasses(Passes):
     def seeds(self, state: Any, rank: int, indices: Sequence[int]) -> Sequence[int]:
         """The indices themselves: the numbers are drawn for the state's seed when the graph runs."""
         return indices
-
-    def guard(self, unwritten: Unwritten) -> UnwrittenInGraph:
-        return UnwrittenInGraph()
 
     @property
     def around_loss(self) -> AbstractContextManager[Any]:  # type: ignore[override]

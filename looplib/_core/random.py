@@ -18,6 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
+from looplib._core import torch_private
+
 _MASK = (1 << 64) - 1
 _FACTOR = 0xD1342543DE82EF95
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -62,6 +64,19 @@ def restored(*generators: torch.Generator) -> Iterator[None]:
         with turn:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+
+def generators_of(*devices: torch.device) -> tuple[torch.Generator, ...]:
+    """The CPU's random generator, and that of each of these devices."""
+    generators = [torch.default_generator]
+    for device in dict.fromkeys(devices):
+        # Each accelerator but MPS has them.
+        of_devices = getattr(getattr(torch, device.type, None), "default_generators", None)
+        if device.type == "mps":
+            generators.append(torch_private.mps_generator())
+        elif of_devices:
+            generators.append(of_devices[device.index or 0])
+    return tuple(generators)
 
 
 def _after_fork() -> None:

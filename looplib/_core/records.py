@@ -72,8 +72,8 @@ class Made(NamedTuple):
             engine averages.
         model: the module whose gradients it computes.
         batch_norms: layers that normalize a sample by the others of its batch.
-        reach: what the graph of its loss reaches (`_core.reach.Reach`).
-        parts: of a step, its components (`looplib.steps.StepSpec`).
+        loss_graphs: what the graphs of its losses show (`_core.graphs.LossGraphs`).
+        spec: of a step, its components (`looplib.steps.StepSpec`).
         count_samples: counts the samples in a batch of it, if it does not leave that to the function that it wraps.
         call: the call that made it, which is its repr.
     """
@@ -86,8 +86,8 @@ class Made(NamedTuple):
     microbatches: Callable[..., Any] | None = None
     model: nn.Module | None = None
     batch_norms: tuple[str, ...] = ()
-    reach: Any = None
-    parts: Any = None
+    loss_graphs: Any = None
+    spec: Any = None
     count_samples: Callable[[Any], int] | None = None
     call: Call | None = None
 
@@ -103,28 +103,28 @@ class Function(functools.partial[Any]):
     @property
     def compiler(self) -> Any:
         """The compiler of a step that runs as a graph."""
-        return self.record.parts.compiler
+        return self.record.spec.compiler
 
 
 Function.__name__ = "function"  # in error messages, which call it what it is to its users
 
 
-def made(function: Any) -> Made | None:
+def record_of(function: Any) -> Made | None:
     """Record of a function, or None."""
     return function.record if type(function) is Function else None
 
 
-def chain(function: Any) -> Iterator[Made]:
+def records_of(function: Any) -> Iterator[Made]:
     """Records of a function, of the function it wraps, and so on, as far as they have one or say so (`functools.wraps`)."""
     while function is not None:
-        if (record := made(function)) is None:
+        if (record := record_of(function)) is None:
             function = getattr(function, "__wrapped__", None)
         else:
             yield record
             function = record.inner
 
 
-def mark(function: F, record: Made) -> F:
+def with_record(function: F, record: Made) -> F:
     """The function with this record, and no other."""
     plain = without_record(function)
     marked = Function(plain)
@@ -145,8 +145,8 @@ def with_repr(result: T, factory: Callable[..., Any], *args: Any, **settings: An
     if hasattr(type(result), "call"):
         object.__setattr__(result, "call", call)  # works for frozen records too
         return result
-    record = made(result) or Made(None, factory.__name__)
-    return cast(T, mark(cast(Any, result), record._replace(call=call)))
+    record = record_of(result) or Made(None, factory.__name__)
+    return cast(T, with_record(cast(Any, result), record._replace(call=call)))
 
 
 class Code(str):
@@ -162,7 +162,7 @@ def shown(value: Any) -> str:
     >>> shown({"lr": 0.1, "dtype": float, "key": lambda name: name})
     "{'lr': 0.1, 'dtype': float, 'key': lambda name: ...}"
     """
-    record = made(value)
+    record = record_of(value)
     call = getattr(value, "call", None) if record is None else record.call
     if isinstance(call, Call):
         return str(call)
@@ -232,7 +232,7 @@ def kind_of(value: Any) -> str | None:
     for cls in type(value).__mro__:
         if cls in kinds_of_classes:
             return kinds_of_classes[cls]
-    record = made(value)
+    record = record_of(value)
     return None if record is None else record.kind
 
 
@@ -290,7 +290,7 @@ def _call_of(kind: str) -> str:
 
 def _called(value: Any, kind: str | None) -> str:
     """Name of a value in a message: the factory that made it, or the call of a plain function."""
-    if (record := made(value)) is not None:
+    if (record := record_of(value)) is not None:
         return f"the {kind or 'function'} of {record.name}"
     if not inspect.isroutine(value):
         return named(value)
@@ -361,7 +361,7 @@ def described(value: Any) -> Any:
         return described(settings)
     if isinstance(value, types.FunctionType):
         return _function(value)
-    return shown(value) if made(value) is not None or inspect.isroutine(value) else _plain(value)
+    return shown(value) if record_of(value) is not None or inspect.isroutine(value) else _plain(value)
 
 
 def settings_of(value: Any) -> Mapping[str, Any] | None:
@@ -410,8 +410,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     Settings that only one of them describes are not compared.
     """
     compared = [
-        leaves({name: each[name] for name in old if name in new}, lambda value: not isinstance(value, Mapping))
-        for each in (old, new)
+        leaves({name: description[name] for name in old if name in new}, lambda value: not isinstance(value, Mapping))
+        for description in (old, new)
     ]
     return [f"{' '.join(path)} was {was}, is {now}" for path, was, now in paired(*compared) if was != now]
 

@@ -41,7 +41,7 @@ def different(
     """
     digests = ranks.gather((_digest(everywhere), _digest(list(in_shards)), _digest(in_shards)))
     shards_of = {shards: values for _, shards, values in digests}
-    if all(one[0] == digests[0][0] and shards_of[one[1]] == one[2] for one in digests):
+    if all(digest[0] == digests[0][0] and shards_of[digest[1]] == digest[2] for digest in digests):
         return {}
     versions: dict[str, dict[Any, list[int]]] = {}
     everyone: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ranks.gather(({**everywhere}, {**in_shards}))
@@ -50,9 +50,9 @@ def different(
         for name, value in {**dict.fromkeys(shared), **facts, **of_shards}.items():
             versions.setdefault(name, {}).setdefault(value, []).append(rank)
     return {
-        name: sorted((Version(*one) for one in found.items()), key=lambda version: -len(version.ranks))
-        for name, found in versions.items()
-        if len(found) > 1
+        name: sorted((Version(*version) for version in of_name.items()), key=lambda version: -len(version.ranks))
+        for name, of_name in versions.items()
+        if len(of_name) > 1
     }
 
 

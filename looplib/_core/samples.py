@@ -22,8 +22,8 @@ from torch import Tensor
 
 from looplib._core import checks
 from looplib._core.checks import check, few
-from looplib._core.records import chain
-from looplib._core.trees import LEAVES, Path, is_array, named, node_of
+from looplib._core.records import records_of
+from looplib._core.trees import LEAVES, Path, is_array, node_of, python_path
 
 CountSamples = Callable[[Any], int]
 
@@ -132,21 +132,21 @@ _WITHOUT_SAMPLES = {str, int, float, bool, bytes, type(None)}
 
 def _agreed(children: Iterable[Any]) -> set[int] | None:
     """Numbers on which all children that count agree; None if none counts."""
-    counts = [found for child in children if (found := _counts(child)) is not None]
+    counts = [count for child in children if (count := _counts(child)) is not None]
     return set.intersection(*counts) if counts else None
 
 
 def counted(batch: Any) -> str:
     """Counts of the entries of a batch, for messages: "batch['x'] has 16, batch['y'] has 12"."""
-    return few([f"{named(path, 'batch')} has {_either(found)}" for path, found in _entries(batch)])
+    return few([f"{python_path(path, 'batch')} has {_either(counts)}" for path, counts in _entries(batch)])
 
 
 def _entries(node: Any, path: Path = ()) -> list[tuple[Path, set[int]]]:
     """Entries of a batch that count, for messages."""
     inner = None if is_array(node) or (path and _is_list(node)) else node_of(node)
     if inner is None:
-        found = _counts(node)
-        return [] if found is None else [(path, found)]
+        counts = _counts(node)
+        return [] if counts is None else [(path, counts)]
     pairs = zip(inner.names, inner.children, strict=True)
     return [entry for name, child in pairs for entry in _entries(child, (*path, name))]
 
@@ -220,18 +220,18 @@ def _cut(node: Any, count: int, cuts: Sequence[Callable[[Any], Any]], path: Path
     has_rows = is_array(node)
     if has_rows and _length(node) != count:
         raise ValueError(
-            f"{named(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
+            f"{python_path(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
             "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
             "(count_samples=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
             "without a count; a loader's collate_fn can make it)"
         )
     if has_rows or (_is_list(node) and len(node) == count and _is_list_of_samples(node, path, by_lists)):
         rows = getattr(node, "iloc", node)  # pandas objects are indexed by position
-        return [one(rows) for one in cuts]
+        return [cut_rows(rows) for cut_rows in cuts]
     inner = node_of(node)
     if inner is None and path and _hides_samples(node, count):
         raise ValueError(
-            f"{named(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
+            f"{python_path(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
             f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
             "one item for each sample, or make it a dataclass or a registered pytree"
         )
@@ -260,7 +260,7 @@ def _is_list_of_samples(node: Sequence[Any], path: Path, by_lists: bool) -> bool
         return True
     check(
         count < 2 or not (path or _may_be_samples(node)),
-        f"{named(path, 'batch')} is a {type(node).__name__} of {count} whose items have {count} rows each, in a batch of "
+        f"{python_path(path, 'batch')} is a {type(node).__name__} of {count} whose items have {count} rows each, in a batch of "
         f"{count} samples: it may have one item for each sample, or a column of the batch in each item. To cut it, stack "
         "what is in it into one tensor; a gradient may have its pieces as a list (accumulate(grad_fn) without a count)",
     )
@@ -293,12 +293,12 @@ def _hides_samples(leaf: Any, count: int) -> bool:
 # ---- functions that count ----
 
 
-def counter_of(function: Any, given: Any = None) -> CountSamples:
+def counter_of(function: Any, count_by: Any = None) -> CountSamples:
     """Function that counts the samples of a gradient function's or a step's batches: the one given, or that of its record."""
-    if given is not None:
-        return as_counter(given)
+    if count_by is not None:
+        return as_counter(count_by)
     return next(
-        (record.count_samples for record in chain(function) if record.count_samples is not None), count_samples
+        (record.count_samples for record in records_of(function) if record.count_samples is not None), count_samples
     )
 
 

@@ -122,9 +122,8 @@ def functorch_level() -> int:
 # Level of the torch.func transform that a tensor belongs to, or a number below 1 for none.
 functorch_level_of = torch._C._functorch.maybe_get_level
 in_transform = torch._C._functorch.is_functorch_wrapped_tensor
-wrapped_by_transform: Callable[[Tensor], Tensor] = (
-    torch._C._functorch.get_unwrapped
-)  # the tensor one level further out
+# The tensor inside one that a transform has wrapped: one level further out.
+wrapped_by_transform: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 
 
 def is_differentiated(tensor: Tensor) -> bool:

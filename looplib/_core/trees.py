@@ -106,7 +106,7 @@ def _name_of(key: Any) -> Any:
 # ---- paths ----
 
 
-def named(path: Path, root: str = "") -> str:
+def python_path(path: Path, root: str = "") -> str:
     """A path in Python syntax: `batch['x'][0].mask` with the root "batch"."""
     text = root + "".join(f".{name}" if isinstance(name, Attribute) else f"[{name!r}]" for name in path)
     return text if root else text.removeprefix(".")
@@ -166,8 +166,8 @@ def _children_like(node: Node, other: Any) -> Sequence[Any]:
     other_node = node_of(other)
     by_name = {} if other_node is None else dict(zip(other_node.names, other_node.children, strict=True))
     if other_node is None or by_name.keys() != {*node.names}:
-        found = [*by_name] or f"a {type(other).__name__}"
-        raise ValueError(f"two trees differ in their structure: {[*node.names]} and {found}")
+        children = [*by_name] or f"a {type(other).__name__}"
+        raise ValueError(f"two trees differ in their structure: {[*node.names]} and {children}")
     return [by_name[name] for name in node.names]
 
 
@@ -179,15 +179,15 @@ class _Missing:
 MISSING = _Missing()  # marks a leaf that one of two trees does not have
 
 
-def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
+def paired(first: Iterable[tuple[Any, Any]], second: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
     """Leaves of two trees side by side: path, leaf of one, leaf of the other, in the order of the first.
 
     Takes pairs of a path (or a name) and a leaf, as from `leaves`. A leaf that one of them does not have is
     `MISSING`.
     """
-    first, second = dict(one), dict(other)
-    for path in {**first, **second}:
-        yield path, first.get(path, MISSING), second.get(path, MISSING)
+    ones, others = dict(first), dict(second)
+    for path in {**ones, **others}:
+        yield path, ones.get(path, MISSING), others.get(path, MISSING)
 
 
 def is_array(leaf: Any) -> bool:

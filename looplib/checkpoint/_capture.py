@@ -13,7 +13,7 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_type, few, named
 from looplib._core.errors import with_advice
-from looplib._core.modules import _generators
+from looplib._core.random import generators_of
 from looplib._core.trees import map_leaves
 
 
@@ -145,7 +145,7 @@ class RandomStreams:
 
 def _all_generators() -> tuple[torch.Generator, ...]:
     """The generator of the CPU, and those of the accelerators of this process."""
-    return _generators(*map(torch.device, range(torch.accelerator.device_count())))
+    return generators_of(*map(torch.device, range(torch.accelerator.device_count())))
 
 
 _ARRAY = "numpy array"  # key of an array's tensor

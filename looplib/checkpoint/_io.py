@@ -105,8 +105,8 @@ def checkpoint_io(
             `{"loader": loader, **vars(args)}`. `restore` warns if they have changed, so leave out what may change, such
             as the number of epochs. Optimizer, loader and seed are known without it (see `CheckpointIO`). A value whose
             name says that it is a token, key or password is stored as `***`.
-        select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
-            of which only adapters are trained. See below.
+        select: `select(name, tensor) -> bool`, the parameters to save, such as `lambda name, tensor:
+            tensor.requires_grad` for a model of which only adapters are trained. See below.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.

@@ -170,7 +170,7 @@ def _matched(
     check(
         not missing | unexpected,
         f"{title} and the state's optimizer train different parameters: missing {few(sorted(missing))}, unexpected "
-        f"{few(sorted(unexpected))}; make it over model.parameters(), or the state with the same trainable=",
+        f"{few(sorted(unexpected))}; make it over the parameters that required a gradient when the state was made",
     )
     _check_param_names(torch_optimizer, name_of)
     return opt_state, name_of

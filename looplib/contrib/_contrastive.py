@@ -20,7 +20,7 @@ from looplib._core.checks import check, check_count
 from looplib._core.lease import trees_of
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, largest_over_ranks, rank
-from looplib._core.records import Made, check_kind, mark, with_repr
+from looplib._core.records import Made, check_kind, with_record, with_repr
 from looplib._core.samples import as_counter, even, split
 from looplib._core.tracing import refuse_in_graph
 from looplib._objective import aux_records, record, shape_or_type, split_loss
@@ -80,8 +80,7 @@ def make_contrastive_grad_fn(
         embedding_loss: `embedding_loss(embeddings)`, where the tree has the rows of the whole batch (of all ranks, in
             order). Returns a scalar, or `(loss, aux)` with a dict of scalars and metrics.
         microbatches: number of microbatches, split as by `torch.tensor_split`; at most one per sample.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when this is called.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train, as for `make_grad_fn`.
         count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:
@@ -126,7 +125,9 @@ def make_contrastive_grad_fn(
     name = "make_contrastive_grad_fn"
     facts = Made("grad_fn", name, model=model, count_samples=counter)
     settings = {"microbatches": microbatches, "trainable": trainable, "count_samples": count_samples}
-    return with_repr(mark(contrastive, facts), make_contrastive_grad_fn, model, embed_fn, embedding_loss, **settings)
+    return with_repr(
+        with_record(contrastive, facts), make_contrastive_grad_fn, model, embed_fn, embedding_loss, **settings
+    )
 
 
 def _embedded(
@@ -173,12 +174,12 @@ def _checked(embeddings: Any, count: int) -> Any:
     for path, leaf in trees.leaves(embeddings):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
             raise ValueError(
-                f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {shape_or_type(leaf)}: "
+                f"{trees.python_path(path, 'embeddings')} of a microbatch of {count} samples has {shape_or_type(leaf)}: "
                 "embed_fn must return tensors with one row for each sample"
             )
         check(
             not leaf.is_complex(),
-            f"{trees.named(path, 'embeddings')} is complex; give torch.view_as_real of it",
+            f"{trees.python_path(path, 'embeddings')} is complex; give torch.view_as_real of it",
             TypeError,
         )
     message = "embed_fn returned no tensor of floating point, so there is nothing to take a gradient of"

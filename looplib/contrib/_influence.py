@@ -137,7 +137,7 @@ def _check_step(step: TrainStep, state: TrainState, loader: Loader, weights: Ten
         return leaf
 
     for path, leaf in trees.leaves(state):
-        check_dtype(leaf, trees.named(path, "state"))
+        check_dtype(leaf, trees.python_path(path, "state"))
     with saved_tensors_hooks(check_dtype, lambda leaf: leaf):
         after = _replayed(step, _copied(_leaf, state), 1, loader, weights).buffers
     moved = [name for name, old in state.buffers.items() if _leaf(old).requires_grad and not old.equal(after[name])]

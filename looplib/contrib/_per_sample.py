@@ -23,7 +23,7 @@ from looplib._core.lease import trees_of
 from looplib._core.mappings import mapped, pick, wide_dtype
 from looplib._core.passes import Passes, passes
 from looplib._core.ranks import rank
-from looplib._core.records import Made, check_kind, mark, with_repr
+from looplib._core.records import Made, check_kind, with_record, with_repr
 from looplib._core.samples import as_counter, one_for_each
 from looplib._objective import multiply, record, split_loss, value_of
 from looplib.grads.wrapping import PER_SAMPLE_SCALED, check_samples_apart, check_whole_batch, joined
@@ -65,8 +65,7 @@ def make_per_sample_grad_fn(
         model: the `nn.Module`, not wrapped in DDP or FSDP2, and without BatchNorm in training mode.
         loss_fn: `loss_fn(model, batch)`, as for `make_grad_fn`. The loss of a sample is the scalar that is returned
             for it; for a `Mean`, total / weight, or zero if the weight is zero.
-        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
-            gradient when this is called.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train, as for `make_grad_fn`.
         count_samples: function from a batch to its number of samples, as for `make_grad_fn`.
 
     Raises:
@@ -129,7 +128,7 @@ def make_per_sample_grad_fn(
 
     facts = Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model, count_samples=counter)
     settings = {"trainable": trainable, "count_samples": count_samples}
-    return with_repr(mark(per_sample_grad_fn, facts), make_per_sample_grad_fn, model, loss_fn, **settings)
+    return with_repr(with_record(per_sample_grad_fn, facts), make_per_sample_grad_fn, model, loss_fn, **settings)
 
 
 _Sums = dict[str, tuple[Tensor, Tensor]]  # name -> total and weight

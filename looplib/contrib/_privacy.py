@@ -12,11 +12,11 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_number
 from looplib._core.mappings import stacked
-from looplib._core.records import Made, made, mark, with_repr
+from looplib._core.records import Made, record_of, with_record, with_repr
 from looplib._core.tracing import generator_at
 from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.grads.wrapping import check_grad_fn, check_whole_batch, kept, seen
+from looplib.grads.wrapping import as_wrapper, check_grad_fn, check_whole_batch, seen
 from looplib.metrics import Mean
 from looplib.types import BatchPart, GradFn, Gradients, Grads, Metric, TrainState
 
@@ -65,7 +65,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         }
         return _together(out, sums, part, metrics)
 
-    made = mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
+    made = with_record(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
     return with_repr(made, clip_per_sample, grad_fn, max_norm)
 
 
@@ -140,7 +140,7 @@ def add_noise(
         return out._replace(weight=None, normalizer=None)
 
     return with_repr(
-        kept(noisy, "add_noise", grad_fn),
+        as_wrapper(noisy, "add_noise", grad_fn),
         add_noise,
         grad_fn,
         max_norm,
@@ -162,7 +162,7 @@ def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) 
 
 
 def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
-    record = made(grad_fn)
+    record = record_of(grad_fn)
     norm = None if record is None else record.max_norm
     if norm is None:
         names = ", ".join(seen(grad_fn)) or getattr(grad_fn, "__name__", type(grad_fn).__name__)

@@ -11,7 +11,7 @@ from looplib._core.checks import check_number
 from looplib._core.forward_writes import put_back
 from looplib._core.mappings import mapped, pick
 from looplib._core.records import with_repr
-from looplib.grads.wrapping import check_summed, check_whole_batch, kept
+from looplib.grads.wrapping import as_wrapper, check_summed, check_whole_batch
 from looplib.optim import global_norm
 from looplib.types import BatchPart, GradFn, Gradients, Grads, Params, TrainState
 
@@ -55,7 +55,7 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         put_back(second.copies or ())
         return first._replace(grads=second.grads)
 
-    return with_repr(kept(sharp, "sam", grad_fn), sam, grad_fn, rho, adaptive=adaptive)
+    return with_repr(as_wrapper(sharp, "sam", grad_fn), sam, grad_fn, rho, adaptive=adaptive)
 
 
 @torch.no_grad()

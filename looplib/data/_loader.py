@@ -101,8 +101,10 @@ class Loader:
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
-        endless = state.epoch_length is None and not state.step and state.opt_state is not None
-        if endless and self.order and not self.order.may_vary:  # the step would not end the epochs of this new state
+        counts_no_batches = state.epoch_length is None and not state.step and state.opt_state is not None
+        if (
+            counts_no_batches and self.order and not self.order.may_vary
+        ):  # the step would not end the epochs of this new state
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
                 "ll.init_state(..., loader=loader), or call state = ll.state.end_epoch(state) after the for loop",

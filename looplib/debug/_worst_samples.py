@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check
-from looplib._core.records import chain, check_kind
+from looplib._core.records import check_kind, records_of
 from looplib._core.samples import counter_of, split
 from looplib.grads.wrapping import check_samples_apart
 from looplib.metrics import compute
@@ -74,7 +74,7 @@ def worst_samples(
     known = indices.tolist() if hasattr(indices, "tolist") else indices
     positions = [None] * count if known is None else list(known)
     check(len(positions) == count, f"{len(positions)} indices for a batch of {count} samples; give one for each")
-    for record in chain(grad_fn):
+    for record in records_of(grad_fn):
         check_samples_apart(record.batch_norms)
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, counter)):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from looplib._core.checks import check_optional_count, warn
-from looplib._core.records import Made, check_kind, kind_of, mark, with_repr
+from looplib._core.records import Made, check_kind, kind_of, with_record, with_repr
 from looplib._core.samples import counter_of, split
 from looplib.evaluation._outputs import end_to_end
 from looplib.metrics import merge
@@ -68,7 +68,7 @@ def split_on_oom(step: Step, size: int | None = None, *, count_samples: Callable
                 return outs[0] if len(outs) == 1 else _together([*map(counter, pieces)], outs)
             fitting = _half(largest, count)
 
-    made = mark(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step, count_samples=counter))
+    made = with_record(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step, count_samples=counter))
     remembered: Step = with_repr(made, split_on_oom, step, size=size, count_samples=count_samples)
     return remembered
 

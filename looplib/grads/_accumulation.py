@@ -17,11 +17,11 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check, check_optional_count
 from looplib._core.mappings import in_dtypes_of, pick, subset, without
-from looplib._core.records import made, with_repr
+from looplib._core.records import record_of, with_repr
 from looplib._core.samples import counter_of, even, split
 from looplib._objective import mean_of_sums
 from looplib.gradients import indices
-from looplib.grads.wrapping import DROPPED, check_grad_fn, kept, name_of
+from looplib.grads.wrapping import DROPPED, as_wrapper, check_grad_fn, name_of
 from looplib.metrics import merge
 from looplib.types import BatchPart, GradFn, Gradients, TrainState
 
@@ -97,7 +97,7 @@ def accumulate(
         TypeError,
     )
     grad_fn = check_grad_fn(grad_fn, "accumulate")
-    record, name = made(grad_fn), name_of(grad_fn)
+    record, name = record_of(grad_fn), name_of(grad_fn)
     all_at_once = None if record is None or dtype is not None else record.microbatches
     check(
         record is None or record.microbatches is None or count_samples is None,
@@ -118,15 +118,15 @@ def accumulate(
             count = counter(batch)
             sizes = size if size is not None else even(count, microbatches or 1)
             pieces = split(batch, count, sizes, counter)
-        known = part or BatchPart()
-        if known.samples is None and type(count) is int:
-            known = dataclasses.replace(known, samples=count)
+        whole = part or BatchPart()
+        if whole.samples is None and type(count) is int:
+            whole = dataclasses.replace(whole, samples=count)
         if all_at_once is not None:
-            outs, ranks = all_at_once(state, pieces, index=index, part=known, **request)
+            outs, ranks = all_at_once(state, pieces, index=index, part=whole, **request)
             out = _joined(outs)
         else:
             indexes, ranks = indices(index, len(pieces)), 1
-            out = _joined(_one_by_one(grad_fn, state, pieces, indexes, known, name, dtype, request))
+            out = _joined(_one_by_one(grad_fn, state, pieces, indexes, whole, name, dtype, request))
             if out.samples != count:
                 raise ValueError(
                     f"accumulate counts {count} samples in a batch, and the grad_fn that it is put around {out.samples}: "
@@ -137,7 +137,7 @@ def accumulate(
         return out if dtype is None else out._replace(grads=in_dtypes_of(out.grads, state.params))
 
     by_pieces = microbatches is None and size is None
-    marked = kept(accumulated, "accumulate", grad_fn, counter_of_pieces if by_pieces else counter)
+    marked = as_wrapper(accumulated, "accumulate", grad_fn, counter_of_pieces if by_pieces else counter)
     settings = {"microbatches": microbatches, "size": size, "dtype": dtype, "count_samples": count_samples}
     return with_repr(marked, accumulate, grad_fn, **settings)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_count, check_optional_count, check_type
-from looplib._core.records import chain, check_kind
+from looplib._core.records import check_kind, records_of
 from looplib.grads.wrapping import DROPPED, check_summed
 from looplib.types import GradFn, Gradients, Metric, TrainState
 
@@ -110,7 +110,7 @@ def _check_model(grad_fn: GradFn, model: nn.Module, params: dict[str, Tensor]) -
 
     One of a different architecture is refused by its names.
     """
-    made_of = next((record.model for record in chain(grad_fn) if record.model is not None), model)
+    made_of = next((record.model for record in records_of(grad_fn) if record.model is not None), model)
     own = params if made_of is model else _modules.tensors(_modules.members(made_of).params)
     check(
         own.keys() != params.keys() or all(own[name] is param for name, param in params.items()),

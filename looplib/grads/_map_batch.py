@@ -8,7 +8,7 @@ from typing import Any
 from looplib._core.checks import check
 from looplib._core.records import check_call, kind_of, with_repr
 from looplib._core.samples import count_samples
-from looplib.grads.wrapping import check_grad_fn, kept
+from looplib.grads.wrapping import as_wrapper, check_grad_fn
 from looplib.types import GradFn, Gradients, TrainState
 
 
@@ -51,4 +51,4 @@ def map_batch(grad_fn: GradFn, batch_fn: Callable[[TrainState, Any], Any]) -> Gr
         return grad_fn(state, batch_fn(state, batch), **request)
 
     # The function of `grad_fn` counts the samples of what `batch_fn` returns.
-    return with_repr(kept(mapped, "map_batch", grad_fn, count_samples), map_batch, grad_fn, batch_fn)
+    return with_repr(as_wrapper(mapped, "map_batch", grad_fn, count_samples), map_batch, grad_fn, batch_fn)

@@ -11,7 +11,7 @@ from looplib._core import ranks as _ranks
 from looplib._core.records import with_repr
 from looplib._core.samples import counter_of, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
-from looplib.grads.wrapping import DROPPED, check_grad_fn, check_whole_batch, kept
+from looplib.grads.wrapping import DROPPED, as_wrapper, check_grad_fn, check_whole_batch
 from looplib.types import BatchPart, GradFn, Gradients, TrainState
 
 
@@ -61,7 +61,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             raise TypeError(DROPPED.format(who="reduce_gradients", what=what))
         return mean_over_ranks(out, state.params)
 
-    made = kept(reduced, "reduce_gradients", grad_fn)
+    made = as_wrapper(reduced, "reduce_gradients", grad_fn)
     return with_repr(made, reduce_gradients, grad_fn)
 
 

@@ -6,35 +6,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.records import Made, chain, check_kind, kind_of, made, mark
+from looplib._core.records import Made, check_kind, kind_of, record_of, records_of, with_record
 from looplib.types import BatchPart, GradFn, Metric
 
 
-def kept(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any], int] | None = None) -> GradFn:
-    """Mark a wrapper, with what is known of the function in it. `count_samples` counts the samples of its batches."""
-    known = made(inner) or Made("grad_fn", name)
+def as_wrapper(function: Any, name: str, inner: GradFn, count_samples: Callable[[Any], int] | None = None) -> GradFn:
+    """A wrapper, with a record of what is known of the function in it. `count_samples` counts the samples of its batches."""
+    inner_record = record_of(inner) or Made("grad_fn", name)
     record = Made(
-        "grad_fn", name, inner, per_sample=known.per_sample, max_norm=known.max_norm, count_samples=count_samples
+        "grad_fn",
+        name,
+        inner,
+        per_sample=inner_record.per_sample,
+        max_norm=inner_record.max_norm,
+        count_samples=count_samples,
     )
-    return mark(function, record)  # type: ignore[no-any-return]
+    return with_record(function, record)  # type: ignore[no-any-return]
 
 
 def name_of(function: Any) -> str:
     """Name of the wrapper that created a function: "halved" for "halved.<locals>.halved_grad_fn"."""
-    if (record := made(function)) is not None:
+    if (record := record_of(function)) is not None:
         return record.name
     code = getattr(function, "__code__", None)
     if code is not None:
         qualified: str = code.co_qualname  # functools.wraps changes __qualname__, and not this
     else:
         qualified = getattr(function, "__qualname__", type(function).__name__)
-    within = qualified.split(".<locals>.")
-    return within[-2].rpartition(".")[2] if len(within) > 1 else qualified
+    enclosing = qualified.split(".<locals>.")
+    return enclosing[-2].rpartition(".")[2] if len(enclosing) > 1 else qualified
 
 
 def seen(grad_fn: GradFn) -> list[str]:
-    """Marked wrappers of a function, from the outside in."""
-    return [record.name for record in chain(grad_fn)]
+    """Names of the wrappers of a function that have a record, from the outside in."""
+    return [record.name for record in records_of(grad_fn)]
 
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
@@ -59,7 +64,7 @@ def check_whole_batch(part: BatchPart | None, name: str, instead: str = "") -> N
 def check_summed(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise for gradients of each sample, which are not those of the parameters."""
     checked = check_grad_fn(grad_fn, who)
-    record = made(grad_fn)
+    record = record_of(grad_fn)
     check(
         record is None or not record.per_sample,
         f"gradients of each sample are not those of a step: bring them together inside, {who}(clip_per_sample(...), ...)",

@@ -15,7 +15,7 @@ from looplib._core.checks import check, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.ranks import is_sharded
-from looplib._core.records import chain, check_kind, made
+from looplib._core.records import check_kind, record_of, records_of
 from looplib._core.torch_private import TorchDispatchMode, in_backward, pytree
 from looplib.types import TrainState, check_state
 
@@ -62,13 +62,13 @@ def count_flops(function: Callable[..., Any], state: TrainState, batch: Any) -> 
     who = "count_flops"
     check_kind(function, who, "grad_fn", "train_step", "eval_step", "predict_step")
     check_state(state, "ll.log.count_flops(grad_fn, state, batch)")
-    record = made(function)
-    if record is not None and record.parts is not None:
+    record = record_of(function)
+    if record is not None and record.spec is not None:
         advice = "give the gradient function that it is made of: count_flops(grad_fn, state, batch)"
-        check(not record.parts.donate, f"{who} got a step with donate=True, which would spend the state: {advice}")
-        check(record.parts.compiler is None, f"{who} got a compiled step, whose kernels have no names: {advice}")
+        check(not record.spec.donate, f"{who} got a step with donate=True, which would spend the state: {advice}")
+        check(record.spec.compiler is None, f"{who} got a compiled step, whose kernels have no names: {advice}")
     # A module in DDP or FSDP2 runs on its own tensors, which get their values back.
-    model = next((link.model for link in chain(function) if link.model is not None), None)
+    model = next((link.model for link in records_of(function) if link.model is not None), None)
     in_place = model is not None and engine_of(model) is not None
     copies = with_copies([*state.params.values(), *state.buffers.values()]) if in_place else []
     request = {"donate": True} if in_place else {}

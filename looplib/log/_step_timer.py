@@ -23,7 +23,7 @@ import torch
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_number, check_type, separated, warn
 from looplib._core.collective import together_with_data
-from looplib._core.records import Made, check_kind, made, mark
+from looplib._core.records import Made, check_kind, record_of, with_record
 from looplib.grads.wrapping import check_grad_fn
 from looplib.log._peaks import peak_flops
 from looplib.types import GradFn, LossFn, Optimizer, Part, TrainState
@@ -161,8 +161,8 @@ class step_timer:
                 self._flops = self._flops + self._flops_of(batch, out.samples)
             return out
 
-        record = made(grad_fn) or Made("grad_fn", "step_timer.grad_fn")
-        return mark(metered, record._replace(microbatches=None))  # accumulate calls it for each
+        record = record_of(grad_fn) or Made("grad_fn", "step_timer.grad_fn")
+        return with_record(metered, record._replace(microbatches=None))  # accumulate calls it for each
 
     def _flops_of(self, batch: Any, samples: int) -> Any:
         """Operations of one call. A number is that of batches of one size."""

@@ -256,8 +256,8 @@ class Window:
         ...
         state = state.with_extra(window=state.extra["window"].add(metrics))
 
-    It must hold `Mean`s alone then, which are the same on all ranks. Of any other window, a resumed run starts with an empty
-    one: log when you save, `log_now = ll.every_n_steps(50) | save_now`.
+    Such a window must hold only `Mean`s, the same on all ranks (`ll.distributed.reduce`). A window outside the state is
+    empty again in a resumed run: log when you save, `log_now = ll.every_n_steps(50) | save_now`.
 
     It is an immutable record, so an interrupt leaves either the old window or the new one. Adding the same metrics
     again counts them twice. Up to 64 records wait unmerged: merging costs a few operations every 64 steps, and a

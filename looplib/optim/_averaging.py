@@ -85,8 +85,8 @@ def ema(
         count, rest = divmod(updates - start, every)
         if count < 0 or rest:
             return torch.tensor(updates, device="cpu"), None
-        kept = (decay(count) if callable(decay) else decay) if count else 0  # the first average is a copy
-        return torch.tensor(updates, device="cpu"), float(1 - kept)
+        old_weight = (decay(count) if callable(decay) else decay) if count else 0  # the first average is a copy
+        return torch.tensor(updates, device="cpu"), float(1 - old_weight)
 
     def update_(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> tuple[Params, Any]:
         updates, weight = on_host(moment, state["updates"])
@@ -299,12 +299,12 @@ def average(optimizer: Optimizer, state: TrainState, name: str = "") -> Tensors:
         f"{len(chosen) or 'no'} averages{f' are called {name!r}' * bool(name)} in this state, which keeps {known}: give the "
         "name of one, and put ll.ema or ll.optim.swa into the chain of what is to be averaged",
     )
-    kept, start = averages[titles[chosen[0]]]
+    entry, start = averages[titles[chosen[0]]]
     params, buffers = (
-        pick(tensors, kept["average"].get(kind, ()))
+        pick(tensors, entry["average"].get(kind, ()))
         for kind, tensors in (("params", state.params), ("buffers", state.buffers))
     )
-    params, buffers = _evaluated(start, params, buffers, kept)
+    params, buffers = _evaluated(start, params, buffers, entry)
     return {**params, **buffers}
 
 

@@ -166,20 +166,20 @@ def columns_of(
     """
     rows = [*map(states.__getitem__, names)]
     entries: dict[str, Any] = {key: [*map(itemgetter(key), rows)] for key in rows[0]}
-    own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
-    if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
-        own, given = shards(own), shards(given)
+    tensors, gradients = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
+    if not PLAIN.issuperset(map(type, tensors)):  # kernels are elementwise, so each rank updates its shards
+        tensors, gradients = shards(tensors), shards(gradients)
         entries = mapped(shards, entries)
     moments = [column for key, column in entries.items() if key != "step"]
-    if own[0] is not params[names[0]] and any(
-        [*map(shape_of, column)] != [*map(shape_of, own)] for column in moments
+    if tensors[0] is not params[names[0]] and any(
+        [*map(shape_of, column)] != [*map(shape_of, tensors)] for column in moments
     ):
         return None  # placed otherwise over the ranks
-    if aligned([own, given, *moments]):
-        return own, given, entries
-    if any(map(is_sparse, given)) or not aligned([own, *moments]):
+    if aligned([tensors, gradients, *moments]):
+        return tensors, gradients, entries
+    if any(map(is_sparse, gradients)) or not aligned([tensors, *moments]):
         return None
-    return own, laid_out_like(own, given), entries
+    return tensors, laid_out_like(tensors, gradients), entries
 
 
 _ONE = torch.ones((), device="cpu")

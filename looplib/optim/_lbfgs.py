@@ -57,21 +57,21 @@ def lbfgs_update(
         TypeError,
     )
     states = opt_state["state"]
-    given, first = pick(params, states), next(iter(states))
+    starts, first = pick(params, states), next(iter(states))
     # The direction is one vector of all parameters. Those without a gradient are copies, so that they stay as they are.
-    tensors = {name: tensor if name in grads else tensor.detach().clone() for name, tensor in given.items()}
+    tensors = {name: tensor if name in grads else tensor.detach().clone() for name, tensor in starts.items()}
     instance = recipe.build(tensors, recipe.members(tensors))
     instance.param_groups[0].update(recipe.values_at(instance.param_groups, opt_state, step)[0])
     # With its history alone in the lists. Before its first iteration, LBFGS reads none of it.
-    kept = states[first]
-    instance.state[tensors[first]] = {**kept, **{key: kept[key][: kept["history"]] for key in _ROWS}}
+    entry = states[first]
+    instance.state[tensors[first]] = {**entry, **{key: entry[key][: entry["history"]] for key in _ROWS}}
     # The first evaluation is at the parameters where the gradients were taken.
-    known = [(loss_over_ranks(metrics), grads)] if metrics else []
+    first_evaluation = [(loss_over_ranks(metrics), grads)] if metrics else []
 
     def closure() -> Any:
         drop_grads(tensors.values())
         with torch.enable_grad():
-            loss, at_tensors = known.pop() if known else evaluate(dict(given))
+            loss, at_tensors = first_evaluation.pop() if first_evaluation else evaluate(dict(starts))
         for name in grads:
             tensors[name].grad = at_tensors.get(name)
         return loss
@@ -81,7 +81,7 @@ def lbfgs_update(
     # The state after the step, with the structure of the one before it.
     state = instance.state[tensors[first]]
     history = len(state["old_dirs"])
-    rows = {key: [*state[key], *kept[key][history:]] for key in _ROWS}
-    numbers = {key: type(kept[key])(state[key]) for key in _NUMBERS}  # torch has tensors for some of them
-    states[first] = {**pick(state, kept), **rows, **numbers, "history": history}
+    rows = {key: [*state[key], *entry[key][history:]] for key in _ROWS}
+    numbers = {key: type(entry[key])(state[key]) for key in _NUMBERS}  # torch has tensors for some of them
+    states[first] = {**pick(state, entry), **rows, **numbers, "history": history}
     return params, opt_state

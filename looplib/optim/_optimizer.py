@@ -118,7 +118,7 @@ def optimizer(
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         opt_state = begin(params)
         if not recipe.is_torch_optim:
-            check_against_raw_loop(recipe, params, lambda given: {cls.__name__: begin(given)}, made.update)
+            check_against_raw_loop(recipe, params, lambda tensors: {cls.__name__: begin(tensors)}, made.update)
         return opt_state
 
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
@@ -206,10 +206,10 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     numbers: dict[str, float] = {}
     _ = opt_state["state"]  # KeyError for the state of another optimizer, which `hyperparameters` explains
     values = recipe.values_at(recipe.values, opt_state, step)
-    for number, given in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
+    for number, settings in [(-1, recipe.defaults), *enumerate(recipe.overrides[:-1])]:  # defaults come first
         for key in dict.fromkeys(["lr", *recipe.moving[number]]):
             value, moving = values[number][key], recipe.moving[number].get(key)
-            if key not in given and not isinstance(moving, inject):
+            if key not in settings and not isinstance(moving, inject):
                 continue
             for name, member in _members(key, value, moving):
                 if isinstance(member, (Real, Tensor)):
@@ -221,8 +221,10 @@ def _members(key: str, value: Any, moving: Any) -> list[tuple[str, Any]]:
     """A hyperparameter by name, or of a tuple such as `betas`, its members that change."""
     if not isinstance(value, (tuple, list)):
         return [(key, value)]
-    apart = moving if isinstance(moving, (tuple, list)) else [moving] * len(value)  # or a schedule of the whole tuple
-    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(apart) if callable(member)]
+    schedules = (
+        moving if isinstance(moving, (tuple, list)) else [moving] * len(value)
+    )  # or a schedule of the whole tuple
+    return [(f"{key}[{index}]", value[index]) for index, member in enumerate(schedules) if callable(member)]
 
 
 Value = float | Tensor | Callable[[Tensor], float | Tensor]
@@ -281,11 +283,11 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
 
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """Convert a value to a tensor like the one it replaces."""
-    given = value(old) if callable(value) else value
-    message = f"{name} is {given!r}; give a number, or a tensor of shape () or {tuple(old.shape)}"
-    check(not isinstance(given, bool), message)
+    number = value(old) if callable(value) else value
+    message = f"{name} is {number!r}; give a number, or a tensor of shape () or {tuple(old.shape)}"
+    check(not isinstance(number, bool), message)
     try:
-        tensor: Tensor = torch.as_tensor(given, dtype=old.dtype, device=old.device).expand(old.shape).clone()
+        tensor: Tensor = torch.as_tensor(number, dtype=old.dtype, device=old.device).expand(old.shape).clone()
     except (TypeError, RuntimeError) as error:
         raise ValueError(message) from error
     return tensor

@@ -104,7 +104,7 @@ def part(
         evaluation=_taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
         hyperparameters=_taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
     )
-    given = {
+    arguments = {
         "init": init,
         "transform": transform,
         "update_": update_,
@@ -113,7 +113,7 @@ def part(
         "hyperparameters": hyperparameters,
         "settings": settings,
     }
-    return with_repr(made, part, name, **{key: value for key, value in given.items() if value is not None})
+    return with_repr(made, part, name, **{key: value for key, value in arguments.items() if value is not None})
 
 
 def _reading(name: str, transform: Any) -> Any:
@@ -206,27 +206,31 @@ def _taking(who: str, function: Any, positional: Sequence[str], named: Iterable[
         return function
     known = {*named}
     shown = f"({', '.join([*positional, *['**info'] * bool(known)])})"
-    places = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    rest = places[len(positional) :] if not any(one.kind is one.VAR_POSITIONAL for one in places) else []
-    for one in rest:
-        if one.name not in known:
-            near = difflib.get_close_matches(one.name, known, 1)
+    places = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    rest = (
+        places[len(positional) :]
+        if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in places)
+        else []
+    )
+    for parameter in rest:
+        if parameter.name not in known:
+            near = difflib.get_close_matches(parameter.name, known, 1)
             meant = f", perhaps {near[0]!r}" if near else ""
             raise TypeError(
-                f"{who} takes {one.name!r}, and is called as {shown} with {', '.join(sorted(known))}: take one of these"
+                f"{who} takes {parameter.name!r}, and is called as {shown} with {', '.join(sorted(known))}: take one of these"
                 f"{meant}"
             )
     try:
-        signature.bind(*positional, **dict.fromkeys(one.name for one in rest))
+        signature.bind(*positional, **dict.fromkeys(parameter.name for parameter in rest))
     except TypeError as error:
         raise TypeError(
             f"{who} takes ({', '.join(signature.parameters)}), and is called as {shown}: {error}"
         ) from None
-    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return function
-    taken = {one.name for one in rest}
+    taken = {parameter.name for parameter in rest}
     # By hand and in graphs, some are not known, such as `evaluate`.
-    unknown = dict.fromkeys(one.name for one in rest if one.default is one.empty)
+    unknown = dict.fromkeys(parameter.name for parameter in rest if parameter.default is parameter.empty)
 
     def with_own_arguments(*args: Any, **info: Any) -> Any:
         return function(*args, **{**unknown, **{name: value for name, value in info.items() if name in taken}})

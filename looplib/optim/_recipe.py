@@ -153,11 +153,11 @@ class Recipe:
     ) -> list[dict[str, Any]]:
         """Hyperparameters of these groups of the class at a step, with the numbers that a state has for them."""
         nothing: list[dict[str, Any]] = [{}] * len(groups)
-        injected, kept = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
+        injected, of_groups = opt_state.get("hyperparameters", nothing), opt_state.get("groups", nothing)
         numbers = []
-        for values, moving, mine, own in zip(groups, self.moving, injected, kept, strict=True):
-            now = values_at(moving, step) | {key: value.item() for key, value in mine.items()}
-            now |= {key: value for key, value in own.items() if value is not None}
+        for values, moving, numbers_injected, of_group in zip(groups, self.moving, injected, of_groups, strict=True):
+            now = values_at(moving, step) | {key: value.item() for key, value in numbers_injected.items()}
+            now |= {key: value for key, value in of_group.items() if value is not None}
             numbers.append({**values, **{key: as_kept(value, values.get(key)) for key, value in now.items()}})
         return numbers
 
@@ -176,10 +176,10 @@ class Recipe:
         ]
         for number in fused:
             groups[number]["fused"] = True
-        made = self.cls(groups, **values_at(self.defaults, 0))
-        if not self.is_torch_optim and callable(getattr(made, "train", None)):
-            made.train()  # schedule-free optimizers refuse to step before this call
-        return made
+        instance = self.cls(groups, **values_at(self.defaults, 0))
+        if not self.is_torch_optim and callable(getattr(instance, "train", None)):
+            instance.train()  # schedule-free optimizers refuse to step before this call
+        return instance
 
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""
@@ -187,18 +187,20 @@ class Recipe:
         # A third party's class may need keys of its own in each group, which the defaults lack.
         for overrides in self.overrides if self.is_torch_optim or not self.groups else self.overrides[:-1]:
             values = {**defaults, **values_at(overrides, 0)}
-            own = {} if self.is_torch_optim else {key: values.pop(key) for key in overrides.keys() - known}
-            for key in own:
+            of_group = {} if self.is_torch_optim else {key: values.pop(key) for key in overrides.keys() - known}
+            for key in of_group:
                 if near := difflib.get_close_matches(key, known, 1, 0.85):
                     raise TypeError(
                         f"a group gives {key!r}, which is no parameter of {cls.__name__}: give {near[0]!r}"
                     )
             try:
-                cls([{"params": [torch.zeros(2, 2, device="cpu")], **own}], **values)
+                cls([{"params": [torch.zeros(2, 2, device="cpu")], **of_group}], **values)
             except TypeError as error:
-                given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+                arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
                 takes = ", ".join(name for name in known if name != "params")
-                raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}; it takes {takes}") from error
+                raise TypeError(
+                    f"{cls.__name__} cannot be made with {arguments}: {error}; it takes {takes}"
+                ) from error
         for moving in self.moving if self.has_eval else ():
             for key, value in moving.items():
                 check(
@@ -279,10 +281,10 @@ def check_class(cls: Any, *parameters: Any) -> None:
         "ll.init_state(model, optimizer)"
     )
     check(isinstance(cls, type), f"ll.optimizer needs an optimizer class, found {named(cls)}: {advice}", TypeError)
-    found = ", ".join(map(named, parameters))
+    extra = ", ".join(map(named, parameters))
     check(
         not parameters,
-        f"ll.optimizer takes a class and keyword arguments, found {found} as well: {advice}",
+        f"ll.optimizer takes a class and keyword arguments, found {extra} as well: {advice}",
         TypeError,
     )
     check(
@@ -314,19 +316,19 @@ def check_class(cls: Any, *parameters: Any) -> None:
     )
 
 
-def _line_for(given: Any, kind: type) -> str:
+def _line_for(optimizer: Any, kind: type) -> str:
     """The line to write in place of an optimizer of torch's interface, or of something else."""
     if not issubclass(kind, torch.optim.Optimizer):
         return "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     name = f"torch.optim.{kind.__name__}" if getattr(torch.optim, kind.__name__, None) is kind else kind.__name__
-    defaults = {} if given is kind else given.defaults
+    defaults = {} if optimizer is kind else optimizer.defaults
     known = inspect.signature(kind).parameters
     chosen = [f"lr={defaults.get('lr', '...')}"] + [
         f"{key}={value!r}"
         for key, value in defaults.items()
         if key != "lr" and key in known and value is not known[key].default and value != known[key].default
     ]
-    groups = ", groups=[(predicate, {...})]" * (given is not kind and len(given.param_groups) > 1)
+    groups = ", groups=[(predicate, {...})]" * (optimizer is not kind and len(optimizer.param_groups) > 1)
     return f"ll.optimizer({name}, {', '.join(chosen)}{groups})"
 
 

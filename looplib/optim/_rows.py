@@ -66,7 +66,7 @@ def take_rows(
     )
     if not optimizer.fits(state.opt_state):
         raise of_another(optimizer, state)
-    kept: dict[str, Tensor] = {}
+    indices_of: dict[str, Tensor] = {}
     params = dict(state.params)
     with torch.no_grad():
         for name in dict.fromkeys([*rows, *added]):
@@ -77,22 +77,24 @@ def take_rows(
                 f"{name} is sharded, and its rows belong to ranks: train the module with DistributedDataParallel, which has all "
                 "of them on each rank",
             )
-            kept[name] = _indices(name, rows.get(name), before)
+            indices_of[name] = _indices(name, rows.get(name), before)
             extra = added.get(name, before.detach()[:0])
             check(
                 extra.shape[1:] == before.shape[1:] and extra.ndim == before.ndim,
                 f"append gives {name} rows of shape {tuple(extra.shape[1:])}, and it has rows of {tuple(before.shape[1:])}",
             )
-            new = torch.cat([before.detach()[kept[name]], extra.detach().to(before)])
+            new = torch.cat([before.detach()[indices_of[name]], extra.detach().to(before)])
             params[name] = new.requires_grad_(before.requires_grad)
         trained = [name for name, tensor in params.items() if tensor.requires_grad]
         begun = optimizer.init(pick(params, trained), buffers=state.buffers)
-        longer = {name: _longer(tensor) if name in kept else tensor for name, tensor in pick(params, trained).items()}
+        longer = {
+            name: _longer(tensor) if name in indices_of else tensor for name, tensor in pick(params, trained).items()
+        }
         probe = dict(trees.leaves(optimizer.init(longer, buffers=state.buffers)))
         fresh = dict(trees.leaves(begun))
         leaves = iter(
             [
-                _taken(path, leaf, state.params, params, kept, fresh.get(path), probe.get(path))
+                _taken(path, leaf, state.params, params, indices_of, fresh.get(path), probe.get(path))
                 for path, leaf in trees.leaves(state.opt_state)
             ]
         )
@@ -128,15 +130,19 @@ def _taken(
     leaf: Any,
     params: Mapping[str, Tensor],
     new_params: Mapping[str, Tensor],
-    kept: Mapping[str, Tensor],
+    indices_of: Mapping[str, Tensor],
     fresh: Any,
     probe: Any,
 ) -> Any:
     """A leaf of the optimizer's state, of which a parameter's rows are taken if it has them."""
-    name = next((each for each in path if each in kept), None)
+    name = next((part for part in path if part in indices_of), None)
     if name is None or not isinstance(leaf, Tensor):
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-    indices, before, where = kept[name].to(leaf.device), params[name], trees.pointer(path)  # it may be on the host
+    indices, before, where = (
+        indices_of[name].to(leaf.device),
+        params[name],
+        trees.pointer(path),
+    )  # it may be on the host
     if not (
         isinstance(fresh, Tensor) and isinstance(probe, Tensor)
     ):  # made by an update, so `init` has none for new rows

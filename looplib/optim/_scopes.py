@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.chain import any_of, update_where, within, wrong_state
+from looplib._core.chain import any_of, update_where, wrong_state
 from looplib._core.checks import check, check_count, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import shards
@@ -78,14 +78,14 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         members = {key: subset for key, _, subset in parts_of(params, params)}
         empty = [key for key in optimizers if key not in members]
         check(not empty, f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
-        return {key: one.init(members[key], **extra) for key, one in optimizers.items()}
+        return {key: optimizer.init(members[key], **extra) for key, optimizer in optimizers.items()}
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != optimizers.keys():
             raise wrong_state(state, repr(made), [f"states of {', '.join(optimizers)}"])
         outs = {
-            key: optimizers[key].transform(mine, state[key], members, step, **info)
-            for key, mine, members in parts_of(grads, params)
+            key: optimizers[key].transform(label_grads, state[key], members, step, **info)
+            for key, label_grads, members in parts_of(grads, params)
         }
         return _of_labels(outs, {**state, **mapped(operator.attrgetter("state"), outs)})
 
@@ -93,35 +93,37 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         grads: Grads, state: Any, params: Params, step: int, applied: Any = True, carry: Any = None, **info: Any
     ) -> tuple[Params, Any, dict[str, Any]]:
         reports: dict[str, Any] = {}
-        for key, mine, members in parts_of(grads, params):
+        for key, label_grads, members in parts_of(grads, params):
             flag = applied[key] if isinstance(applied, dict) else applied
             makes_update = any_of(flag)
             if makes_update is False:
                 continue
-            own = {**info, "applied": flag, "carry": (carry or {}).get(key)}
+            of_label = {**info, "applied": flag, "carry": (carry or {}).get(key)}
             if makes_update is True:
-                new, state[key], report = optimizers[key].update_(mine, state[key], members, step, **own)
+                new, state[key], report = optimizers[key].update_(label_grads, state[key], members, step, **of_label)
             else:  # a tensor, as in a graph, which chooses between copies
-                new, state[key], report = update_where(flag, optimizers[key], mine, state[key], members, step, own)
+                new, state[key], report = update_where(
+                    flag, optimizers[key], label_grads, state[key], members, step, of_label
+                )
             params.update(new)
-            reports |= {within(key, name): value for name, value in report.items()}
+            reports |= {with_label(key, name): value for name, value in report.items()}
         return params, state, reports
 
     def evaluation(params: Params, buffers: Params, state: Any) -> tuple[Params, Params]:
         members = _labelled(label, params)
-        for key, own in state.items():
-            averaged, buffers = optimizers[key].evaluation(members[key], buffers, own)
+        for key, entry in state.items():
+            averaged, buffers = optimizers[key].evaluation(members[key], buffers, entry)
             params = params if averaged is members[key] else {**params, **averaged}
         return params, buffers
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:
         return {
-            within(key, name): value
+            with_label(key, name): value
             for key, member in optimizers.items()
             for name, value in member.hyperparameters(state[key], step).items()
         }
 
-    own = Part(
+    whole = Part(
         role="weights",
         init=init,
         transform=transform,
@@ -129,9 +131,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         evaluation=evaluation,
         hyperparameters=hyperparameters,
         description=mapped(operator.attrgetter("description"), optimizers),
-        evaluates=any(each.evaluates for member in optimizers.values() for each in member.parts.values()),
+        evaluates=any(part.evaluates for member in optimizers.values() for part in member.parts.values()),
     )
-    made = with_repr(Optimizer({"partition": own}), partition, optimizers, label)
+    made = with_repr(Optimizer({"partition": whole}), partition, optimizers, label)
     return made
 
 
@@ -148,12 +150,13 @@ def _parts(
 ) -> Iterator[tuple[str, Grads, Params]]:
     """Label, gradients and parameters of each optimizer that has a gradient."""
     for key, members in _labelled(label, params).items():
-        if mine := {name: grads[name] for name in members if name in grads}:  # those not trained need no optimizer
+        label_grads = {name: grads[name] for name in members if name in grads}
+        if label_grads:  # parameters that are not trained need no optimizer
             if key not in optimizers:
                 raise ValueError(
-                    f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
+                    f"{next(iter(label_grads))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
                 )
-            yield key, mine, members
+            yield key, label_grads, members
 
 
 def _around(optimizer: Optimizer, name: str, settings: Mapping[str, Any], **fields: Any) -> Optimizer:
@@ -164,8 +167,8 @@ def _around(optimizer: Optimizer, name: str, settings: Mapping[str, Any], **fiel
         "weights",
         {**optimizer.description, **settings},
         evaluation=lambda params, buffers, state: optimizer.evaluation(params, buffers, state["inner"]),
-        evaluates=any(each.evaluates for each in parts),
-        kernel=next((each.kernel for each in parts if each.kernel is not None), None),
+        evaluates=any(part.evaluates for part in parts),
+        kernel=next((part.kernel for part in parts if part.kernel is not None), None),
         **fields,
     )
 
@@ -247,8 +250,8 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     kept = dict.fromkeys(("inner", "steps", "sum") if sums else ("inner", "steps"))
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {"inner": optimizer.init(params, **extra), "steps": torch.tensor(0, device="cpu")}
-        return {**own, "sum": mapped(torch.zeros_like, mapped(Tensor.detach, params))} if sums else own
+        entry: dict[str, Any] = {"inner": optimizer.init(params, **extra), "steps": torch.tensor(0, device="cpu")}
+        return {**entry, "sum": mapped(torch.zeros_like, mapped(Tensor.detach, params))} if sums else entry
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != kept.keys() or not optimizer.fits(state["inner"]):
@@ -280,8 +283,10 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
         params, state["inner"], report = optimizer.update_(
             used, state["inner"], params, step, carry=inner_carry, **info
         )
-        for each in shards([state["steps"], *(state["sum"].values() if sums else ())]):
-            each.copy_(torch.zeros_like(each))  # for which torch.func.vmap has a rule, and which keeps the strides
+        for tensor in shards([state["steps"], *(state["sum"].values() if sums else ())]):
+            tensor.copy_(
+                torch.zeros_like(tensor)
+            )  # for which torch.func.vmap has a rule, and which keeps the strides
         return params, state, report
 
     def hyperparameters(state: Any, step: int) -> dict[str, float]:
@@ -310,6 +315,12 @@ def _of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:
         states,
         True if all(flag is True for flag in flags.values()) else flags,
         mapped(lambda out: out.carry, outs),
-        {within(label, name): value for label, report in reports.items() for name, value in report.items()},
-        [each for out in outs.values() for each in out.on_skip],
+        {with_label(label, name): value for label, report in reports.items() for name, value in report.items()},
+        [skip_check for out in outs.values() for skip_check in out.on_skip],
     )
+
+
+def with_label(label: str, name: str) -> str:
+    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    first, slash, rest = name.partition("/")
+    return f"{first}/{label}{slash}{rest}"

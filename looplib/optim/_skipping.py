@@ -108,9 +108,9 @@ def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> 
         if bad
         else "on another rank, or in a compiled step, which does not look where"
     )
-    found = "gradients are not finite" if count == 1 else f"gradients were not finite {int(count)} times in a row"
+    event = "gradients are not finite" if count == 1 else f"gradients were not finite {int(count)} times in a row"
     raise NonFiniteGradientsError(
-        f"{found} (max_consecutive={max_consecutive}), at step {step} {where}. Lower the learning rate, clip the "
+        f"{event} (max_consecutive={max_consecutive}), at step {step} {where}. Lower the learning rate, clip the "
         "gradients, or look at the batch; the state is as it was before it"
     )
 
@@ -227,8 +227,8 @@ def dynamic_loss_scale(
         loss_scale=operator.itemgetter("loss_scale"),
         unscale=_unscaled,
     )
-    given = without(settings, {"init_scale"})
-    return with_repr(made, dynamic_loss_scale, init_scale, **given)
+    named_settings = without(settings, {"init_scale"})
+    return with_repr(made, dynamic_loss_scale, init_scale, **named_settings)
 
 
 def _unscaled(grads: Grads, scale: Tensor) -> None:

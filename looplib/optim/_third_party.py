@@ -21,8 +21,7 @@ from looplib._core import torch_private, trees
 from looplib._core.checks import check, few
 from looplib._core.copies import copy_tree
 from looplib._core.mappings import mapped, subset, without
-from looplib._core.modules import _generators
-from looplib._core.random import mix, restored
+from looplib._core.random import generators_of, mix, restored
 from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
 from looplib.optim._recipe import Recipe
@@ -55,10 +54,10 @@ class Probe(NamedTuple):
 def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Probe:
     """Step once on copies, and raise if the class keeps something that a pure update cannot copy."""
     copies = _leaves(params)
-    made = recipe.build(copies, members)
-    groups = [*map(dict, made.param_groups)]
-    _raw_step(made, copies, 0)
-    together = [key for key in made.state if not isinstance(key, Tensor)]
+    instance = recipe.build(copies, members)
+    groups = [*map(dict, instance.param_groups)]
+    _raw_step(instance, copies, 0)
+    together = [key for key in instance.state if not isinstance(key, Tensor)]
     check(
         not together,
         f"{recipe.cls.__name__} keeps state for all parameters together, under {few(together)}; looplib takes optimizers "
@@ -68,18 +67,18 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
     # Those that a class hands on to the one that it inherits from, by **kwargs, are the user's as well.
     constructors = [inspect.signature(kind.__init__).parameters for kind in recipe.cls.__mro__]
     known = {*chain.from_iterable([*constructors, recipe.defaults, *recipe.overrides])}
-    kept = []
-    for old, group, moving in zip(groups, made.param_groups, recipe.moving, strict=True):
+    of_groups = []
+    for old, group, moving in zip(groups, instance.param_groups, recipe.moving, strict=True):
         numbers = without(
             {key: value for key, value in group.items() if isinstance(value, (int, float, Tensor))}, moving
         )
-        own = [key for key, value in numbers.items() if key not in known or old.get(key) != value]
-        kept.append({key: copy_tree(old.get(key)) for key in own})
-    given = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
-    found = Probe({}, {}, kept, writes_grads=not all(trees.same(*shards(both)) for both in given))
+        changing = [key for key, value in numbers.items() if key not in known or old.get(key) != value]
+        of_groups.append({key: copy_tree(old.get(key)) for key in changing})
+    gradients = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
+    kept_by_class = Probe({}, {}, of_groups, writes_grads=not all(trees.same(*shards(both)) for both in gradients))
     for name, tensor in copies.items():
-        found.state[name], found.makers[name] = packed(recipe, name, made.state.get(tensor, {}))
-    return found
+        kept_by_class.state[name], kept_by_class.makers[name] = packed(recipe, name, instance.state.get(tensor, {}))
+    return kept_by_class
 
 
 def _leaves(params: Params) -> Params:
@@ -95,18 +94,18 @@ def sample_gradient(tensor: Tensor, phase: int) -> Tensor:
     return torch.empty_like(tensor).normal_(0, 0.1, generator=generator)
 
 
-def _raw_step(made: Any, params: Params, phase: int) -> None:
+def _raw_step(instance: Any, params: Params, phase: int) -> None:
     """A step as in a raw loop, on sample gradients."""
     for tensor in params.values():
         tensor.grad = sample_gradient(tensor, phase)
     with streams_at(mix(0, phase, STREAM), params.values()):
-        made.step()
+        instance.step()
 
 
 @contextmanager
 def streams_at(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Seed the random streams of these tensors' devices inside the block and restore them afterwards."""
-    generators = _generators(*(tensor.device for tensor in tensors))
+    generators = generators_of(*(tensor.device for tensor in tensors))
     with draws.turn, restored(*generators):
         for generator in generators:
             generator.manual_seed(seed)
@@ -129,7 +128,7 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
             place = _placement(recipe, name, key, value)
             parts, context = local.__tensor_flatten__()
             plain[key] = {part: place(getattr(local, part)) for part in parts}
-            makers[key] = partial(_subclass, type(local), context, local.size(), local.stride(), place)
+            makers[key] = partial(_subclass, type(local), context, local.size(), local.stride(), place=place)
         elif kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
             plain[key], makers[key] = dict(vars(value)), partial(_object, kind)
         _check_plain(recipe, f"for {name}, under {key!r},", plain[key])
@@ -137,16 +136,21 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
 
 
 def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise if objects that are kept for a parameter have changed in what is no tensor: no state of a run holds that."""
-    for key, maker in now.items():
-        was = before.get(key)
-        facts = [(one.func, one.args[:4]) if isinstance(one, partial) else None for one in (was, maker)]
-        check(
-            facts[0] == facts[1],
+    """Raise TypeError for objects kept for a parameter whose class or settings an update has changed.
+
+    A state of a run holds their tensors alone. `before` and `now` are the functions that `packed` returns.
+    """
+    for key in {**before, **now}:
+        # The class and its settings; nothing where there is no object.
+        old, new = (makers[key].args if key in makers else () for makers in (before, now))
+        if all(trees.same(*both) for _, *both in trees.paired(trees.leaves(old), trees.leaves(new))):
+            continue
+        if old[:1] == new[:1]:
+            old, new = old[1:], new[1:]
+        raise TypeError(
             f"{recipe.cls.__name__} keeps for {name}, under {key!r}, an object whose settings differ from one update to the "
-            f"next ({facts[0] and facts[0][1][1:]} and then {facts[1] and facts[1][1][1:]}): a state holds tensors and numbers, "
-            "so the update would not be a function of it. Keep the numbers that change in tensors",
-            TypeError,
+            f"next ({old} and then {new}): a state holds tensors and numbers, so the update would not be a function of it. "
+            "Keep the numbers that change in tensors"
         )
 
 
@@ -171,16 +175,16 @@ def _placement(recipe: Recipe, name: str, key: str, value: Any) -> Callable[[Ten
 
 
 def _subclass(
-    kind: Any, context: Any, size: Any, stride: Any, place: Callable[[Tensor], Tensor], parts: dict[str, Tensor]
+    kind: Any, context: Any, size: Any, stride: Any, parts: dict[str, Tensor], *, place: Callable[[Tensor], Tensor]
 ) -> Any:
-    own = dict(zip(parts, shards(parts.values()), strict=True))
-    return place(kind.__tensor_unflatten__(own, context, size, stride))
+    local_parts = dict(zip(parts, shards(parts.values()), strict=True))
+    return place(kind.__tensor_unflatten__(local_parts, context, size, stride))
 
 
 def _object(kind: Any, attributes: dict[str, Any]) -> Any:
-    made = object.__new__(kind)
-    vars(made).update(attributes)
-    return made
+    instance = object.__new__(kind)
+    vars(instance).update(attributes)
+    return instance
 
 
 def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
@@ -203,17 +207,17 @@ def check_sparse(recipe: Recipe, name: str, like: Tensor, members: Sequence[Sequ
     keys = []
     for is_sparse in (False, True):
         tensor = like.detach().clone().requires_grad_()
-        made = recipe.build({name: tensor}, members)
+        instance = recipe.build({name: tensor}, members)
         grad = sample_gradient(tensor, 0)
         tensor.grad = grad.to_sparse(1) if is_sparse else grad
         try:
             with streams_at(mix(0, 0, STREAM), [tensor]):
-                made.step()
+                instance.step()
         except Exception as error:
             if not is_sparse:
                 return  # the class cannot step on so small a tensor, so this shows nothing
             raise ValueError(f"{recipe.cls.__name__} cannot take the sparse gradient of {name}: {error}") from error
-        keys.append(sorted(made.state.get(tensor, {})))
+        keys.append(sorted(instance.state.get(tensor, {})))
     dense, sparse = keys
     check(
         dense == sparse,
@@ -247,11 +251,13 @@ def check_against_raw_loop(
     smallest = subset(params, {*chosen.values()})
     raw, pure = _leaves(smallest), _leaves(smallest)
     try:
-        made = recipe.build(raw, recipe.members(raw))
+        instance = recipe.build(raw, recipe.members(raw))
         for step in range(_STEPS):
-            for group, values in zip(made.param_groups, recipe.values_at(made.param_groups, {}, step), strict=True):
+            for group, values in zip(
+                instance.param_groups, recipe.values_at(instance.param_groups, {}, step), strict=True
+            ):
                 group.update(values)
-            _raw_step(made, raw, step)
+            _raw_step(instance, raw, step)
     except (RuntimeError, ValueError, ArithmeticError):
         return  # the class cannot step on these numbers, so the comparison shows nothing
     try:
@@ -274,9 +280,9 @@ def check_against_raw_loop(
 class KeepsMoreError(TypeError):
     """The state of a parameter got other keys in a later update."""
 
-    def __init__(self, recipe: Recipe, name: str, kept: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, name: str, entries: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         super().__init__(
-            f"{recipe.cls.__name__} keeps {few(sorted(kept))} for {name} from this update on, and {few(sorted(before))} before: "
+            f"{recipe.cls.__name__} keeps {few(sorted(entries))} for {name} from this update on, and {few(sorted(before))} before: "
             "a checkpoint of it could not be restored into a new state. Continue from the last checkpoint with a class, or "
             "with hyperparameters, for which it keeps the same from the first update on"
         )

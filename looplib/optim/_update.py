@@ -69,8 +69,8 @@ class Plan:
         self.recipe, self.key = recipe, key
         self.sparse: set[str] = set()
         self.members = recipe.members(params)
-        made = recipe.build(params, self.members)
-        self.values = [without(group, {"params"}) for group in made.param_groups]
+        instance = recipe.build(params, self.members)
+        self.values = [without(group, {"params"}) for group in instance.param_groups]
         self.parts = parts_of(recipe, params, self.members)
         if recipe.is_torch_optim:
             firsts = [names[:1] for names in self.members]
@@ -83,7 +83,7 @@ class Plan:
             self.probe, self.step = probe(recipe, params, self.members), recipe.cls.step
         self.keys = {names[0]: dict.fromkeys(self.probe.state[names[0]]) for names in self.members if names}
         not_kept = {"state", "param_groups", "_params"}  # the last are LBFGS's parameters
-        self.attributes = without(vars(made), not_kept) if recipe.is_torch_optim else None
+        self.attributes = without(vars(instance), not_kept) if recipe.is_torch_optim else None
 
 
 def tiny_like(tensor: Tensor) -> Tensor:
@@ -118,16 +118,16 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     """
     recipe = plan.recipe
     check_by_kind(recipe.group_of, params, "group")
-    kept: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if recipe.is_torch_optim:
         fused = {part.group for part in plan.parts if part.kernel}
-        kept["state"] = states_of_torch(recipe, mapped(Tensor.detach, params), plan.members, fused)
+        state["state"] = states_of_torch(recipe, mapped(Tensor.detach, params), plan.members, fused)
     else:
-        kept["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, plan.probe.state)
+        state["state"] = pytree.tree_map_only(Tensor, torch.zeros_like, plan.probe.state)
         if any(plan.probe.groups):
-            kept["groups"] = plan.probe.groups
+            state["groups"] = plan.probe.groups
     if recipe.makes_state_late:
-        kept["started"] = torch.zeros(len(params), dtype=torch.bool, device="cpu")
+        state["started"] = torch.zeros(len(params), dtype=torch.bool, device="cpu")
     numbers = [
         {
             key: torch.tensor(value.value, dtype=torch.float64, device="cpu")
@@ -136,7 +136,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
         }
         for moving in recipe.moving
     ]
-    return {**kept, "hyperparameters": numbers} if any(numbers) else kept
+    return {**state, "hyperparameters": numbers} if any(numbers) else state
 
 
 def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set[int] = frozenset()) -> States:
@@ -151,14 +151,14 @@ def states_of_torch(recipe: Recipe, params: Params, members: Members, fused: Set
             for name, p in params.items()
         }
     # The others create state at a parameter's first gradient, of which only the presence matters.
-    made = recipe.build(params, members, fused)
+    instance = recipe.build(params, members, fused)
     for tensor in params.values():
         tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
-    init_group = torch_private.init_group(made)
+    init_group = torch_private.init_group(instance)
     lists = len(inspect.signature(init_group).parameters) - 1
-    for group in made.param_groups:
+    for group in instance.param_groups:
         init_group(group, *([] for _ in range(lists)))
-    return {name: dict(made.state[tensor]) for name, tensor in params.items()}
+    return {name: dict(instance.state[tensor]) for name, tensor in params.items()}
 
 
 def _of_sgd(recipe: Recipe, params: Params, members: Members) -> States:
@@ -190,15 +190,15 @@ def transform(
             "nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
         )
     plan = plan_for(plans, recipe, params, states)
-    for name, kept in plan.keys.items():
-        if (found := states[name].keys()) != kept.keys() and not _continues(recipe, found, kept.keys()):
-            raise wrong_state(opt_state, recipe.cls.__name__, kept)
+    for name, expected in plan.keys.items():
+        if (present := states[name].keys()) != expected.keys() and not _continues(recipe, present, expected.keys()):
+            raise wrong_state(opt_state, recipe.cls.__name__, expected)
     for part in plan.parts if recipe.has_plain_entries else ():
         check_entries(part, params, states, part.kernel and plan.values[part.group].get("fused"))
     names, dtypes, shapes, *_ = plan.key
-    given = grads.values()
-    known = [*grads] == names and [*map(_dtype, given)] == dtypes and [*map(shape_of, given)] == shapes
-    if not known or any(map(is_sparse, given)) or recipe.cls is torch.optim.SparseAdam:
+    gradients = grads.values()
+    known = [*grads] == names and [*map(_dtype, gradients)] == dtypes and [*map(shape_of, gradients)] == shapes
+    if not known or any(map(is_sparse, gradients)) or recipe.cls is torch.optim.SparseAdam:
         _check_grads(recipe, grads, params)
         if not recipe.is_torch_optim:
             _check_sparse(plan, grads, params)
@@ -220,17 +220,16 @@ def _unfit(recipe: Recipe, grads: Grads, opt_state: Any) -> ValueError:
         return wrong_state(opt_state, recipe.cls.__name__, ["state"])
     return ValueError(
         f"the optimizer's state has nothing for {few(sorted(grads.keys() - opt_state['state'].keys()))}, which were frozen, "
-        "or not in the model, when it was made. Make the state while everything that you will train requires a gradient, or "
-        "with a trainable= that chooses all of it"
+        "or not in the model, when it was made. Make the state while everything that you will train requires a gradient"
     )
 
 
-def _continues(recipe: Recipe, found: Any, kept: Any) -> bool:
+def _continues(recipe: Recipe, keys: Any, expected: Any) -> bool:
     """True if a class can continue a state with other keys than those that it would create."""
     if not recipe.is_torch_optim:  # it may keep further keys later, or for some parameters
-        return not kept or bool(found & kept)
+        return not expected or bool(keys & expected)
     # A term may be 0 here and not where the state was made, as for a member of a stack without momentum.
-    return bool(found > kept and found - kept <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
+    return bool(keys > expected and keys - expected <= {"momentum_buffer", "grad_avg", "max_exp_avg_sq"})
 
 
 def _check_sparse(plan: Plan, grads: Grads, params: Params) -> None:
@@ -330,10 +329,10 @@ def _by_class(
     with restored_grads([tensor for group in groups for tensor in group["params"]]), streams():
         for group, names in zip(groups, members, strict=True):
             tensors = group["params"]
-            given: Sequence[Tensor] = [grads[name] for name in names]
+            gradients: Sequence[Tensor] = [grads[name] for name in names]
             if group.get("fused"):
-                given = laid_out_like(tensors, given)
-            for tensor, grad in zip(tensors, given, strict=True):
+                gradients = laid_out_like(tensors, gradients)
+            for tensor, grad in zip(tensors, gradients, strict=True):
                 tensor.grad = grad
         plan.step(instance)
     if of_torch and not first:
@@ -359,11 +358,11 @@ def _instance(plan: Plan, values: Values, members: Members, opt_state: Any, para
             group.update({key: deepcopy(value) for key, value in numbers.items() if isinstance(value, _CONTAINERS)})
         group["params"] = [params[name] for name in names]
         for name, tensor in zip(names, group["params"], strict=True):
-            kept = of_constructor[tensor] if name in first else opt_state["state"][name]
+            entries = of_constructor[tensor] if name in first else opt_state["state"][name]
             if name in makers and name not in first:
-                made = makers[name]
-                kept = {key: made[key](value) if key in made else value for key, value in kept.items()}
-            instance.state[tensor] = kept
+                make = makers[name]
+                entries = {key: make[key](value) if key in make else value for key, value in entries.items()}
+            instance.state[tensor] = entries
     return instance
 
 
@@ -372,22 +371,22 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
     old, makers = opt_state["state"], plan.probe.makers
     states: States = dict(old)
     for name, tensor in tensors.items():
-        kept = instance.state[tensor]
+        entries = instance.state[tensor]
         if name in first:
-            kept, makers[name] = packed(plan.recipe, name, kept)
+            entries, makers[name] = packed(plan.recipe, name, entries)
         elif makers.get(name):
-            kept, now = packed(plan.recipe, name, kept)
+            entries, now = packed(plan.recipe, name, entries)
             check_same_makers(plan.recipe, name, makers[name], now)
-        if kept or not old[name]:
-            if not plan.recipe.is_torch_optim and kept.keys() != old[name].keys():
-                raise KeepsMoreError(plan.recipe, name, kept, old[name])
-            states[name] = kept
+        if entries or not old[name]:
+            if not plan.recipe.is_torch_optim and entries.keys() != old[name].keys():
+                raise KeepsMoreError(plan.recipe, name, entries, old[name])
+            states[name] = entries
     if first:
         opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old], device="cpu")
     new = {**opt_state, "state": states}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        new["groups"] = [{key: group.get(key) for key in own} for group, own in groups]
+        new["groups"] = [{key: group.get(key) for key in keys} for group, keys in groups]
     return new
 
 

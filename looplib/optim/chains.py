@@ -45,27 +45,27 @@ def chain(*parts: Optimizer | tuple[str, Optimizer]) -> Optimizer:
 
     Source: `optax.chain`, `optax.named_chain`.
     """
-    found: list[tuple[str, Part]] = []
-    for each in parts:
-        name, given = each if isinstance(each, tuple) and len(each) == 2 else (None, each)
-        check_type("a part of a chain is", given, Optimizer, _ADVICE)
-        assert isinstance(given, Optimizer)
+    named_parts: list[tuple[str, Part]] = []
+    for argument in parts:
+        name, optimizer = argument if isinstance(argument, tuple) and len(argument) == 2 else (None, argument)
+        check_type("a part of a chain is", optimizer, Optimizer, _ADVICE)
+        assert isinstance(optimizer, Optimizer)
         check(name is None or isinstance(name, str), f"the name of a part is {name!r}; give a string", TypeError)
         check(
-            name is None or len(given.parts) == 1,
-            f"{name!r} names a chain of {', '.join(given.parts)}, which this chain takes apart: name its parts",
+            name is None or len(optimizer.parts) == 1,
+            f"{name!r} names a chain of {', '.join(optimizer.parts)}, which this chain takes apart: name its parts",
         )
-        found += [(one if name is None else name, part) for one, part in given.parts.items()]
-    check(found, "ll.chain got no parts: give at least ll.optimizer(torch.optim.AdamW, lr=1e-3)")
-    check_order(found)
-    names = [name for name, _ in found]
+        named_parts += [(own_name if name is None else name, part) for own_name, part in optimizer.parts.items()]
+    check(named_parts, "ll.chain got no parts: give at least ll.optimizer(torch.optim.AdamW, lr=1e-3)")
+    check_order(named_parts)
+    names = [name for name, _ in named_parts]
     for name in names:
         check(
             names.count(name) == 1,
             f"two parts are called {name!r}, which is the key of their state and their name in reports: name them, "
             f'll.chain(("first", ...), ("second", ...))',
         )
-    return with_repr(Optimizer(dict(found)), chain, *parts)
+    return with_repr(Optimizer(dict(named_parts)), chain, *parts)
 
 
 def check_order(parts: list[tuple[str, Part]]) -> None:
@@ -91,7 +91,9 @@ def check_order(parts: list[tuple[str, Part]]) -> None:
                 f"{', '.join(after)} comes before {name}, whose update it would not see: put it behind, "
                 f"ll.chain({name}, {', '.join(after)})",
             )
-            earlier = places["gradients"] + [each for each, other in parts if other.loss_scale is not None]
+            earlier = places["gradients"] + [
+                earlier_name for earlier_name, other in parts if other.loss_scale is not None
+            ]
             check(
                 not part.evaluates or not earlier,
                 f"{name} takes further gradients of the loss itself, which {', '.join(earlier)} would not change: leave that out",
@@ -117,11 +119,11 @@ def check_writes(optimizer: Optimizer, who: str) -> Optimizer:
 def _with_weights(optimizer: Optimizer) -> str:
     """The call of a chain with these parts and an optimizer."""
     call = optimizer.call
-    given = call.args if call is not None and call.factory is chain else (optimizer,)
+    arguments = call.args if call is not None and call.factory is chain else (optimizer,)
     codes: dict[bool, list[str]] = {False: [], True: []}
-    for each in given:
-        parts = (each[1] if isinstance(each, tuple) else each).parts.values()
-        codes[all(part.role == "after" for part in parts)].append(shown(each))
+    for argument in arguments:
+        parts = (argument[1] if isinstance(argument, tuple) else argument).parts.values()
+        codes[all(part.role == "after" for part in parts)].append(shown(argument))
     return f"ll.chain({', '.join([*codes[False], 'll.optimizer(torch.optim.AdamW, lr=1e-3)', *codes[True]])})"
 
 

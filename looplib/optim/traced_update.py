@@ -65,15 +65,15 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     with torch.no_grad(), numbers:
         inspect.unwrap(recipe.cls.step)(instance)
     drop_grads(tensors.values())
-    made = {name: in_dtypes_of(instance.state[tensors[name]], states[name]) for name in grads}
-    return params, {**opt_state, "state": {**states, **made}}
+    updated = {name: in_dtypes_of(instance.state[tensors[name]], states[name]) for name in grads}
+    return params, {**opt_state, "state": {**states, **updated}}
 
 
-def _begun(names: Sequence[str], given: Sequence[str], started: Tensor) -> tuple[tuple[str, ...], Tensor]:
+def _begun(names: Sequence[str], updated: Sequence[str], started: Tensor) -> tuple[tuple[str, ...], Tensor]:
     """Parameters whose first update this is, and the flags after it."""
-    updated = {*given}
-    first = [name for name, flag in zip(names, started.tolist(), strict=True) if name in updated and not flag]
-    return (*first,), started | torch.tensor([name in updated for name in names], device="cpu")
+    of_update = {*updated}
+    first = [name for name, flag in zip(names, started.tolist(), strict=True) if name in of_update and not flag]
+    return (*first,), started | torch.tensor([name in of_update for name in names], device="cpu")
 
 
 def _check(recipe: Recipe, grads: Grads) -> None:
@@ -99,10 +99,12 @@ def _lent(recipe: Recipe, tensors: Params, opt_state: Mapping[str, Any], step: i
     with torch_private.disable_current_modes():  # where a schedule's tensor has a value that the class can check
         instance = recipe.build(tensors, recipe.members(tensors))
     numbers = _Numbers()
-    given = opt_state.get("hyperparameters") or [{}] * len(recipe.moving)
-    for group, moving, own in zip(instance.param_groups, recipe.moving, given, strict=True):
+    injected = opt_state.get("hyperparameters") or [{}] * len(recipe.moving)
+    for group, moving, tensors_of_group in zip(instance.param_groups, recipe.moving, injected, strict=True):
         for key, value in moving.items():
-            group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
+            group[key] = (
+                numbers.of_state(tensors_of_group[key]) if key in tensors_of_group else numbers.at(value, step)
+            )
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
         # (capturable) divide 0 by 0 at a learning rate of 0.
         group |= subset({"fused": False, "foreach": False, "capturable": False}, group)
@@ -197,10 +199,12 @@ def _by_kernels(
         if columns is None or params[names[0]].device.type != "cpu":
             left += names
             continue
-        constant, (own, _, entries) = json.dumps(without(values, moving), default=float), columns
+        constant, (tensors, _, entries) = json.dumps(without(values, moving), default=float), columns
         of_state = [*chain.from_iterable(entries.values())]
-        given = [*pick(grads, names).values()]
-        FUSED_UPDATE(recipe.cls.__name__, constant, [*moving], [*moving.values()], given, own, [*entries], of_state)
+        gradients = [*pick(grads, names).values()]
+        FUSED_UPDATE(
+            recipe.cls.__name__, constant, [*moving], [*moving.values()], gradients, tensors, [*entries], of_state
+        )
     return left
 
 

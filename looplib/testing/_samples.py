@@ -191,7 +191,9 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
 
 
 def _differing_outputs(expected: Any, actual: Any, tolerance: float) -> list[str]:
-    expected, actual = ({trees.named(p, "output"): x for p, x in trees.leaves(out)} for out in (expected, actual))
+    expected, actual = (
+        {trees.python_path(p, "output"): x for p, x in trees.leaves(out)} for out in (expected, actual)
+    )
     return differing(expected, actual, tolerance)
 
 
@@ -200,5 +202,5 @@ def _check_outputs(outputs: Any, shape: tuple[int, ...], wanted: str) -> None:
         described = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         check(
             isinstance(leaf, Tensor) and leaf.shape[: len(shape)] == shape,
-            f"{trees.named(path, 'output')} is {described}, where the batch has {tuple(shape)}; return {wanted}",
+            f"{trees.python_path(path, 'output')} is {described}, where the batch has {tuple(shape)}; return {wanted}",
         )

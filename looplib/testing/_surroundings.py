@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from looplib._core.modules import _generators as generators_of
-from looplib._core.random import restored
+from looplib._core.random import generators_of, restored
 from looplib.data import random_streams as random_streams
 from looplib.data.random_streams import kept_streams, save_streams
 from looplib.testing._compare import copied
@@ -18,23 +17,22 @@ from looplib.transforms.closures import walk
 from looplib.types import TrainState, check_state
 
 
-def _generators(state: TrainState) -> tuple[torch.Generator, ...]:
+def generators_for(state: TrainState) -> tuple[torch.Generator, ...]:
     """torch's random streams on the CPU and on the devices of a state."""
     return generators_of(*(tensor.device for tensor in state.params.values()))
 
 
 def stream_positions(state: TrainState) -> dict[str, Any]:
     _, python, numpy = save_streams()
-    positions = {"Python's random": python, "numpy.random": numpy}
-    generators = _generators(state)
-    return positions | {f"torch's random stream on {rng.device}": rng.get_state() for rng in generators}
+    found = {"Python's random": python, "numpy.random": numpy}
+    return found | {f"torch's random stream on {each.device}": each.get_state() for each in generators_for(state)}
 
 
 @contextmanager
 def streams_kept(state: TrainState) -> Iterator[None]:
     """Restore the random streams, so that a test with this check draws the same numbers as without it."""
     check_state(state, "ll.testing takes the state that a run begins with")
-    with restored(*_generators(state)), kept_streams():
+    with restored(*generators_for(state)), kept_streams():
         yield
 
 

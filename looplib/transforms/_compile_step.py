@@ -28,8 +28,7 @@ from looplib._core import random as draws
 from looplib._core.checks import check, few, warn
 from looplib._core.lease import check_assigned, give_up, trees_of
 from looplib._core.misuse import Watch, warn_of_reached
-from looplib._core.modules import _generators
-from looplib._core.random import mix
+from looplib._core.random import generators_of, mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.records import with_repr
 from looplib._core.tracing import UntraceableError, tracing
@@ -53,7 +52,7 @@ from looplib.transforms._program import (
 from looplib.transforms._trace import trace
 from looplib.transforms.closures import itself
 from looplib.types import Metric, TrainState, TrainStep
-from looplib.updates import Count, advanced
+from looplib.updates import UpdateKind, advanced
 
 S = TypeVar("S", bound=Callable[..., Any])
 
@@ -118,47 +117,47 @@ def compile_step(
     optimizer's fused kernel for any number of parameters. It suits tests, and small models whose steps autograd and
     `torch.func` slow down, such as those with per-sample gradients.
     """
-    parts = spec_of(step, "compile_step")
+    spec = spec_of(step, "compile_step")
     check(
-        not (parts.donate and mode == "reduce-overhead"),
+        not (spec.donate and mode == "reduce-overhead"),
         'mode="reduce-overhead" records a CUDA graph, which torch does not let write to a donated state: leave out '
         "donate=True or mode=",
         TypeError,
     )
     chosen = {"mode": mode, "options": options, "backend": backend}
     check(
-        parts.compiler is None or (parts.compiler.no_grad and parts.compiler.options == WITHOUT_CODE),
+        spec.compiler is None or (spec.compiler.no_grad and spec.compiler.options == WITHOUT_CODE),
         "compile_step got a step that is compiled already, or differentiable: give the one that ll.make_train_step "
         "returned, or compile the outer train step, whose graph then holds the differentiable one",
         TypeError,
     )
-    plain = parts.compiler or Compiler(parts.for_graphs, parts.donate, parts.watched, WITHOUT_CODE)
-    made = step_of_graphs(step, parts, replace(plain, options=chosen))
+    plain = spec.compiler or Compiler(spec.for_graphs, spec.donate, spec.watched, WITHOUT_CODE)
+    made = step_of_graphs(step, spec, replace(plain, options=chosen))
     remembered: S = with_repr(made, compile_step, step, mode=mode, options=options, backend=backend)
     return remembered
 
 
 def spec_without_graphs(step: object, transform: str) -> StepSpec:
     """Components of a step that runs eagerly. Those of another one have its graphs, which a new `for_graphs` would not change."""
-    parts = spec_of(step, transform)
+    spec = spec_of(step, transform)
     message = (
         f"{transform} got a step that is compiled, of a stack or differentiable already: give the one that "
         "ll.make_train_step returned (and compile the step of a stack, ll.compile_step(ll.vmap_step(step)))"
     )
-    check(parts.compiler is None, message, TypeError)
-    return parts
+    check(spec.compiler is None, message, TypeError)
+    return spec
 
 
-def step_of_graphs(step: S, parts: StepSpec, compiler: Compiler) -> S:
+def step_of_graphs(step: S, spec: StepSpec, compiler: Compiler) -> S:
     """The same step, run by the graphs that a compiler makes of it."""
-    made = _train_step(parts, compiler) if parts.kind == "train" else _step_without_training(compiler)
-    return cast(S, with_spec(made, replace(parts, donate=compiler.donate, compiler=compiler)))
+    made = _train_step(spec, compiler) if spec.kind == "train" else _step_without_training(compiler)
+    return cast(S, with_spec(made, replace(spec, donate=compiler.donate, compiler=compiler)))
 
 
-def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
-    donate, count = compiler.donate, Count(same_batch=parts.same_batch)
+def _train_step(spec: StepSpec, compiler: Compiler) -> TrainStep:
+    donate, kind = compiler.donate, UpdateKind(same_batch=spec.same_batch)
     # An inner step of meta-learning is given one state many times, and its module may be trained by the outer step.
-    watch = Watch(parts.watched[0]) if compiler.no_grad and not donate else None
+    watch = Watch(spec.watched[0]) if compiler.no_grad and not donate else None
 
     def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         params, _, _ = trees_of(state)
@@ -189,7 +188,7 @@ def _train_step(parts: StepSpec, compiler: Compiler) -> TrainStep:
                 elif lease is not None:  # the graph has put the state's own values into its tensors
                     lease.written, lease.step = spent, state.step
                 raise
-            new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, count, lease)
+            new = advanced(state, out.params, out.buffers, out.opt_state, out.samples, applied, kind, lease)
             if lease is not None:
                 lease.step = new.step
             compiler.remember(ready.machine, new)
@@ -337,7 +336,7 @@ class Compiler:
         missing = tuple(name for name, value in counts.items() if value is None)  # which a step may ask about
         questions = self.table.setdefault((kind, in_batch.key(self.no_grad), missing), {})
         machine, answers = self.find(questions, flat, counts)
-        if machine is not None and (names := changed(machine.program.traced.held)):
+        if machine is not None and (names := changed(machine.program.traced.captured)):
             warn(f"{', '.join(names)} changed since the step was compiled, so it is compiled again")
             questions.clear()
             machine = None
@@ -384,7 +383,7 @@ class Compiler:
         if self.no_grad:
             machine.reached = [tensor for read in traced.constants if (tensor := read()).requires_grad]
         if machine.draw is not None:
-            machine.generators = _generators(*(tensor.device for tensor in inputs.flat))
+            machine.generators = generators_of(*(tensor.device for tensor in inputs.flat))
         answers, key = traced.place
         answers[key] = machine
         self.compilations += 1

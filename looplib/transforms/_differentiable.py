@@ -125,10 +125,10 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
     """
-    parts = spec_without_graphs(train_step, "differentiable")
-    kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
-    check(parts.kind == "train", kind, TypeError)
-    made = step_of_graphs(train_step, parts, _Differentiable(parts.for_graphs, False, parts.watched, WITHOUT_CODE))
+    spec = spec_without_graphs(train_step, "differentiable")
+    kind = f"differentiable got a step of kind {spec.kind!r}: give what ll.make_train_step returned"
+    check(spec.kind == "train", kind, TypeError)
+    made = step_of_graphs(train_step, spec, _Differentiable(spec.for_graphs, False, spec.watched, WITHOUT_CODE))
     return with_repr(made, differentiable, train_step)
 
 
@@ -158,7 +158,7 @@ class _Differentiable(Compiler):
             examples = inputs._replace(flat=[*map(_zeros, inputs.flat)])
             traced = trace(self.step, examples, evaluate, around_loss=_Marks)
             graph = _without_cuts(traced.graph)
-        program = program_of(replace(traced, graph=graph, trained=frozenset()), apart=False)
+        program = program_of(replace(traced, graph=graph, trained=frozenset()), own_memory=False)
         draw = seed_streams if traced.streams else None
         return CompiledProgram(program, lambda values: graph.forward(*values), draw, _with_detached_buffers)
 

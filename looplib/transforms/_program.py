@@ -206,9 +206,9 @@ def held_by(*functions: Any) -> list[Variable]:
     return [variable for variable in variables if is_plain(variable.value) and not is_installed(variable.owner)]
 
 
-def changed(held: Iterable[Variable]) -> list[str]:
+def changed(captured: Iterable[Variable]) -> list[str]:
     """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
-    return [path for _, path, read, value in held if (now := read()) is not value and not _alike(now, value)]
+    return [path for _, path, read, value in captured if (now := read()) is not value and not _alike(now, value)]
 
 
 def _alike(now: Any, value: Any) -> bool:
@@ -245,7 +245,7 @@ class Inputs(NamedTuple):
         state, batch: examples of the shapes, dtypes and devices that the program accepts.
         flat: tensors of both.
         counts: fields of the state that are not trees of tensors.
-        held: values outside the state that the step may read.
+        captured: values outside the state that the step may read.
         questions: table of the questions that the step asks, from its first on.
     """
 
@@ -253,7 +253,7 @@ class Inputs(NamedTuple):
     batch: Any
     flat: list[Tensor]
     counts: Mapping[str, Any]
-    held: list[Variable]
+    captured: list[Variable]
     questions: dict[Any, Any]
 
 
@@ -265,24 +265,24 @@ class Traced:
         graph: takes numbers drawn beforehand (if any), the constants, the tensors of the host's answers, and those of
             state and batch, in this order. It returns every tensor of the outcome.
         constants: functions that read the tensors that the step holds in Python.
-        arguments: number of tensors of state and batch.
+        input_count: number of tensors of state and batch.
         outcome: an `Outcome` and the arguments of `checks`, as a tree.
         checks: functions to call after a run.
         replaced: index of a tensor of the outcome -> index in the state of the one that it replaces.
         trained: indices of the parameters of the outcome that require a gradient.
-        held: values outside the state that it may have read.
+        captured: values outside the state that it may have read.
         streams: for each operation that draws random numbers, the index of its microbatch.
         place: table of answers, and the key under which the compiled program belongs there.
     """
 
     graph: GraphModule
     constants: list[Callable[[], Tensor]]
-    arguments: int
+    input_count: int
     outcome: Any
     checks: list[Callable[..., None]]
     replaced: dict[int, int]
     trained: frozenset[int]
-    held: list[Variable]
+    captured: list[Variable]
     streams: list[int]
     place: tuple[dict[Any, Any], Any]
 
@@ -307,21 +307,21 @@ class Program:
     traced: Traced
 
 
-def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Program:
+def program_of(traced: Traced, donate: bool = False, own_memory: bool = True) -> Program:
     """Program of a traced step, whose graph is changed for it.
 
     Args:
         traced: the step.
         donate: if True, the graph overwrites the old state with the new one as its last operation.
-        apart: if True, results share no memory with the states, which a later step may overwrite, nor do tensors of
+        own_memory: if True, results share no memory with the states, which a later step may overwrite, nor do tensors of
             the new state with each other. Tensors that autograd wraps have no memory that could be compared.
     """
     graph = traced.graph.graph
     (output,) = graph.find_nodes(op="output")
     placeholders = graph.find_nodes(op="placeholder")
     values = {node: index for index, node in enumerate(placeholders)}
-    arguments = placeholders[len(placeholders) - traced.arguments :]
-    old = {index: arguments[place] for index, place in traced.replaced.items()}
+    inputs = placeholders[len(placeholders) - traced.input_count :]
+    old = {index: inputs[place] for index, place in traced.replaced.items()}
     results: list[Node] = list(output.args[0])
     graph.erase_node(output)
 
@@ -331,8 +331,8 @@ def program_of(traced: Traced, donate: bool = False, apart: bool = True) -> Prog
     for index, node in old.items():
         if is_copy(results[index], node, written):
             results[index] = node
-    if apart:
-        _separate(graph, results, old, {*map(storage, arguments)}, len(expression(traced.outcome[0][:3]).tensors))
+    if own_memory:
+        _separate(graph, results, old, {*map(storage, inputs)}, len(expression(traced.outcome[0][:3]).tensors))
     names = _overwrite(traced, graph, results, old) if donate else set[str]()
 
     computed = {node: index for index, node in enumerate(dict.fromkeys(n for n in results if n not in values))}
@@ -406,7 +406,7 @@ def _separate(graph: Graph, results: list[Node], old: Mapping[int, Node], taken:
 
 def _overwrite(traced: Traced, graph: Graph, results: list[Node], old: Mapping[int, Node]) -> set[str]:
     """Overwrite the old state with the new one, and return the names of the parameters written."""
-    # What the members of a stack have shared and is written after all gets new memory, one tensor for each member.
+    # A tensor that the members of a stack have shared, if it is written after all, gets new memory with one for each member.
     unshared = {index: node for index, node in old.items() if not is_shared(node.meta["val"])}
     new = {index: results[index] for index, node in unshared.items() if results[index] is not node}
     for index in new:
@@ -462,10 +462,12 @@ def is_same(node: Node, viewed: Node) -> bool:
     """True if two results are the same numbers in the same memory, read in the same way."""
     if not is_tensor(viewed) or storage(node) != storage(viewed):
         return False
-    result, view = node.meta["val"], viewed.meta["val"]
+    value, of_viewed = node.meta["val"], viewed.meta["val"]
     # A conjugate is a view of the same memory that is read differently, and so is its imaginary part.
-    read_alike = result.is_conj() == view.is_conj() and result.is_neg() == view.is_neg()
-    return read_alike and kind_of(result) == kind_of(view) and result.storage_offset() == view.storage_offset()
+    read_alike = value.is_conj() == of_viewed.is_conj() and value.is_neg() == of_viewed.is_neg()
+    return (
+        read_alike and kind_of(value) == kind_of(of_viewed) and value.storage_offset() == of_viewed.storage_offset()
+    )
 
 
 def memory_like(tensor: Tensor) -> Tensor:

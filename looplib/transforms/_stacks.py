@@ -241,7 +241,7 @@ class per_member:
             raise ValueError(
                 f"{self} has {len(self.values)} values, and the stack {asked.count} members: give one each"
             )
-        asked.differs = True
+        asked.per_member = True
         return _at(self.values[asked.number], step)
 
 
@@ -255,12 +255,12 @@ class Asked:
 
     Attributes:
         number, count: index of the member, and number of members.
-        differs: True if a hyperparameter with a value per member was asked for.
+        per_member: True if a hyperparameter with a value per member was asked for.
     """
 
     number: int
     count: int
-    differs: bool = False
+    per_member: bool = False
 
 
 _asked: ContextVar[Asked | None] = ContextVar("looplib.transforms.asked", default=None)

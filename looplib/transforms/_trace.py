@@ -101,23 +101,23 @@ def trace(
             if (better := _better_error(error)) is None:
                 raise
             raise better from error
-    if names := changed(inputs.held):
+    if names := changed(inputs.captured):
         raise UntraceableError(
             f"the forward pass changes {', '.join(sorted(set(names)))}, which is kept as a plain Python value: "
             "a graph would keep what they were. Make them buffers (register_buffer), which are part of the state"
         )
     outcome, checks, replaced, streams = recorded
-    constants, streams = _tidied(graph, inputs.held, streams)
+    constants, streams = _tidied(graph, inputs.captured, streams)
     trained = (i for i, name in enumerate(outcome[0][0]) if inputs.state.params[name].requires_grad)
     return Traced(
         graph=graph,
         constants=constants,
-        arguments=len(inputs.flat),
+        input_count=len(inputs.flat),
         outcome=outcome,
         checks=checks,
         replaced=replaced,
         trained=frozenset(trained),
-        held=inputs.held,
+        captured=inputs.captured,
         streams=streams,
         place=(branch.table, branch.key),
     )
@@ -149,7 +149,7 @@ def _replaced(out: Outcome, old: TrainState, known: dict[int, int]) -> dict[int,
 
 
 def _tidied(
-    graph: GraphModule, held: list[Variable], streams: list[int]
+    graph: GraphModule, captured: list[Variable], streams: list[int]
 ) -> tuple[list[Callable[[], Tensor]], list[int]]:
     """Make inputs of all that a graph reads: the host's answers and the constants come before what it was given.
 
@@ -163,7 +163,7 @@ def _tidied(
             first.prepend(node)
     # Tensors that the step holds in Python are read at each run.
     constants: list[Callable[[], Tensor]] = []
-    reads = {id(value): read for _, _, read, value in held if isinstance(value, Tensor)}
+    reads = {id(value): read for _, _, read, value in captured if isinstance(value, Tensor)}
     for node in nodes.find_nodes(op="get_attr"):
         if isinstance(value := getattr(graph, str(node.target), None), Tensor):
             with nodes.inserting_before(next(iter(nodes.nodes))):
@@ -213,14 +213,15 @@ def _source(value: Any, tracer: Any) -> tuple[str, Any]:
     node: Any = tracked and tracked.proxy.node
     while node is not None and node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
         (node,) = node.all_input_nodes  # an update is given copies
-    placeholders = tracer.graph.find_nodes(op="placeholder")
-    arguments = [placeholder for placeholder in placeholders if FROM_HOST not in placeholder.meta]
-    if node not in arguments:
+    placeholders = [
+        placeholder for placeholder in tracer.graph.find_nodes(op="placeholder") if FROM_HOST not in placeholder.meta
+    ]
+    if node not in placeholders:
         raise UntraceableError(
             "on_host was given a tensor that the step has computed: it takes numbers of the state as "
             "the step was given it, such as state.step or a counter in opt_state"
         )
-    return "input", arguments.index(node)
+    return "input", placeholders.index(node)
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -122,9 +122,9 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
-    parts = spec_without_graphs(step, "vmap_step")
-    compiler = _Stacked(parts.for_graphs, parts.donate, parts.watched, WITHOUT_CODE, own_batches)
-    remembered: S = with_repr(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
+    spec = spec_without_graphs(step, "vmap_step")
+    compiler = _Stacked(spec.for_graphs, spec.donate, spec.watched, WITHOUT_CODE, own_batches)
+    remembered: S = with_repr(step_of_graphs(step, spec, compiler), vmap_step, step, own_batches=own_batches)
     return remembered
 
 
@@ -157,7 +157,7 @@ class _Stacked(Compiler):
         with asking(self.count) as asked:
             for number, row in enumerate(rows):
                 asked.number = number
-                if asked.differs or str(row) not in known:
+                if asked.per_member or str(row) not in known:
                     inputs = {index: flat[index][number] for index in indices}
                     known[str(row)] = _answer(question, inputs, counts)
                 answers.append(known[str(row)])
@@ -170,7 +170,7 @@ class _Stacked(Compiler):
                     "of an average when some updates were skipped. Step them in stacks of their own, by "
                     "ll.transforms.unstack_states and stack_states"
                 )
-        if not (asked.differs or indices):
+        if not (asked.per_member or indices):
             return answers[0], answers[0].tensors
         columns = zip(*(answer.tensors for answer in answers), strict=True)
         return answers[0], [*map(torch.stack, columns)]
@@ -212,30 +212,32 @@ def _mapped(
     """The step of one member mapped over all members, and the operations that draw its random numbers beforehand."""
     with torch.no_grad():
         pure = functionalize(traced.graph, remove="mutations")
-        member = make_fx(pure, mappable(), tracing_mode="fake")(*examples_of(traced.graph))
-    _without_copies(member)
-    _with_numbers_moved(member)
-    drawings = drawn_beforehand(member)
+        of_member = make_fx(pure, mappable(), tracing_mode="fake")(*examples_of(traced.graph))
+    _without_copies(of_member)
+    _with_numbers_moved(of_member)
+    drawings = drawn_beforehand(of_member)
     fixed = [None] * len(traced.constants)
     of_members = [None if is_shared(tensor) else 0 for tensor in stacked]  # a shared one is computed with once
-    of_batch = [None] * (traced.arguments - len(stacked))
+    of_batch = [None] * (traced.input_count - len(stacked))
     dims = (*[0] * len(drawings), *fixed, *[0 if varies else None for varies in varied], *of_members, *of_batch)
-    likes = [node.meta["val"] for node in member.graph.find_nodes(op="placeholder")]
+    likes = [node.meta["val"] for node in of_member.graph.find_nodes(op="placeholder")]
     likes = [
         like.new_empty((count, *like.size())) if dim == 0 else like for like, dim in zip(likes, dims, strict=True)
     ]
-    begin = len(likes) - traced.arguments
+    begin = len(likes) - traced.input_count
     likes[begin : begin + len(stacked)] = stacked  # a graph is specialized to their strides
     examples = fakes(likes)
-    shared = {begin + index for index, tensor in enumerate(stacked) if is_shared(tensor)}
+    shared = {begin + index for index, dim in enumerate(of_members) if dim is None}
 
     def mapped(*values: Tensor) -> list[Tensor]:
         inputs = [value[0] if index in shared else value for index, value in enumerate(values)]
-        return [*map(_of_own_memory, torch.vmap(member, in_dims=dims, randomness="error")(*inputs))]
+        return [*map(_of_own_memory, torch.vmap(of_member, in_dims=dims, randomness="error")(*inputs))]
 
     with torch.no_grad():
         graph = make_fx(mapped, tracing_mode="fake")(*examples)
-    _with_shared_unchanged(graph, member, {index: begin + place for index, place in traced.replaced.items()}, shared)
+    _with_shared_unchanged(
+        graph, of_member, {index: begin + place for index, place in traced.replaced.items()}, shared
+    )
     outcome: Any = traced.outcome[0], []  # an error of one member is not raised
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (output.args[0][: len(expression(outcome).tensors)],)
@@ -246,11 +248,11 @@ def _with_shared_unchanged(
     graph: GraphModule, member: GraphModule, replaced: Mapping[int, int], shared: set[int]
 ) -> None:
     """Return shared tensors that the step of a member leaves as they are, which `torch.vmap` would make for each member."""
-    (output,), (output_of_member,) = (module.graph.find_nodes(op="output") for module in (graph, member))
-    placeholders, of_member = (module.graph.find_nodes(op="placeholder") for module in (graph, member))
+    (output,), (member_output,) = (module.graph.find_nodes(op="output") for module in (graph, member))
+    placeholders, member_inputs = (module.graph.find_nodes(op="placeholder") for module in (graph, member))
     results = list(output.args[0])
     for index, place in replaced.items():
-        if place in shared and is_copy(output_of_member.args[0][index], of_member[place], written_in(member.graph)):
+        if place in shared and is_copy(member_output.args[0][index], member_inputs[place], written_in(member.graph)):
             results[index] = placeholders[place]
     output.args = (results,)
 
@@ -275,9 +277,11 @@ def _is_needless_copy(node: Node) -> bool:
 def _with_numbers_moved(graph: GraphModule) -> None:
     """Move numbers on the CPU to the device that uses them, which takes one of them from there, but not a stack."""
     for node in [node for node in graph.graph.nodes if node.op == "call_function"]:
-        devices = {argument: argument.meta["val"].device for argument in node.all_input_nodes if is_tensor(argument)}
+        devices = {
+            input_node: input_node.meta["val"].device for input_node in node.all_input_nodes if is_tensor(input_node)
+        }
         elsewhere = [device for device in devices.values() if device.type != "cpu"]
-        for number in [argument for argument, device in devices.items() if elsewhere and device.type == "cpu"]:
+        for number in [input_node for input_node, device in devices.items() if elsewhere and device.type == "cpu"]:
             with graph.graph.inserting_before(node):
                 moved = graph.graph.call_function(
                     torch.ops.aten._to_copy.default, (number,), {"device": elsewhere[0]}

@@ -161,10 +161,10 @@ def _of_module(model: nn.Module) -> Iterator[Reference]:
 
 def _layers(children: Mapping[str, Any]) -> int:
     """A number that changes if one of these layers is replaced. Those without parameters may be, in each forward pass."""
-    kept = [
+    with_variables = [
         child for child in children.values() if child is not None and (own_parameters(child) or own_modules(child))
     ]
-    return hash(tuple(map(id, kept)))
+    return hash(tuple(map(id, with_variables)))
 
 
 def _of_namespace(space: type | types.ModuleType, path: str, names: set[str]) -> Iterator[Reference]:

@@ -6,7 +6,7 @@ from ranks import launch
 
 import looplib as ll
 from looplib._core import ranks as _ranks
-from looplib._core.collective import named, together
+from looplib._core.collective import together, with_rank
 from looplib._core.torch_private import timeout_of
 from looplib.distributed.records import gather_tensors
 
@@ -15,7 +15,7 @@ def test_an_error_is_told_as_what_it_is_if_that_can_be_said():
     class Odd(ValueError):  # of no module, so it cannot be sent
         pass
 
-    gone = named(3, FileNotFoundError(2, "No such file", "/x"))
+    gone = with_rank(3, FileNotFoundError(2, "No such file", "/x"))
     assert (type(gone), gone.errno, gone.filename) == (FileNotFoundError, 2, "/x")
     for error, kind, text in [
         (
@@ -29,7 +29,7 @@ def test_an_error_is_told_as_what_it_is_if_that_can_be_said():
         (Odd("x"), RuntimeError, "rank 3: Odd: x"),
         (SystemExit(2), RuntimeError, "rank 3: SystemExit: 2"),
     ]:
-        found = named(3, error)
+        found = with_rank(3, error)
         assert type(found) is kind
         assert str(found).startswith(text)
 

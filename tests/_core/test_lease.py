@@ -32,7 +32,7 @@ class Run:
         self.optimizer = optimizer or sgd()
         self.grad_fn = ll.make_grad_fn(self.model, loss_fn, trainable=trainable, allow_unused=True)
         self.step = transform(ll.make_train_step(self.grad_fn, self.optimizer, donate=True))
-        self.state = ll.init_state(self.model, self.optimizer, trainable=trainable)
+        self.state = ll.init_state(self.model, self.optimizer)
 
     def train(self, steps=1):
         for _ in range(steps):

@@ -11,7 +11,7 @@ from shared import mean_square as mean_of_square
 from torch import nn
 
 import looplib as ll
-from looplib._core.modules import _generators
+from looplib._core.random import generators_of
 
 
 class Counting(nn.Module):
@@ -130,8 +130,8 @@ def test_modes_that_a_function_of_the_users_flips_are_put_back(to):
 def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatch):
     own = torch.Generator()
     monkeypatch.setattr(torch.xpu, "default_generators", (torch.Generator(), own))
-    assert _generators(torch.device("xpu", 1)) == (torch.default_generator, own)
-    assert _generators(torch.device("meta")) == _generators(torch.device("cpu")) == (torch.default_generator,)
+    assert generators_of(torch.device("xpu", 1)) == (torch.default_generator, own)
+    assert generators_of(torch.device("meta")) == generators_of(torch.device("cpu")) == (torch.default_generator,)
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -170,7 +170,7 @@ def test_mapping_keeps_the_containers_and_leaves_have_different_paths(case):
     assert len({path for path, _ in found}) == len({trees.pointer(path) for path, _ in found}) == len(found)
     for path, leaf in found:  # a name is how Python reaches the leaf
         if not any(isinstance(node, Graphs) for node in nodes_on(batch, path)):
-            assert eval(trees.named(path, "batch"), {"batch": batch}) is leaf
+            assert eval(trees.python_path(path, "batch"), {"batch": batch}) is leaf
     for _, one, other in trees.paired(found, trees.leaves(batch)):
         assert trees.same(one, other)
 
@@ -206,7 +206,7 @@ def test_a_record_is_not_made_twice():
 
 def test_a_state_keeps_its_counts_and_its_type():
     state = TrainState(step=3, params={"w": torch.ones(2)})
-    assert {trees.named(path): leaf for path, leaf in trees.leaves(state)}["step"] == 3
+    assert {trees.python_path(path): leaf for path, leaf in trees.leaves(state)}["step"] == 3
     assert trees.map_leaves(lambda leaf: leaf, state).params["w"] is state.params["w"]
 
 

@@ -30,13 +30,13 @@ def trainable(name, tensor):
 def make(base_seed=0, wrap=None):
     torch.manual_seed(base_seed)
     model = Adapted()
+    model.base.requires_grad_(False)
     if wrap is not None:
-        model.base.requires_grad_(False)
         model = wrap(model)
     optimizer = adamw()
-    grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - x).square().mean(), trainable=trainable)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - x).square().mean())
     step = ll.make_train_step(grad_fn, optimizer, donate=True)
-    return model, step, ll.init_state(model, optimizer, trainable=trainable)
+    return model, step, ll.init_state(model, optimizer)
 
 
 def trained(step, state, steps):

@@ -192,7 +192,10 @@ def test_optimizers_that_do_not_match_are_refused():
     adamw = ll.optimizer(torch.optim.AdamW, lr=0.05)
     state = pure_steps(model, ll.init_state(model, adamw), adamw, 0, 2)
     params = list(model.parameters())
-    part = ll.init_state(model, adamw, trainable=is_vector)
+    for name, tensor in model.named_parameters():
+        tensor.requires_grad_(is_vector(name, tensor))
+    part = ll.init_state(model, adamw)
+    model.requires_grad_(True)
     schedule_free = ll.init_state(model, ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.05))
     lbfgs = ll.init_state(model, ll.optimizer(torch.optim.LBFGS, lr=0.05))
     sign = ll.optim.part("sign", update_=lambda grads, state, params, step: (params, state), role="weights")

@@ -72,7 +72,10 @@ def test_refusals_name_what_was_found_and_what_to_give():
 def test_a_gradient_without_an_optimizer_leaves_the_state_as_it_was(donate):
     model = net()
     optimizer = ll.optim.partition({"matrices": sgd()}, by_rank)
-    state = ll.init_state(model, optimizer, trainable=lambda name, tensor: tensor.ndim == 2)
+    for tensor in model.parameters():
+        tensor.requires_grad_(tensor.ndim == 2)
+    state = ll.init_state(model, optimizer)
+    model.requires_grad_(True)
     before = bits(state)
     step = step_of(model, optimizer, donate)
     with pytest.raises(ValueError, match=r"0\.bias has the label 'rest', and there are optimizers for matrices"):

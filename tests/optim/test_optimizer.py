@@ -153,7 +153,7 @@ REFUSED = {
     "by identity": (ValueError, "group 4. name, shape dtype", by_identity),
     "gaps": (ValueError, "fused=True w, gaps", lambda: adamw(fused=True).init({"w": torch.ones(4, 6)[:, :3]})),
     "strides": (ValueError, "fused=True w, init_state", fused_with_other_strides),
-    "a gradient": (ValueError, "other trainable=", unknown_gradient),
+    "a gradient": (ValueError, "other requires gradient", unknown_gradient),
 }
 for name in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
     REFUSED[name] = (TypeError, f"{name} fully_shard", lambda name=name: ll.optimizer(of_ranks(name), lr=0.1))

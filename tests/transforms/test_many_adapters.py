@@ -187,17 +187,18 @@ def test_a_base_that_is_not_frozen_is_copied_for_each_member():
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_a_frozen_parameter_that_is_trained_by_its_name_gets_memory_for_each_member(donate):
-    model = made()
-
-    def first(name, tensor):
-        return name == "first.bias"  # which requires no gradient
+def test_a_frozen_parameter_that_thaws_gets_memory_for_each_member(donate):
+    model = made().requires_grad_(False)
+    model.first.bias.requires_grad_(True)
+    start = ll.init_state(model, adamw(0.1))
+    model.first.bias.requires_grad_(False)
+    start = ll.copy_state(start)  # in which it requires no gradient
+    model.first.bias.requires_grad_(True)
 
     def step_of(lr, **options):
-        return ll.make_train_step(ll.make_grad_fn(model, mean_square, trainable=first), adamw(lr), **options)
+        return ll.make_train_step(ll.make_grad_fn(model, mean_square), adamw(lr), **options)
 
     step, one_by_one = ll.vmap_step(step_of(per_member(RATES), donate=donate)), [step_of(lr) for lr in RATES]
-    start = ll.copy_state(ll.init_state(model, adamw(0.1), trainable=first))
     stack, states = stack_states([start] * len(RATES), same_seeds=True), [start] * len(RATES)
     assert stack.params["first.bias"].stride(0) == 0
     for number in range(3):
