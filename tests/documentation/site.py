@@ -151,7 +151,8 @@ class _Site:
                     _searched(page, "", opening.partition("\n| ")[0] if page.group == "Cookbook" else opening)
                 )
                 for _, heading, text in page.sections:
-                    found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
+                    if text.strip():  # else a group of sections, which are found by themselves
+                        found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
                 for anchor, names, text in page.rows:
                     found.append(_searched(page, " ".join(names.split()), text) | {"qualname": anchor, "kind": "row"})
         known = words(self.pages["recipes.WORDS"].text, self._names)
