@@ -142,7 +142,7 @@ def loss_by_formula(logps, old, reference, advantages, mask, epsilon, beta):
 
 
 def loss_of_trl(logps, old, reference, advantages, mask, epsilon, beta):
-    """What TRL's own GRPOTrainer computes from the same log-probabilities."""
+    """The loss that TRL's own GRPOTrainer computes from the same log-probabilities."""
     from trl import GRPOTrainer  # takes ten seconds
 
     trainer = GRPOTrainer.__new__(GRPOTrainer)  # without a tokenizer and a pretrained model
