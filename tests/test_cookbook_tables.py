@@ -226,3 +226,18 @@ def test_the_bytes_of_rounds_are_the_weights():
     for run_of, steps, count, _ in rows("Synchronize every few steps (local SGD, DiLoCo)", ""):
         times = int(run_of.split()[0]) if "rounds" in run_of else int(steps)
         assert int(count.replace(",", "")) == times * weights
+
+
+def test_the_operations_of_a_text():
+    heading = "Measure model FLOPs utilization (MFU)"
+    names = run(heading, changes=[("print(", "print = str\nprint(")])
+    for length, counted, formula, share in rows(heading, "length"):
+        length = int(length.replace(",", ""))
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        count, flops = ll.log.count_flops(names["grad_fn"], names["state"], tokens), names["flops"](tokens)
+        attention = 12 * names["layers"] * names["width"] * length**2 / flops
+        assert [counted, formula, share] == [
+            f"{count:.2e}".replace("+0", ""),
+            f"{flops:.2e}".replace("+0", ""),
+            f"{attention:.0%}",
+        ]
