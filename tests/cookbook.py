@@ -31,15 +31,14 @@ def contents(page: Path) -> str:
 
 
 def index() -> str:
-    """The table of all pages' tasks, a row for each group."""
-    rows = ["| page | group | tasks |", "| --- | --- | --- |"]
+    """The table of all pages' tasks, a row for each page."""
+    rows = ["| page | tasks |", "| --- | --- |"]
     for page in PAGES:
         title = page.read_text().partition("\n")[0].removeprefix("# Cookbook: ")
-        first = f"**[{title[0].upper()}{title[1:]}]({page.name})**"
-        for row in contents(page).splitlines()[2:]:
-            rows.append(f"| {first} {row.replace('**', '').replace('](#', f']({page.name}#')}")
-            first = ""
-    return "\n".join(rows).replace("|  |", "| |") + "\n"
+        groups = re.findall(r"^\| (\*\*.*)\*\* \| (.*) \|$", contents(page), re.M)
+        tasks = ". ".join(f"{group}:** {links}" for group, links in groups).replace("](#", f"]({page.name}#")
+        rows.append(f"| [{title[0].upper()}{title[1:]}]({page.name}) | {tasks} |")
+    return "\n".join(rows) + "\n"
 
 
 def texts() -> dict[Path, str]:

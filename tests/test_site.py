@@ -242,6 +242,97 @@ def test_a_word_of_another_library_finds_its_place_first(site):
     assert found["same_batch"][:2] == ["looplib.steps#make_train_step", f"recipes.COOKBOOK_NETWORKS#{TWO_NETWORKS}"]
 
 
+# What users of other libraries type, and the first place that the search gives. Calls are cut out of their lines.
+TYPED = {
+    # torch
+    "optimizer.zero_grad()": "recipes.FROM_A_RAW_LOOP#",
+    "loss.backward()": "recipes.FROM_A_RAW_LOOP#",
+    "optimizer.step()": "recipes.FROM_A_RAW_LOOP#",
+    "lr_scheduler.step": "recipes.COOKBOOK_OPTIMIZERS#warm-up-and-decay-the-learning-rate",
+    "clip_grad_norm_": "looplib.optim#clip_by_global_norm",
+    "torch.amp.autocast": "looplib.losses#autocast",
+    "GradScaler": "looplib.optim#dynamic_loss_scale",
+    "DataLoader": "looplib.data#make_loader",
+    "num_workers": "looplib.data#make_loader",
+    "collate_fn": "looplib.data#make_loader",
+    "sampler.set_epoch(epoch)": "looplib.data#shuffled",
+    "WeightedRandomSampler": "looplib.data#weighted",
+    "IterableDataset": "recipes.COOKBOOK_DATA#train-on-a-stream",
+    "state_dict": "recipes.COOKBOOK_CHECKPOINTS#save-the-model",
+    "load_state_dict": "recipes.COOKBOOK_CHECKPOINTS#start-from-saved-weights",
+    "torch.save": "looplib.checkpoint#checkpoint_io",
+    "DistributedDataParallel": "recipes.COOKBOOK_CHECKPOINTS#use-several-gpus",
+    "FSDP": "recipes.README#language_model_fsdp",
+    "torchrun": "recipes.COOKBOOK_CHECKPOINTS#use-several-gpus",
+    "no_sync": "looplib.grads#accumulate",
+    "dist.all_reduce": "looplib.distributed#reduce",
+    "model.eval()": "looplib.steps#make_eval_step",
+    "torch.no_grad()": "looplib.steps#make_eval_step",
+    "requires_grad_": "recipes.COOKBOOK_OPTIMIZERS#freeze-layers",
+    "torch.manual_seed": "looplib.state#init_state",
+    "torch.compile": "looplib.transforms#compile_step",
+    "torch.utils.checkpoint": "looplib.losses#recompute",
+    "update_bn": "looplib.evaluation#recompute_batch_norm",
+    "AveragedModel": "looplib.optim#ema",
+    "ReduceLROnPlateau": "looplib.optim#reduce_on_plateau",
+    "param_groups": "recipes.COOKBOOK_OPTIMIZERS#use-different-learning-rates-per-layer",
+    # transformers
+    "Trainer": "recipes.FROM_LIGHTNING#",
+    "TrainingArguments": "recipes.FROM_TRANSFORMERS#",
+    "TrainerCallback": "looplib.predicates#Predicate",
+    "compute_metrics": "looplib.steps#make_eval_step",
+    "compute_loss": "looplib.gradients#make_grad_fn",
+    "per_device_train_batch_size": "recipes.COOKBOOK_CHECKPOINTS#continue-with-another-number-of-processes",
+    "gradient_accumulation_steps": "looplib.grads#accumulate",
+    "eval_strategy": "looplib.evaluation#evaluate",
+    "load_best_model_at_end": "recipes.COOKBOOK_CHECKPOINTS#keep-the-best-checkpoint",
+    "resume_from_checkpoint": "recipes.COOKBOOK_CHECKPOINTS#resume-a-run",
+    "warmup_ratio": "looplib.schedules#warmup_cosine",
+    "report_to": "looplib.log#tracker",
+    "push_to_hub": "recipes.COOKBOOK_CHECKPOINTS#push-to-the-hugging-face-hub",
+    "DataCollatorWithPadding": "looplib.data#by_length",
+    # Lightning
+    "Lightning": "recipes.FROM_LIGHTNING#",
+    "training_step": "recipes.FROM_LIGHTNING#",
+    "validation_step": "looplib.steps#make_eval_step",
+    "configure_optimizers": "looplib.optim#optimizer",
+    "seed_everything": "looplib.state#init_state",
+    "EarlyStopping": "looplib.predicates#early_stopping",
+    "ModelCheckpoint": "looplib.checkpoint#checkpoint_io",
+    "self.log": "recipes.COOKBOOK_LOGS#log-the-mean-loss-since-the-last-line",
+    "log_every_n_steps": "looplib.predicates#every_n_steps",
+    "overfit_batches": "recipes.COOKBOOK_LOGS#overfit-one-batch",
+    "manual_backward": f"recipes.COOKBOOK_NETWORKS#{TWO_NETWORKS}",
+    "LightningDataModule": "looplib.data#make_loader",
+    # accelerate
+    "accelerator.prepare": "recipes.FROM_ACCELERATE#",
+    "accelerator.backward(loss)": "recipes.FROM_ACCELERATE#",
+    "accelerator.gather_for_metrics": "looplib.evaluation#evaluate",
+    "accelerator.save_state": "looplib.checkpoint#checkpoint_io",
+    "accelerator.clip_grad_norm_": "looplib.optim#clip_by_global_norm",
+    "accelerator.is_main_process": "looplib.distributed#is_rank_zero",
+    "accelerator.wait_for_everyone()": "looplib.distributed#barrier",
+    "accelerator.unwrap_model": "recipes.COOKBOOK_CHECKPOINTS#save-the-model",
+    "skip_first_batches": "recipes.CONCEPTS#positions",
+    "find_executable_batch_size": "recipes.COOKBOOK_LOSSES#retry-a-batch-in-smaller-microbatches",
+    # what readers did not find
+    "average of one network": "recipes.COOKBOOK_OPTIMIZERS#average-the-weights-of-one-network-a-gans-generator",
+    "redo BatchNorm": "looplib.evaluation#recompute_batch_norm",
+    "mean over batches": "recipes.COOKBOOK_LOSSES#average-over-batches-and-not-over-samples",
+    "resume my own torch optimizer": "recipes.COOKBOOK_CHECKPOINTS#resume-my-own-torch-optimizer",
+    "check_replicas": "looplib.distributed#check_replicas",
+    "assert_ranks_train_alike": "looplib.testing#assert_ranks_train_alike",
+    "resume training": "recipes.COOKBOOK_CHECKPOINTS#resume-a-run",
+    "CUDA out of memory": "recipes.COOKBOOK_LOSSES#retry-a-batch-in-smaller-microbatches",
+}
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the search runs in node")
+def test_what_users_of_other_libraries_type_leads_to_its_page(site):
+    assert len(TYPED) >= 60
+    assert {term: places[0] for term, places in searched(site[0], list(TYPED)).items()} == TYPED
+
+
 def test_the_search_shows_code_and_no_markup(site):
     for entry in constant(site[0], "docs"):
         shown = html.unescape(re.sub("<[^>]*>", "", entry.get("signature", "") + entry.get("doc", "")))

@@ -645,5 +645,7 @@ def test_a_loss_function_in_place_of_a_gradient_function_is_named_at_its_first_c
             with pytest.raises(TypeError) as error:
                 ll.make_train_step(loss_fn, SGD, donate=donate)(state, x)
             said = [str(error.value), *getattr(error.value, "__notes__", [])]
-            assert any("write ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)" in line for line in said)
+            assert any(
+                "write ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)" in line for line in said
+            )
     ll.make_train_step(ll.make_grad_fn(model, lambda model, batch: model(batch).mean()), SGD)(state, x)

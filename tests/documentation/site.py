@@ -53,7 +53,7 @@ class _Site:
         pdoc.render.configure(docformat="google", include_undocumented=False, template_directory=HERE / "templates")
         groups: dict[str, list[tuple[str, str]]] = {"Learn": [], "Cookbook": [], "Reference": [], "Recipes": []}
         for page in self.pages.values():
-            groups.setdefault(page.group, []).append((page.name, page.title))
+            groups.setdefault(page.group, []).append((page.name, _in_its_group(page)))
         groups["Reference"] = [(name, f"ll.{name.partition('.')[2]}") for name in self._rooms]
         pdoc.render.env.globals["groups"] = {heading: links for heading, links in groups.items() if heading}
         pdoc.render_helpers.markdown_extensions["toc"]["depth"] = 3
@@ -151,7 +151,8 @@ class _Site:
                     _searched(page, "", opening.partition("\n| ")[0] if page.group == "Cookbook" else opening)
                 )
                 for _, heading, text in page.sections:
-                    found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
+                    if text.strip():  # else a group of sections, which are found by themselves
+                        found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
                 for anchor, names, text in page.rows:
                     found.append(_searched(page, " ".join(names.split()), text) | {"qualname": anchor, "kind": "row"})
         known = words(self.pages["recipes.WORDS"].text, self._names)
@@ -246,11 +247,16 @@ def _tasks(cookbook: Iterable[Page]) -> str:
     """Links to the tasks of the cookbook's pages, in a box for each page."""
     boxes = list[list[str]]()
     for page in cookbook:
-        title = page.title.removeprefix("Cookbook: ")
-        boxes.append([f"**[{title[0].upper()}{title[1:]}]({page.source})**", ""])
+        boxes.append([f"**[{_in_its_group(page)}]({page.source})**", ""])
         tasks = [heading for level, heading, _ in page.sections if level == 3]
         boxes[-1] += [f"- [{heading}]({page.source}#{_anchor(heading)})" for heading in tasks]
     return "\n\n".join('<div markdown="1">\n\n' + "\n".join(box) + "\n\n</div>" for box in boxes)
+
+
+def _in_its_group(page: Page) -> str:
+    """The title without the name of the page's group."""
+    title = page.title.removeprefix(f"{page.group}: ")
+    return title if title == page.title else title[0].upper() + title[1:]
 
 
 def _list(listed: Iterable[Page]) -> str:
