@@ -248,7 +248,7 @@ def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def without_skipped(report: Mapping[str, Any], applied: Any) -> dict[str, Any]:
-    """What an update reports. A mean that is not finite, such as an infinite norm, has no weight if the update is skipped."""
+    """The report of an update. A mean that is not finite, such as an infinite norm, has no weight if the update is skipped."""
     return {name: _if_finite(value, applied) if isinstance(value, Mean) else value for name, value in report.items()}
 
 

@@ -102,7 +102,7 @@ class _Stale:
 
     def __init__(self, module: nn.Module, state: Any, donated: bool) -> None:
         own = {name: tensor for name, tensor in tensors(members(module).params).items() if _is_trained(tensor)}
-        # A donated run may go on with some of the module's own parameters, after `state.replace(params=...)`.
+        # A donated run may continue with some of the module's own parameters, after `state.replace(params=...)`.
         self.shared = {id(tensor) for tensor in state.params.values()} if donated else set[int]()
         self._refs = {name: weakref.ref(tensor) for name, tensor in own.items() if id(tensor) not in self.shared}
         self.writes = _writes(module, self.shared)  # empty once its user has been warned of a use
@@ -140,7 +140,7 @@ class _Stale:
         }
 
     def is_taken_over(self, state: Any) -> bool:
-        """True if this state begins to write over what the module's run needs to go on."""
+        """True if this state begins to write over what the module's run needs to continue."""
         return (state.seed, state.step - 1) != self.run and _shares_lease(self.params, state)
 
     def used(self, module: nn.Module) -> None:
@@ -239,7 +239,7 @@ def left_behind(module: nn.Module, state: Any, donated: bool = False) -> None:
     """Record a step on tensors that are not the module's.
 
     A donated one may be a trial on a copy: a module that another donated run has trained is not stale for that, unless this
-    step writes over what that run needs to go on.
+    step writes over what that run needs to continue.
     """
     # In a trace, tensors have no values and no step is taken. `entered` first, since each pure step asks.
     if not warnings_of_misuse.on or (entered and tracing()):

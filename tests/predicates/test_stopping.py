@@ -249,7 +249,7 @@ def test_a_record_that_never_sees_its_scores_is_named_once_they_were_returned_tw
         assert run(updates=False) == 9
     assert len(told) == 1
     assert told[0].filename == __file__
-    for every in (1, 4):  # also more rarely than patience would let a run go on that is evaluated in each epoch
+    for every in (1, 4):  # also more rarely than patience would let a run continue that is evaluated in each epoch
         for before in (False, True):
             run(every, before=before, of_training=True)
     ll.debug.warn_of_misuse(False)
