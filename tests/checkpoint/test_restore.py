@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from files import DATA, MANIFEST, adamw, advanced, damage, names_in, net, same, unbound
-from shared import bits, both_states, equal, mean_square
+from shared import bits, both_states, equal, mean_square, one_report
 from torch import nn
 
 import looplib as ll
@@ -231,7 +231,7 @@ OTHER_PARTS = [  # the update without the part and with it, and where its state 
 ]
 
 
-@pytest.mark.every_case
+@one_report
 @both_states
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "gone"])
 @pytest.mark.parametrize(("plain", "longer", "path"), OTHER_PARTS, ids=["/".join(each[2]) for each in OTHER_PARTS])

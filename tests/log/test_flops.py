@@ -8,7 +8,7 @@ import torch
 import transformers
 from problem import adamw
 from ranks import launch
-from shared import bits
+from shared import bits, one_report
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -305,6 +305,7 @@ def test_peaks_are_those_of_the_cores():
         assert peak_flops(name) == petaflops * 1e15 / 4
 
 
+@one_report
 @pytest.mark.parametrize(
     "name",
     [
@@ -324,7 +325,6 @@ def test_peaks_are_those_of_the_cores():
         *("AMD Instinct MI250X / MI250", "NVIDIA RTX 6000 Ada Generation", "NVIDIA L400", "", "NVIDIA"),
     ],
 )
-@pytest.mark.every_case
 def test_an_unknown_device_has_no_peak(name):
     assert peak_flops(name) is None
 
