@@ -250,6 +250,7 @@ def test_a_part_that_is_new_or_gone_is_refused_unless_optional(tmp_path, plain, 
         assert f"\n  {name}, a part of the update, has a state {where}\n" in str(refused.value)
         assert f"ckpt.restore(state, optional=({name!r},))" in str(refused.value)
         assert ("emma is no part" in str(refused.value)) == bool(optional)
+        assert ("A new average begins" in str(refused.value)) == (is_new and name != "skip_nonfinite")
     state = ckpt.restore(start, optional=(name,), quiet=True)
     if not bound:
         assert same(start, kept)
