@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
     """The fast tier runs one case of each parametrized test: that marked `hardest`, or the first. The others become `slow`.
 
     The exceptions are tables of what is refused, and tests marked `every_case`: checks of pages and tables whose cases are
-    cheap and each of another thing.
+    cheap and each of another thing. Where there are many, `shared.one_report` makes one test of them.
     """
     hardest = {test_of(item) for item in items if item.get_closest_marker("hardest")}
     tests = set()

@@ -1,9 +1,12 @@
 """Helpers for tests of several rooms: states, seeds, a Python process, and a full disk."""
 
+import inspect
+import itertools
 import os
 import resource
 import subprocess
 import sys
+import traceback
 from contextlib import contextmanager
 
 import pytest
@@ -19,6 +22,7 @@ SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+PARAM = type(pytest.param())
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 
@@ -80,6 +84,57 @@ def assert_each_refused(*cases):
     for call, error, words in cases:
         with pytest.raises(error, match=words):
             call()
+
+
+def one_report(test):
+    """All cases of a parametrized test as one test, with each case that fails in its report.
+
+    For tables of many cheap cases. It stands above the marks, and each case begins with the same seed and with files and
+    patches of its own.
+    """
+    marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    cases = [
+        {key: value for part in case for key, value in part.items()}
+        for case in itertools.product(*map(rows_of, marks))
+    ]
+    signature = inspect.signature(test)
+    fixtures = [parameter for name, parameter in signature.parameters.items() if name not in cases[0]]
+
+    def run(**given):
+        faults = []
+        for number, case in enumerate(cases):
+            torch.manual_seed(0)
+            with pytest.MonkeyPatch.context() as patch:
+                new = {"monkeypatch": patch}
+                if "tmp_path" in given:
+                    new["tmp_path"] = given["tmp_path"] / str(number)
+                    new["tmp_path"].mkdir()
+                try:
+                    test(**case, **{name: new.get(name, value) for name, value in given.items()})
+                except (Exception, pytest.fail.Exception) as error:
+                    told = traceback.format_exception(error.with_traceback(error.__traceback__.tb_next))
+                    faults.append(f"{short_repr(case)}\n{''.join(told)}")
+        if faults:
+            pytest.fail(f"{len(faults)} of {len(cases)} cases:\n\n" + "\n".join(faults), pytrace=False)
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    run.__signature__ = signature.replace(parameters=fixtures)
+    run.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+    return run
+
+
+def rows_of(mark):
+    """The arguments of each case of a `parametrize`, by name."""
+    names, values = mark.args
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    rows = (value.values if isinstance(value, PARAM) else value if len(names) > 1 else [value] for value in values)
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def short_repr(case):
+    return ", ".join(
+        f"{name}={getattr(value, '__name__', None) or repr(value)[:200]}" for name, value in case.items()
+    )
 
 
 class Opaque:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from public import public_names
-from shared import SGD, mean_square
+from shared import SGD, mean_square, one_report
 from torch import nn
 
 import looplib as ll
@@ -104,7 +104,7 @@ ROOMS = [
 ]
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 def test_each_room_explains_torchs_optimizers_and_schedulers(room):
     classes = [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shared import SGD
+from shared import SGD, one_report
 from torch import nn
 
 import looplib as ll
@@ -47,6 +47,7 @@ def token_batches(count):
         yield torch.randn(4, 5, 3, dtype=torch.float64, generator=generator), mask
 
 
+@one_report
 @each_kind
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_weight_of_a_loss_may_be_a_buffer_that_the_forward_pass_writes(kind, microbatches):
@@ -88,6 +89,7 @@ UPDATES = {
 }
 
 
+@one_report
 @each_kind
 @pytest.mark.parametrize("how", UPDATES)
 def test_a_functional_update_may_return_parameters_in_other_places(how, kind):

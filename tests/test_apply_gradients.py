@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import one_report
 from torch import nn
 from torch.func import functional_call
 
@@ -419,6 +420,7 @@ SPOILED = [
 ]
 
 
+@one_report
 @pytest.mark.parametrize(("grads", "message"), SPOILED)
 @both
 def test_gradients_that_do_not_fit_are_refused(grads, message, donate):

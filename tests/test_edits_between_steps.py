@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from shared import SGD, both_states, both_steps
+from shared import SGD, both_states, both_steps, one_report
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 
@@ -70,7 +70,7 @@ OTHER_TENSORS = {tied: "2.weight", replaced: "2.weight", assigned: "0.weight"}
 OTHER_LAYERS = [appended, frozen_layer_swapped, without_bias, with_spectral_norm, pruned]
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("steps", [0, 1, 2])
 @pytest.mark.parametrize("edit", OTHER_TENSORS)
 @both_steps
@@ -86,7 +86,7 @@ def test_parameters_that_are_replaced_after_init_state_are_named(donate, edit, s
     step(state, X)
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("edit", OTHER_LAYERS)
 @both_steps
@@ -275,7 +275,7 @@ def test_a_donated_step_on_a_bound_state_trains_what_is_written_into_the_module(
     torch.testing.assert_close(dict(state.params), raw_run(edit))
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize(("donate", "bound"), [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("edit", [*EDITS, in_another_dtype])
 def test_writes_into_a_module_that_the_steps_do_not_train_are_warned_of_once(edit, donate, bound):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from problem import step_of
-from shared import SGD, mean_square
+from shared import SGD, mean_square, one_report
 from torch import nn
 
 import looplib as ll
@@ -89,7 +89,7 @@ def assert_intact(state, before):
         assert state.params[name].data_ptr() == address
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_writes_the_given_state_is_refused_by_name_and_the_state_is_intact(kind, bound):
@@ -107,7 +107,7 @@ def test_what_writes_the_given_state_is_refused_by_name_and_the_state_is_intact(
         assert_intact(state, before)
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("begins", [2, 4, 8])
 def test_writes_through_data_that_begin_later_are_refused_at_the_next_look(begins):
     model, batch = Writer("none"), torch.randn(4, 3)
@@ -120,7 +120,7 @@ def test_writes_through_data_that_begin_later_are_refused_at_the_next_look(begin
     assert_intact(state, before)
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_evaluations_and_predictions_run_on_copies_of_what_they_write(kind, bound):

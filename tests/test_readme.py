@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from ranks import launch, run_script
+from shared import one_report
 from torch import nn
 
 import looplib as ll
@@ -215,7 +216,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize(
     "page", [*PAGES, "CONTRIBUTING.md", *(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.md"))]
 )

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from shared import SGD, mean_square
+from shared import SGD, mean_square, one_report
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -65,7 +65,7 @@ def settings_of(run):
     return [getattr(run, name) for name in SETTINGS]
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("path", SAME)
 def test_states_that_follow_hold_the_same_record(path):
     model, state = started(loader_of())
@@ -178,6 +178,7 @@ def test_the_first_loader_gives_the_length_of_an_epoch_and_those_of_looplib_thei
     assert started(two)[1].replace(epoch_length=None).run.loaders == (two.description,)
 
 
+@one_report
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -122,8 +122,7 @@ def _check_fit(
             "the run is named, ckpt.restore(state, resized=('extra.history',))"
         )
     advice += _advice_on_shapes(subset(wanted, saved), reader)
-    # Names as they are, not those of a JSON pointer
-    misfits = [misfit.replace("~1", "/").replace("~0", "~") for misfit in misfits]
+    misfits = [*map(_unescaped, misfits)]
     if unnamed := without(parts, optional):
         advice += f". {_ways(unnamed, new, gone, optional)}"
         misfits = [*unnamed.values(), *misfits]
@@ -143,8 +142,13 @@ def _lone_parts(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> dict[st
         for leaf_path in unmatched:
             root = next((beginning for beginning in _beginnings(leaf_path) if beginning not in matched), "")
             if part := _PART.fullmatch(root):
-                lone[leaf_path] = part[1].replace("~1", "/").replace("~0", "~")
+                lone[leaf_path] = _unescaped(part[1])
     return lone
+
+
+def _unescaped(text: str) -> str:
+    """Names as they are, of those that a JSON pointer escapes."""
+    return text.replace("~1", "/").replace("~0", "~")
 
 
 def _beginnings(leaf_path: str) -> Iterator[str]:
@@ -165,7 +169,7 @@ def _ways(
     effects = [f"{few(started)} will start as in the state"] if started else []
     effects += [f"what {few(dropped)} kept will be dropped"] if dropped else []
     way = f"If other parts are meant: ckpt.restore(state, optional=({listed})); {', and '.join(effects)}"
-    if any(f"/{part}/average/" in leaf_path for leaf_path, part in new.items() if part in started):
+    if any(f"/{part}/average/" in _unescaped(leaf_path) for leaf_path, part in new.items() if part in started):
         way += ". A new average begins with the state's weights, or with start=1, with those after the next update"
     unknown = [name for name in optional if name not in has_part]
     return f"{way}. Of optional, {few(unknown)} is no part that one of them alone has" if unknown else way
@@ -174,7 +178,7 @@ def _ways(
 def _advice_on_shapes(leaves: Mapping[str, Any], reader: Reader) -> str:
     """The line to write if leaves may have other shapes than the state's."""
     titles = [
-        ".".join(key.replace("~1", "/").replace("~0", "~") for key in leaf_path.split("/")[1:])
+        ".".join(_unescaped(key) for key in leaf_path.split("/")[1:])
         for leaf_path, leaf in leaves.items()
         if isinstance(leaf, Tensor) and not leaf_path.startswith("/opt_state/")
         if (about_saved := reader.tensors.get(reader.root(leaf_path))) and about_saved["shape"] != [*leaf.shape]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problem import sgd
-from shared import SGD, bits
+from shared import SGD, bits, one_report
 from shared import mean_square as squares
 from torch import nn, testing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -292,7 +292,7 @@ KEPT = {
 }
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
 @each_kind

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storages import ALIASES, CHECKS, Renamed, check_alias, check_freed_and_back
+from shared import one_report
+from storages import CHECKS, Renamed, check_aliases, check_freed_and_back
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -31,18 +32,16 @@ pytestmark = [pytest.mark.every_case, *(pytest.mark.filterwarnings(f"ignore:{tex
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("way", ALIASES)
-@pytest.mark.parametrize("collected", [False, True], ids=["at once", "collected"])
-def test_a_lease_is_seen_by_whatever_has_the_memory(way, collected, device):
-    if (way, device) != ("a tensor in autograd", "meta"):  # it has no values for a backward pass
-        check_alias(way, collected, device)
+def test_a_lease_is_seen_by_whatever_has_the_memory(device):
+    # On meta, a tensor has no values for a backward pass.
+    check_aliases(device, left_out=["a tensor in autograd"] if device == "meta" else [])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("check", CHECKS)
-def test_torch_keeps_what_lies_on_a_storage_as_long_as_the_memory(check, device):
-    if (check, device) != (check_freed_and_back, "meta"):
-        check(device)
+def test_torch_keeps_what_lies_on_a_storage_as_long_as_the_memory(device):
+    for check in CHECKS:
+        if (check, device) != (check_freed_and_back, "meta"):
+            check(device)
 
 
 def test_memory_shared_through_numpy_has_another_storage_and_another_lease():
@@ -204,6 +203,7 @@ UNKNOWN = {  # no memory, or none that is known
 }
 
 
+@one_report
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_memory_of_a_tensor_is_that_of_its_numbers(name):
     tensor, holder = KNOWN[name]()
@@ -223,6 +223,7 @@ def test_the_memory_of_a_tensor_is_that_of_its_numbers(name):
     assert (begin, end) == WHOLE or 0 <= begin < end <= holder.untyped_storage().nbytes()
 
 
+@one_report
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_of_what_is_not_known_nothing_is_said(name):
     tensor = UNKNOWN[name]()

@@ -16,7 +16,7 @@ import torch
 from files import DATA, advanced, names_in, net, same, tensors_of, unbound
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shared import file_size_limit
+from shared import file_size_limit, one_report
 
 import looplib as ll
 from looplib.predicates import BestSoFar
@@ -106,7 +106,7 @@ WRONG = {  # what is called with a path, the type of the error and what it names
 }  # fmt: skip
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path, case):
     call, error, words = WRONG[case]

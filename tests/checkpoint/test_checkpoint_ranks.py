@@ -3,10 +3,7 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -17,8 +14,6 @@ from shared import made_once
 from torch import nn
 
 import looplib as ll
-
-ROOT = Path(__file__).parents[2]
 
 COMMON = """
 import contextlib, os, resource, sys, time, warnings
@@ -545,11 +540,7 @@ for form in last:
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.large)])
 def test_a_killed_rank_takes_the_others_down_and_leaves_whole_ones(tmp_path, rounds):
     (tmp_path / "kill.py").write_text(KILL)
-    command = [sys.executable, str(tmp_path / "kill.py"), str(tmp_path), str(rounds), "2"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    launch(0, run_script, str(tmp_path / "kill.py"), str(tmp_path), str(rounds), "2")
 
 
 def restored_on_ranks(folder):

@@ -1,9 +1,6 @@
 """Objects of a raw loop in a checkpoint, by name: the bits of an unbroken loop of plain torch after a resume."""
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 
@@ -11,21 +8,14 @@ import numpy as np
 import pytest
 import torch
 from files import damage
+from ranks import launch, run_script
 from raw_loops import AFTER, BEFORE, CASES, Loader, end_of, objects_of, train
 from shared import bits
 from torch import nn
 
 import looplib as ll
 
-ROOT = Path(__file__).parents[2]
-RAW_LOOPS = ROOT / "tests" / "raw_loops.py"
-
-
-def in_new_process(*command):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    given = [sys.executable, *map(str, command)]
-    done = subprocess.run(given, capture_output=True, text=True, timeout=500, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+RAW_LOOPS = Path(__file__).parents[1] / "raw_loops.py"
 
 
 def test_a_resume_in_a_new_process_has_the_bits_of_an_unbroken_loop(tmp_path):
@@ -36,7 +26,7 @@ def test_a_resume_in_a_new_process_has_the_bits_of_an_unbroken_loop(tmp_path):
         ll.checkpoint_io(tmp_path / case).save(run)
         train(case, run, AFTER)
         unbroken[case] = end_of(run)
-    in_new_process(RAW_LOOPS, tmp_path, *CASES)
+    launch(0, run_script, str(RAW_LOOPS), str(tmp_path), *CASES)
     resumed = {case: torch.load(tmp_path / f"{case}.pt", weights_only=False) for case in CASES}
     assert [case for case in CASES if bits(resumed[case]) != bits(unbroken[case])] == []
     assert {each["step"] for each in resumed.values()} == {BEFORE + AFTER}
@@ -122,7 +112,7 @@ for number in range(20):
 
 def test_a_loop_that_is_killed_at_twenty_moments_leaves_whole_checkpoints(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
-    in_new_process(tmp_path / "killed.py", tmp_path)
+    launch(0, run_script, str(tmp_path / "killed.py"), str(tmp_path))
 
 
 def run_of(seed=0, **more):

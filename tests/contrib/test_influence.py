@@ -94,6 +94,7 @@ def test_influences_are_finite_differences_of_whole_runs(name, loss_fn, options)
     assert gradients.abs().median() > 1e-4  # 1e-8 is a small part of them
 
 
+@pytest.mark.slow  # finite differences, above, notice the same mistakes; this one shows what the numbers are good for
 @pytest.mark.parametrize(
     "optimizer",
     [ll.optimizer(torch.optim.AdamW, lr=0.01), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)],

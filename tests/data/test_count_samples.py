@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from plain_loader import as_rank, at, quiet
+from shared import one_report
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import BatchEncoding
@@ -106,7 +107,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_samples_of_real_batches_are_counted(name):
     batch, count = COUNTED[name]
@@ -143,7 +144,7 @@ REFUSED = {
 del REFUSED["a list of images"], REFUSED["one image of a detector"]
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_be_several_numbers_is_refused_by_name(name):
     batch, words = REFUSED[name]

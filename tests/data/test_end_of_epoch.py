@@ -1,19 +1,14 @@
 """A run that is stopped between the last batch of an epoch and `end_epoch` continues after a restart."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import cookbook
 import pytest
 import torch
 from datasets import Dataset
+from ranks import launch
 from torch import nn
 
 import looplib as ll
 
-HERE = Path(__file__).parent
 [GROWS] = cookbook.BLOCK.findall(cookbook.SECTIONS["Grow the batch size during a run"])
 
 
@@ -89,16 +84,6 @@ def train(kind, folder, when=""):
     return state
 
 
-def process(folder, when):
-    """All loops, in a process of their own."""
-    code = f"import test_end_of_epoch as test; test.train_all({str(folder)!r}, {when!r})"
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, env=environment, check=True, capture_output=True, text=True
-    )
-
-
 def train_all(folder, when):
     for kind in (*LOADERS, COOKBOOK):
         try:
@@ -109,9 +94,9 @@ def train_all(folder, when):
 
 
 def test_a_restarted_run_ends_the_epoch_and_goes_on_with_the_bits_of_an_unbroken_run(tmp_path):
-    process(tmp_path, "after the last batch")
+    launch(0, train_all, tmp_path, "after the last batch")  # all loops, in a new process
     assert not list(tmp_path.glob("*.pt"))
-    process(tmp_path, "")
+    launch(0, train_all, tmp_path, "")
     for kind in (*LOADERS, COOKBOOK):
         whole = train(kind, tmp_path / "whole" / kind)
         step, epoch, batch, params = torch.load(tmp_path / f"{kind}.pt")

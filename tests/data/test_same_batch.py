@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from shared import SGD
+from shared import SGD, one_report
 
 import looplib as ll
 
@@ -165,7 +165,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 @pytest.mark.parametrize("run", RIGHT, ids=lambda run: run.__name__)
 def test_states_that_loaders_have_led_where_they_are_are_no_mistake(run, epochs, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import launch
+from shared import one_report
 from test_evaluation import Stream, parts
 from torch import nn
 
@@ -115,6 +116,7 @@ CUT = [3, 3, 3, 2]
 SHORTER, LONGER = [[3, 3, 3], [3, 2]], [[3, 3, 3, 3], [3, 3, 3, 3, 4]]
 
 
+@one_report
 @pytest.mark.parametrize("kind", CUTS)
 @pytest.mark.parametrize("begun", [2, 4])
 def test_other_batches_are_refused_before_a_sample_is_skipped(tmp_path, kind, begun):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shared import SGD
+from shared import SGD, one_report
 from torch import nn
 
 import looplib as ll
@@ -55,7 +55,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("transform", ["pure", "donated", "graph", "ensemble"])
 @pytest.mark.parametrize("wrap", WRAPPED)
 def test_the_loss_has_the_numbers_of_the_state_that_a_raw_loop_would_give_it(wrap, transform):

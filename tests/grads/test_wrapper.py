@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import launch
 from shared import mean_square as loss_fn
+from shared import one_report
 from torch import nn
 
 import looplib as ll
@@ -126,7 +127,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("wrap", HIDDEN)
 @pytest.mark.parametrize("name", OF_WHOLE_BATCHES)
 def test_what_has_a_meaning_for_whole_batches_alone_is_refused_within_accumulate(name, wrap):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from problem import adamw
 from ranks import launch
-from shared import bits
+from shared import bits, one_report
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -228,36 +228,39 @@ def test_operations_without_a_formula_are_named():
         count_flops(lambda state, x: torch.mv(x, torch.ones(4)), state, x)
 
 
-def on_ranks(engine):
+def on_ranks():
     with ll.distributed.setup():
-        rank = torch.distributed.get_rank()
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        x = torch.ones(3 + rank, 8)
-        own = (3 + rank) * (6 * (64 + 16) - 2 * 64)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        if engine == "tensor parallel":
-            from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-            parallelize_module(model[2], mesh, ColwiseParallel())
-            grad_fn = ll.make_grad_fn(model, mean_square)
-            with pytest.raises(ValueError, match=r"addmm has a DTensor.*divide"):
-                count_flops(grad_fn, ll.init_state(model), x)
-            return
-        if engine == "ddp":
-            model = nn.parallel.DistributedDataParallel(model)
-        if engine == "fsdp":
-            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
-        grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_square), 1)
-        state = ll.init_state(model)
-        before = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        assert count_flops(grad_fn, state, x) == own
-        assert all(torch.equal(state.buffers[name], tensor) for name, tensor in before.items())
+        for engine in ("ddp", "fsdp", "tensor parallel"):
+            check_in_engine(engine)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "tensor parallel"])
-def test_each_rank_counts_what_its_device_computes(engine):
-    launch(2, on_ranks, engine)
+def check_in_engine(engine):
+    rank = torch.distributed.get_rank()
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    x = torch.ones(3 + rank, 8)
+    own = (3 + rank) * (6 * (64 + 16) - 2 * 64)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    if engine == "tensor parallel":
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        parallelize_module(model[2], mesh, ColwiseParallel())
+        grad_fn = ll.make_grad_fn(model, mean_square)
+        with pytest.raises(ValueError, match=r"addmm has a DTensor.*divide"):
+            count_flops(grad_fn, ll.init_state(model), x)
+        return
+    if engine == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    if engine == "fsdp":
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, mean_square), 1)
+    state = ll.init_state(model)
+    before = {name: tensor.clone() for name, tensor in state.buffers.items()}
+    assert count_flops(grad_fn, state, x) == own
+    assert all(torch.equal(state.buffers[name], tensor) for name, tensor in before.items())
+
+
+def test_each_rank_counts_what_its_device_computes():
+    launch(2, on_ranks)
 
 
 # Peaks
@@ -305,6 +308,7 @@ def test_peaks_are_those_of_the_cores():
         assert peak_flops(name) == petaflops * 1e15 / 4
 
 
+@one_report
 @pytest.mark.parametrize(
     "name",
     [
@@ -324,7 +328,6 @@ def test_peaks_are_those_of_the_cores():
         *("AMD Instinct MI250X / MI250", "NVIDIA RTX 6000 Ada Generation", "NVIDIA L400", "", "NVIDIA"),
     ],
 )
-@pytest.mark.every_case
 def test_an_unknown_device_has_no_peak(name):
     assert peak_flops(name) is None
 

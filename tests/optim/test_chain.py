@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from problem import WAYS, adamw, assert_refused, sgd
-from shared import bits, both_steps, equal, make_train_step, mean_square, trained
+from shared import bits, both_steps, equal, make_train_step, mean_square, one_report, trained
 from torch import nn
 
 import looplib as ll
@@ -104,6 +104,7 @@ REFUSED_ORDERS = {
 }
 
 
+@one_report
 @pytest.mark.parametrize("name", REFUSED_ORDERS)
 def test_a_refused_chain_says_what_to_write(name):
     words, instead, parts = REFUSED_ORDERS[name]
@@ -550,7 +551,7 @@ def writing():
     }
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("name", writing())
 def test_gradients_given_by_hand_are_not_written(name):
     optimizer, model = writing()[name], net()

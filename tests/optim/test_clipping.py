@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import WAYS, loss_fn
-from shared import SGD, equal, make_train_step, mean_square, trained
+from shared import SGD, equal, make_train_step, mean_square, one_report, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -160,7 +160,7 @@ def test_a_metric_of_the_loss_whose_name_a_part_takes_is_refused_and_the_state_s
     assert not ll.debug.differences(state, before)
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("seed", range(20))
 def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@ import pytest
 import schedulefree
 import torch
 from problem import QUICK, adamw, assert_refused, batches, is_vector, net, raw_loop, run, sgd, step_of
-from shared import bits, both_steps, equal, mean_output
+from shared import bits, both_steps, equal, mean_output, one_report
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -237,8 +237,8 @@ UNFIT = {
 }
 
 
+@one_report
 @both_steps
-@pytest.mark.every_case
 @pytest.mark.parametrize("edit", UNFIT)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_state_that_does_not_fit_one_parameter_is_refused_while_it_can_be_read(name, edit, donate):

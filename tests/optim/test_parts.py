@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from problem import QUICK, WAYS, adamw, raw_adamw, sgd
-from shared import SGD, bits, both_states, both_steps, equal, make_train_step
+from shared import SGD, bits, both_states, both_steps, equal, make_train_step, one_report
 from shared import mean_square as mean
 from torch import nn
 
@@ -410,6 +410,7 @@ def fails(grads):
     raise KeyError("perplexity")
 
 
+@one_report
 @pytest.mark.parametrize("options", [{}, {"donate": True}, {"compile": QUICK, "donate": True}], ids=str)
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
@@ -440,6 +441,7 @@ AROUND = {
 }
 
 
+@one_report
 @both_steps
 @pytest.mark.parametrize("name", [*AROUND, ""])
 def test_the_state_of_another_optimizer_is_refused(name, donate):
@@ -531,7 +533,7 @@ def halved():
     return ll.optim.part("halved", init=init, transform=transform, update_=update_, role="after")
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("last", [True, False], ids=["skipped last", "skipped between"])
 def test_weights_that_a_decision_keeps_are_those_of_that_moment(way, last):

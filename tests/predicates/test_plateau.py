@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import one_report
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import looplib as ll
@@ -103,7 +104,7 @@ def test_nan_is_no_improvement():
     assert record.reference == 0.5
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize(
     ("make", "named"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from shared import one_report
 
 import looplib as ll
 from looplib.state import end_epoch
@@ -276,8 +277,8 @@ TEXTS = [
 ]
 
 
+@one_report
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.every_case
 def test_a_predicate_is_a_record_that_reads_as_its_code(text):
     predicate = eval(text, vars(ll.predicates))
     assert repr(predicate) == text
@@ -302,6 +303,7 @@ def test_a_function_is_a_predicate_under_its_name():
 # Errors
 
 
+@one_report
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -316,7 +318,6 @@ def test_a_function_is_a_predicate_under_its_name():
         (lambda: ll.predicates.every_seconds(0), "every_seconds"),
     ],
 )
-@pytest.mark.every_case
 def test_a_bad_value_is_named(make, named):
     with pytest.raises(ValueError, match=named):
         make()
@@ -330,8 +331,8 @@ def test_all_but_the_first_setting_are_given_by_name():
         ll.predicates.BestSoFar("loss", "min")
 
 
+@one_report
 @pytest.mark.parametrize("text", [*TEXTS, "every_seconds(60)"])
-@pytest.mark.every_case
 def test_what_a_predicate_cannot_do_is_refused_by_name(text):
     predicate = eval(text, vars(ll.predicates))
     for found in (5, None, (TrainState(), {}), {"loss": 1.0}, torch.tensor(5), SimpleNamespace(n=5)):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ranks import launch, run_script
 from shared import mean_square
 
 import looplib as ll
@@ -261,9 +262,10 @@ def test_a_process_told_to_end_saves_and_continues_to_the_same_bits(tmp_path):
     told.send_signal(signal.SIGTERM)
     out, error = told.communicate("\n", timeout=300)
     assert out.startswith("left at 4 "), error  # the batch at hand was finished, and no other begun
-    out, error = python(RUN, tmp_path / "told", "", tmp_path / "whole").communicate(timeout=300)
+    (tmp_path / "run.py").write_text(textwrap.dedent(RUN))
+    out = launch(0, run_script, *map(str, (tmp_path / "run.py", tmp_path / "told", "", tmp_path / "whole")))
     resumed, whole = re.findall("^left at 30 .*$", out, re.MULTILINE)
-    assert out.startswith("from 4\n"), error
+    assert out.startswith("from 4\n"), out
     assert resumed == whole
 
 

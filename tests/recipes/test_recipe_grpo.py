@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from shared import one_report
 from test_recipes import load
 
 import looplib as ll
@@ -200,7 +201,7 @@ def test_losses_of_5_updates_on_fixed_answers_are_those_of_trl(loss_of):
     assert (mask.sum(1) < 4).any()
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize(
     ("text", "right"),
     [

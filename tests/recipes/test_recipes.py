@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared import one_report
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import looplib as ll
@@ -163,7 +164,7 @@ def test_a_small_run_learns_and_one_that_was_interrupted_twice_ends_as_it_does(n
     assert calls_after < calls
 
 
-@pytest.mark.every_case
+@one_report
 @each_script
 def test_a_recipe_is_short_and_opens_with_its_commands(path):
     text = path.read_text()
@@ -173,7 +174,7 @@ def test_a_recipe_is_short_and_opens_with_its_commands(path):
         assert command in ast.get_docstring(ast.parse(text))
 
 
-@pytest.mark.every_case
+@one_report
 @each_script
 def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
@@ -202,7 +203,7 @@ def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, c
         assert line[1].endswith(f"(default: {default!r})")
 
 
-@pytest.mark.every_case
+@one_report
 @each_script
 def test_each_recipe_says_after_a_ctrl_c_what_to_do(path):
     text = path.read_text()

@@ -8,6 +8,7 @@ import torch
 import transformers.optimization as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import one_report
 from torch.optim import lr_scheduler
 
 import looplib as ll
@@ -172,7 +173,7 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_what_is_left_out_is_as_in_torch(name):
     make, needed = DEFAULTS[name]
@@ -201,7 +202,7 @@ ORDER = (
 KINDS = {name: getattr(S, name) for name in S.__all__}
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize("name", KINDS)
 def test_arguments_come_in_one_order(name):
     first, *rest = inspect.signature(KINDS[name]).parameters.values()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import both_steps
+from shared import both_steps, one_report
 from torch import nn
 from torch.utils._pytree import tree_map
 from transform_cases import (
@@ -481,6 +481,7 @@ REFUSED = {  # name -> (call, type, what the message names)
 }
 
 
+@one_report
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
     call, kind, words = REFUSED[name]

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from shared import SGD
+from shared import SGD, one_report
 from shared import mean_square as squares
 
 import looplib as ll
@@ -121,7 +121,7 @@ class Steps:
         assert self.compiled.compiler.compilations == compilations
 
 
-@pytest.mark.every_case
+@one_report
 @pytest.mark.parametrize(
     ("loss_fn", "owner", "name"),
     [
