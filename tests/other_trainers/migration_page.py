@@ -1,137 +1,134 @@
-"""A migration page, and what runs the code of its rows.
+"""The answers for the names of another library, and what runs their code.
 
-A row of recipes/FROM_*.md is an anchor, the names of the other library in bold, a sentence or two, and some lines of
-code, or the reason why there are none. Its code runs with the names that the page says are at hand, and a check looks
+An answer of recipes/names/*.toml has the names of the other library, a note, and some lines of code, or none where the
+names have no meaning here. Its code runs with the names that the table of the library says are at hand, and a check looks
 at the names that it leaves. A check is a function; its parameters are such names, or fixtures that are made before the
 code runs. One with a parameter `run` calls it itself: `run()` runs the code and returns the names that it leaves.
 """
 
+import ast
+import contextlib
 import inspect
+import keyword
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import at_hand
 import torch
+from documentation.trainers import Answer, Library
 
 ROOT = Path(__file__).parents[2]
-# Fixtures of conftest.py that a row's code may use by these names.
+# Fixtures of conftest.py that the code may use by these names.
 AT_HAND = """
     model loss_fn metric_fn train_set test_set test_batches batch grad_fn optimizer train_step eval_step predict_step
     loader state ckpt rows log train tokens gpt2 lm_loss terminal classifier words lengths
 """.split()  # noqa: SIM905
 
 
-@dataclass(frozen=True)
-class Row:
-    """The answer to some names; `code` is empty where they have no meaning here."""
-
-    anchor: str
-    names: list[str]
-    text: str
-    code: str
-    path: Path
-    line: int
-
-    def __str__(self) -> str:
-        return self.names[0]
+def blocks(page: Path) -> list[str]:
+    """The blocks of code of a page."""
+    return re.findall(r"^```py\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Page:
-    """Rows and an index of names, in one page or split by subject into pages whose names begin like the first one's."""
-
-    path: Path
-
-    @cached_property
-    def texts(self) -> dict[Path, str]:
-        return {path: path.read_text() for path in sorted(self.path.parent.glob(f"{self.path.stem}*.md"))}
-
-    @cached_property
-    def index(self) -> dict[str, tuple[str, str]]:
-        """The address, "FILE.md#anchor", and the answer of each name, `Owner.name`."""
-        index, owner = {}, ""
-        for path, text in self.texts.items():
-            for line in text.splitlines():
-                if heading := re.fullmatch(r"\| (.*) \| answer \|", line):
-                    owner = heading[1]
-                elif entry := re.fullmatch(r"\| \[`(.*)`\]\((.*)#(.*)\) \| (.*) \|", line):
-                    index[f"{owner}.{entry[1]}"] = f"{entry[2] or path.name}#{entry[3]}", entry[4]
-        return index
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        owners = {name.partition(".")[0] for name in self.index}
-        rows = []
-        pattern = r'<a id="(.*)"></a>\n\*\*(`[^*]*`)\*\*:\s((?:.+\n)+)(?:\n```py\n((?:.*\n)*?)```\n)?'
-        for path, row in [(path, row) for path, text in self.texts.items() for row in re.finditer(pattern, text)]:
-            names, owner = [], ""
-            for name in re.findall(r"`(.*?)`", row[2].replace("\n", " ")):
-                if name.partition(".")[0] in owners and "." in name:  # else that of the name before
-                    owner, _, name = name.partition(".")
-                names.append(f"{owner}.{name}")
-            line = row.string.count("\n", 0, row.start(4)) if row[4] else 0
-            rows.append(Row(row[1], names, row[3].strip(), row[4] or "", path, line))
-        return rows
-
-    @property
-    def with_code(self) -> list[Row]:
-        return [row for row in self.rows if row.code]
-
-    def blocks(self) -> list[str]:
-        text = "".join(self.texts.values())
-        return re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-    def run(self, row: Row, check: Callable[..., None], fixture: Callable[[str], Any]) -> None:
-        """Run the code of a row, and the check of what it leaves; `fixture(name)` is pytest's `getfixturevalue`."""
-        torch.manual_seed(0)
-        words = set(re.findall(r"\w+", row.code))
-        wanted = inspect.signature(check).parameters
-        before = {name: fixture(name) for name in wanted if name not in {*words, "run", "after"}}
-        names = vars(at_hand) | {
-            name: before[name] if name in before else fixture(name) for name in AT_HAND if name in words
-        }
-
-        def run(**others: Any) -> SimpleNamespace:
-            names.update(others)
-            # empty lines, so that an error points at the line of the page
-            exec(compile("\n" * row.line + row.code, str(row.path), "exec"), names)
-            return SimpleNamespace(**names)
-
-        if "run" in wanted:
-            before["run"] = run
-        else:
-            before["after"] = run()
-        assert check(**{name: before[name] if name in before else names[name] for name in wanted}) in (None, True)
+def with_code(library: Library) -> list[Answer]:
+    return [answer for answer in library.answers if answer.code]
 
 
-def assert_complete(page: Page, names: dict[str, Iterable[str]], checks: Iterable[str]) -> None:
-    """Each name of the other library stands in one row and in the index, and each check has a row."""
-    there = sorted(name for row in page.rows for name in row.names)
+def run_answer(library: Library, answer: Answer, check: Callable[..., None], fixture: Callable[[str], Any]) -> None:
+    """Run the code of an answer, and the check of what it leaves; `fixture(name)` is pytest's `getfixturevalue`."""
+    torch.manual_seed(0)
+    words = set(re.findall(r"\w+", answer.code))
+    wanted = inspect.signature(check).parameters
+    before = {name: fixture(name) for name in wanted if name not in {*words, "run", "after"}}
+    names = vars(at_hand) | {
+        name: before[name] if name in before else fixture(name) for name in AT_HAND if name in words
+    }
+
+    def run(**others: Any) -> SimpleNamespace:
+        names.update(others)
+        # empty lines, so that an error points at the line of the file
+        exec(compile("\n" * answer.line_of_code + answer.code, str(library.data), "exec"), names)
+        return SimpleNamespace(**names)
+
+    if "run" in wanted:
+        before["run"] = run
+    else:
+        before["after"] = run()
+    assert check(**{name: before[name] if name in before else names[name] for name in wanted}) in (None, True)
+
+
+def assert_complete(library: Library, names: dict[str, Iterable[str]], checks: Iterable[str]) -> None:
+    """Each name of the other library has one answer, and each check the code that it looks at."""
+    there = sorted(name for answer in library.answers for name in answer.names)
     expected = sorted(f"{owner}.{name}" for owner in names for name in names[owner])
     assert there == expected, (
-        f"no row, or two: {Counter(expected) - Counter(there) or Counter(there) - Counter(expected)}"
+        f"no answer, or two: {Counter(expected) - Counter(there) or Counter(there) - Counter(expected)}"
     )
-    for row in page.rows:
-        assert row.anchor == re.sub(r"[^a-z0-9]+", "-", str(row).lower()).strip("-")
-        answers = ("looplib", "torch") if row.code else ("no meaning here",)
-        for name in row.names:
-            address, answer = page.index[name]
-            assert address == f"{row.path.name}#{row.anchor}", f"the index leads from {name} to {address}"
-            assert answer in answers, f"the index of {page.path.name} answers {name} by {answer!r}"
-    assert page.index.keys() == set(expected)
-    assert set(checks) <= set(map(str, page.with_code)), "a check has no row"
+    unknown = set(checks) - set(map(str, with_code(library)))
+    assert not unknown, f"these checks have no answer with code: {unknown}"
+    wrong = {answer.names[0] for answer in library.answers if answer.checked != (str(answer) in checks)}
+    assert not wrong, f"`checked = true` belongs to the answers that have a check: {wrong}"
 
 
-def assert_readable(page: Page) -> None:
-    """Each row says something in a sentence, its code is short, and no two rows have the same anchor."""
-    assert [str(row) for row in page.rows if not row.text.endswith((".", ":", ")", "?"))] == []
-    lines = {str(row): [line for line in row.code.splitlines() if line.strip()] for row in page.with_code}
-    assert [row for row, code in lines.items() if len(code) > 16 or max(map(len, code)) > 118] == []
-    anchors = [row.anchor for row in page.rows]
+def assert_readable(library: Library) -> None:
+    """Each answer says something in a sentence, its code is short, and the table is made from it and shows code that exists."""
+    assert [str(answer) for answer in library.answers if not answer.note.endswith((".", ":", ")", "?"))] == []
+    lines = {
+        str(answer): [line for line in answer.code.splitlines() if line.strip()] for answer in with_code(library)
+    }
+    assert [name for name, code in lines.items() if len(code) > 16 or max(map(len, code)) > 118] == []
+    page = library.page.read_text()
+    assert page == library.text(), "run `python tests/documentation/trainers.py`, which makes the page"
+    assert sorted(re.findall(r"^\| <a id=.*?>`(.*?)` \|", page, re.M)) == sorted(
+        name.partition(".")[2] for name in library.of_name
+    )
+    anchors = re.findall(r'<a id="(.*?)">', page)
     assert len(set(anchors)) == len(anchors)
+    for answer, write in library.of_name.values():
+        for code in re.findall(r"`([^`]+)`", write):
+            assert_shown(answer, code)
+
+
+# Names that the table uses without saying what they are, beside those at hand.
+PLAIN = "scores path label clip step done if while not lambda log_now eval_now save_now state pass"
+WORD = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?")
+
+
+def assert_shown(answer: Answer, code: str) -> None:
+    """Code of the table is made of what the answer's code and note have, and the functions of looplib take its arguments."""
+    unknown = {*WORD.findall(code)} - {*WORD.findall(f"{answer.code} {answer.note} {PLAIN}"), *AT_HAND}
+    assert not unknown, (
+        f"{answer}: the table shows {code}, and neither the code nor the note of the answer has {unknown}"
+    )
+    tree = parsed(code)
+    assert tree is not None, f"{answer}: the table shows {code}, which is no Python"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("ll."):
+            function = eval(ast.unparse(node.func), vars(at_hand))
+            arguments = [
+                None for argument in node.args if not isinstance(argument, ast.Constant) or argument.value != ...
+            ]
+            keywords = {argument.arg: None for argument in node.keywords if argument.arg}
+            inspect.signature(function).bind_partial(*arguments, **keywords)
+
+
+def parsed(code: str) -> ast.AST | None:
+    """The code, the head of a block, a part of a call, or a keyword, as Python."""
+    if keyword.iskeyword(code):
+        return ast.Module([], [])
+    for form in (
+        "{}",
+        "{} pass",
+        "try: pass\n{} pass",
+        "try: pass\n{}",
+        "f({})",
+        "def f():\n {}",
+        "{}\ndef f(): pass",
+    ):
+        with contextlib.suppress(SyntaxError):
+            return ast.parse(form.format(code))
+    return None
