@@ -190,7 +190,7 @@ def test_each_word_of_another_library_leads_to_places_that_can_be_found(site):
 
 
 def test_each_name_of_a_trainer_has_a_row_and_leads_to_its_whole_code(site):
-    """Where there is no node, this is what the search has for each name."""
+    """The search in the browser reads these constants, also in a test where there is node."""
     folder, pages = site
     docs = {(entry["modulename"], entry.get("qualname", "")): entry for entry in constant(folder, "docs")}
     trainers = dict(map(tuple, constant(folder, "trainers")))

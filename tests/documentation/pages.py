@@ -92,11 +92,10 @@ def document(path: Path, group: str) -> Page:
 
 
 def table_of_names(library: Library) -> Page:
-    """The names of another library; behind each line is the whole code with its note, where the file leads to its data."""
+    """The names of another library; "more" opens the whole code with its note, where the file links to its data."""
     page = document(library.page, "From other loops")
     tables = [f"## {of}\n\n{_table(library, of)}" for of in library.owners]
-    opening = library.opening.replace('"more" leads to', '"more" opens')
-    return replace(page, text="\n\n".join([opening.strip(), *tables]), library=library)
+    return replace(page, text="\n\n".join([library.opening("opens").strip(), *tables]), library=library)
 
 
 def _table(library: Library, of: str) -> str:

@@ -9,6 +9,7 @@ also looks at what the code leaves.
 from __future__ import annotations
 
 import re
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-HOW_TO_READ = """\
-A line has the name, what to write, and the case of [the test]({test}) that runs the code: `pytest {path} -k NAME`. It also
-checks what the code leaves, except where the line says "runs". There is no case where the name has no meaning here.
-"more" leads to the whole code with what there is to say about it, in [a file]({data}) with an answer for each name or group
-of names.
-"""
+# Paragraphs; `{more}` says where the link of that name leads.
+HOW_TO_READ = [
+    """A line has the name, what to write, and the case of [the test]({test}) that runs the whole code. The test also checks
+    what the code leaves, except where the line says "runs". A line without a case has no code: the name has no meaning
+    here, or is not supported, and the line says why.""",
+    """"more" {more} the whole code and its explanation, which [a file]({data}) has for each group of names. To run the
+    cases of a name, write `pytest {path} -k warmup`, for example.""",
+]
 TRANSFORMERS = """\
 # From transformers' Trainer: all names
 
@@ -63,7 +66,7 @@ the states after each step. `log` is a logger, such as `ll.console()`.
 
 @dataclass(frozen=True)
 class Answer:
-    """What to write for some names, each `Owner.name`.
+    """An answer to some names, each `Owner.name`: what to write instead.
 
     Attributes:
         write: what the table shows for each name.
@@ -107,12 +110,13 @@ class Library:
     def page(self) -> Path:
         return FOLDER / f"FROM_{self.name.upper()}_NAMES.md"
 
-    @property
-    def opening(self) -> str:
+    def opening(self, more: str) -> str:
         """The page before its tables."""
         path = f"tests/other_trainers/test_from_{self.name}.py"
-        how_to_read = HOW_TO_READ.format(test=f"../{path}", path=path, data=f"names/{self.data.name}")
-        return self.introduction.format(how_to_read=how_to_read)
+        words = {"test": f"../{path}", "path": path, "data": f"names/{self.data.name}", "more": more}
+        paragraphs = [" ".join(text.format(**words).split()) for text in HOW_TO_READ]
+        filled = [textwrap.fill(text, 124, break_long_words=False, break_on_hyphens=False) for text in paragraphs]
+        return self.introduction.format(how_to_read="\n\n".join(filled) + "\n")
 
     @cached_property
     def answers(self) -> list[Answer]:
@@ -144,7 +148,7 @@ class Library:
 
     def text(self) -> str:
         """The page with its tables."""
-        return "\n".join([self.opening, *map(self._table, self.owners)])
+        return "\n".join([self.opening("leads to"), *map(self._table, self.owners)])
 
     def _table(self, of: str) -> str:
         lines = [f"## {of}", "", "| name | what to write | test |", "| --- | --- | --- |"]
