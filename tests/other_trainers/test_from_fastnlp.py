@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from answers import assert_complete, assert_readable, run_answer, with_code
 from checks import (
     as_rank_0_of_2,
     at,
@@ -34,7 +35,6 @@ from checks import (
     values,
 )
 from documentation.trainers import LIBRARIES
-from migration_page import assert_complete, assert_readable, run_answer, with_code
 from torch import distributed
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchao.optim
 import transformers
+from answers import assert_complete, assert_readable, blocks, run_answer, with_code
 from at_hand import Lion
 from checks import (
     assert_gradient,
@@ -42,7 +43,6 @@ from checks import (
     with_the_hub,
 )
 from documentation.trainers import LIBRARIES
-from migration_page import assert_complete, assert_readable, blocks, run_answer, with_code
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, RMSprop
 from transformers import trainer_callback, trainer_utils
 from transformers.trainer_pt_utils import AcceleratorConfig, LabelSmoother

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from migration_page import ROOT, blocks
+from answers import ROOT, blocks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from migration_page import ROOT, blocks
+from answers import ROOT, blocks
 from ranks import launch, run_script
 from torch.nn import functional as F
 
@@ -19,12 +19,13 @@ FASTNLP = blocks(ROOT / "recipes/FROM_FASTNLP.md")
 DIST_TRAINER = blocks(ROOT / "recipes/FROM_DIST_TRAINER.md")
 
 
-def shortened(script, epochs):
+def shortened(script, epochs, to=EPOCHS):
     """The script with another number of epochs."""
     assert script.count(f"after_epochs({epochs})") >= 1
     assert script.count(f"{epochs} * len(loader)") == 1
-    script = script.replace(f"after_epochs({epochs})", f"after_epochs({EPOCHS})")
-    return script.replace(f"{epochs} * len(loader)", f"{EPOCHS} * len(loader)")
+    return script.replace(f"after_epochs({epochs})", f"after_epochs({to})").replace(
+        f"{epochs} * len(loader)", f"{to} * len(loader)"
+    )
 
 
 def run(script):
@@ -98,20 +99,27 @@ def test_the_trainers_loop_trains_as_a_raw_loop_and_resumes(tmp_path, monkeypatc
     assert not ll.debug.differences(again["state"], names["state"])
 
 
-def test_the_dist_trainers_loop_trains_as_a_raw_loop_and_on_two_ranks_as_on_one(tmp_path, monkeypatch):
+def test_the_dist_trainers_loop_trains_as_a_raw_loop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     setup, _, ours = DIST_TRAINER
-    (tmp_path / "train.py").write_text(setup + shortened(ours, 30))
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    monkeypatch.chdir(tmp_path / "one")
-    names = run((tmp_path / "train.py").read_text())
+    names = run(setup + shortened(ours, 30))
     assert_close(last(names), raw_loop(setup, torch.optim.Adam, 4e-3, torch.float16))
-    one = ll.log.read_jsonl("runs/loop/log.jsonl")
-    assert [row["step"] for row in one if "train/loss" in row] == [10, 20, 30, 40, 50, 60]
-    assert [row["step"] for row in one if "dev/acc" in row] == [22, 44, 66]
+    rows = ll.log.read_jsonl("runs/loop/log.jsonl")
+    assert [row["step"] for row in rows if "train/loss" in row] == [10, 20, 30, 40, 50, 60]
+    assert [row["step"] for row in rows if "dev/acc" in row] == [22, 44, 66]
 
+
+def test_the_dist_trainers_loop_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):
+    setup, _, ours = DIST_TRAINER
+    script = setup + shortened(ours, 30, to=1)
+    (tmp_path / "train.py").write_text(script)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
     launch(2, run_in, str(tmp_path / "two"), str(tmp_path / "train.py"))
-    two = ll.log.read_jsonl("../two/runs/loop/log.jsonl")
+    monkeypatch.chdir(tmp_path / "one")
+    run(script)
+    one, two = (ll.log.read_jsonl(tmp_path / folder / "runs/loop/log.jsonl") for folder in ("one", "two"))
+    assert len(one) == 3
     for first, second in zip(one, two, strict=True):
         assert second == pytest.approx(first, rel=2e-2)
 
