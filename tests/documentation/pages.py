@@ -108,7 +108,8 @@ def _table(library: Library, of: str) -> str:
         else:
             more = f'<a href="#{answer.anchor}">more</a>'
         shown = f'<a id="{anchor(name)}"></a><code>{html.escape(name.removeprefix(of + "."))}</code>'
-        cells = [shown, f"{_inline(write)} {more if write != answer.note else ''}", _inline(answer.test)]
+        test = _inline(answer.test).replace(".", ".<wbr>")
+        cells = [shown, f"{_inline(write)} {more if write != answer.note else ''}", test]
         rows.append("".join(["<tr>", *(f"<td>{cell}</td>" for cell in cells), "</tr>"]))
     return "<table class='trainer'>\n" + "\n".join(rows) + "\n</table>"
 

@@ -179,11 +179,17 @@ def _answer(table: dict[str, Any], text: str, start: int) -> Answer:
     """An answer, as the file has it from `start`."""
     note, code = " ".join(table["note"].split()), table.get("code", "")
     default = f"`{code.strip()}`" if code.count("\n") == 1 else re.split(r"(?<=\.) (?=[A-Z(])", note)[0]
-    write = table.get("write", default)
+    write: Any = table.get("write", default)
     of_code = text.index("\ncode = ", start) + 1 if code else start
+    names: list[str] = table["names"]
+    lines: list[str] = write if isinstance(write, list) else [write] * len(names)
+    if len(lines) != len(names):
+        raise ValueError(
+            f"the answer to {names} has {len(lines)} texts in `write`; give one text for all, or one for each"
+        )
     return Answer(
-        names=table["names"],
-        write=write if isinstance(write, list) else [write] * len(table["names"]),
+        names=names,
+        write=lines,
         note=note,
         code=code,
         checked=table.get("checked", False),
