@@ -177,10 +177,9 @@ def escaped(write: str) -> str:
 
 def _answer(table: dict[str, Any], text: str, start: int) -> Answer:
     """An answer, as the file has it from `start`."""
-    note, code = " ".join(table["note"].split()), table.get("code", "")
-    default = f"`{code.strip()}`" if code.count("\n") == 1 else re.split(r"(?<=\.) (?=[A-Z(])", note)[0]
+    note, code = " ".join(table["note"].split()), table.get("code", "").rstrip("\n")
+    default = f"`{code}`" if code and "\n" not in code else re.split(r"(?<=\.) (?=[A-Z(])", note)[0]
     write: Any = table.get("write", default)
-    of_code = text.index("\ncode = ", start) + 1 if code else start
     names: list[str] = table["names"]
     lines: list[str] = write if isinstance(write, list) else [write] * len(names)
     if len(lines) != len(names):
@@ -194,7 +193,7 @@ def _answer(table: dict[str, Any], text: str, start: int) -> Answer:
         code=code,
         checked=table.get("checked", False),
         line=text.count("\n", 0, start) + 1,
-        line_of_code=text.count("\n", 0, of_code) + 1,
+        line_of_code=text.count("\n", 0, text.index(code, text.index("\ncode = ", start))) if code else 0,
     )
 
 
