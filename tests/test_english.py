@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,6 +63,9 @@ def prose(path):
         for number, cell in enumerate(json.loads(source)["cells"]):
             if cell["cell_type"] == "markdown":
                 yield number, without_code("".join(cell["source"])), False
+    elif path.suffix == ".toml":
+        for table in tomllib.loads(source)["answer"]:
+            yield source.count("\n", 0, source.index(table["note"])) + 1, without_code(table["note"]), False
     else:
         yield 1, without_code(source), False
 
@@ -96,6 +100,7 @@ def files():
     yield from sorted((ROOT / "recipes").rglob("*.py"))
     yield from sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
     yield from sorted((ROOT / "recipes").glob("*.md"))
+    yield from sorted((ROOT / "recipes/names").glob("*.toml"))
     yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
     yield from (
         ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "tests/benchmarks/README.md")

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import matplotlib.image
 import pytest
 from documentation.site import build
+from documentation.trainers import LIBRARIES, anchor
 from public import ROOMS, ROOT, public_names
 from shared import made_once
 
@@ -188,6 +189,25 @@ def test_each_word_of_another_library_leads_to_places_that_can_be_found(site):
     assert not lost, f"these rows of recipes/WORDS.md lead nowhere; give a public name or an entry's anchor: {lost}"
 
 
+def test_each_name_of_a_trainer_has_a_row_and_leads_to_its_whole_code(site):
+    """The search in the browser reads these constants, also in a test where there is node."""
+    folder, pages = site
+    docs = {(entry["modulename"], entry.get("qualname", "")): entry for entry in constant(folder, "docs")}
+    trainers = dict(map(tuple, constant(folder, "trainers")))
+    for library in LIBRARIES:
+        page = f"recipes.{library.page.stem}"
+        reader = pages[f"recipes/{library.page.stem}.html"]
+        for full, (answer, _) in library.of_name.items():
+            owner, _, name = full.partition(".")
+            assert anchor(full) in reader.anchors
+            shown = html.unescape(re.sub("<[^>]*>", "", docs[page, answer.anchor]["doc"]))
+            assert "".join(answer.code.split()) in "".join(shown.split()), full
+            for word in (name, f"{owner.partition(' ')[0]}.{name}"):
+                assert f"{page}#{answer.anchor}" in trainers[word.lower()], word
+        text = "".join("".join(reader.words).split())
+        assert [str(answer) for answer in library.answers if "".join(answer.code.split()) not in text] == []
+
+
 TWO_NETWORKS = "train-two-networks-with-two-optimizers-a-gan-an-actor-critic"
 
 
@@ -229,7 +249,7 @@ def test_a_word_of_another_library_finds_its_place_first(site):
         "Clip grad norm": "looplib.optim#clip_by_global_norm",
         "onecyc": "looplib.schedules#one_cycle",
         "multi gpu training": "recipes.COOKBOOK_CHECKPOINTS#use-several-gpus",
-        "num_items_in_batch": "recipes.FROM_TRANSFORMERS_OVERRIDES#trainer-get-num-items-in-batch",
+        "num_items_in_batch": "recipes.FROM_TRANSFORMERS_NAMES#trainer-_get_num_items_in_batch",
         "make_loader": "looplib.data#make_loader",
         "ll.optim.ema": "looplib.optim#ema",
         "worst_samples": "looplib.debug#worst_samples",
@@ -343,14 +363,11 @@ def test_the_search_shows_code_and_no_markup(site):
 def test_a_name_of_a_trainer_finds_its_rows_after_words_and_looplibs_own(site):
     folder, _ = site
     rows = {}
-    for page in ("FROM_TRANSFORMERS_NAMES", "FROM_FASTNLP"):
-        text, owner = (ROOT / f"recipes/{page}.md").read_text(), ""
-        for line in text.splitlines():
-            if heading := re.fullmatch(r"\| (\w+)( .*)? \| answer \|", line):
-                owner = heading[1]
-            elif entry := re.fullmatch(r"\| \[`(.*)`\]\((?:(.*)\.md)?#(.*)\) \| .*", line):
-                for name in (entry[1], f"{owner}.{entry[1]}"):
-                    rows.setdefault(name.lower(), []).append(f"recipes.{entry[2] or page}#{entry[3]}")
+    for library in LIBRARIES:
+        for full, (answer, _) in library.of_name.items():
+            owner, _, name = full.partition(".")
+            for word in (name, f"{owner.partition(' ')[0]}.{name}"):
+                rows.setdefault(word.lower(), []).append(f"recipes.{library.page.stem}#{answer.anchor}")
     assert len(rows) > 1200
     earlier = {word.lower(): places for word, places in constant(folder, "words")}
     for name in public_names():

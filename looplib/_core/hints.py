@@ -20,7 +20,7 @@ _INSTEAD = {
     "Trainer": _LOOP,
     "fit": _LOOP,
     "train": _LOOP,
-    "TrainingArguments": "each setting goes to the function that it concerns; recipes/FROM_TRANSFORMERS.md has them all",
+    "TrainingArguments": "each setting goes to the function that it concerns; recipes/FROM_TRANSFORMERS_NAMES.md has them all",
     "Callback": "what a callback does is a line of the loop, and when is a predicate, `if ll.every_n_steps(100)(state):`",
     "DataLoader": "ll.make_loader makes a loader, also of a DataLoader",
     "RandomSampler": "it is ll.data.shuffled, the default order of ll.make_loader",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 
 import looplib as ll
 
+from .trainers import Library
+
 ROOMS = {name: getattr(ll, name) for name in ll.__all__ if isinstance(getattr(ll, name), types.ModuleType)}
 DOT = '<span class="o">.</span>'
 IN_CODE = re.compile(
@@ -105,29 +107,25 @@ def words(text: str, names: Names) -> Words:
     return found
 
 
-def names_of_trainers(pages: Iterable[tuple[str, str]], words: Words) -> Words:
-    """The indexes of the migration pages: each name, alone and with its class, and the places of its rows.
+def names_of_trainers(libraries: Iterable[Library], words: Words) -> Words:
+    """The names of other libraries: each, alone and with its class, and the places of its answers.
 
     What WORDS.md gives for the very same name stands first, then looplib's own entry of that name.
 
     Args:
-        pages: path and text of each.
+        libraries: those whose names come first stand first.
         words: see `words`.
     """
     first = {name.rpartition(".")[2]: [_place(address)] for name, address in entries().items()}
     for word, places in words:
         first[word.lower()] = [*places, *first.get(word.lower(), ())]
     found: dict[str, list[str]] = {}
-    for path, text in pages:
-        owner = ""
-        heading_or_name = r"^\| (.+) \| answer \|$|^\| \[`(.+)`\]\(([\w.]*)(#.+)\) \| .+ \|$"
-        for heading, name, file, anchor in re.findall(heading_or_name, text, re.MULTILINE):
-            if heading:
-                owner = heading.partition(" ")[0]
-                continue
-            for word in (name.lower(), f"{owner}.{name}".lower()):
+    for library in libraries:
+        for full, (answer, _) in library.of_name.items():
+            of, _, name = full.partition(".")
+            for word in (name.lower(), f"{of.partition(' ')[0]}.{name}".lower()):
                 places = found.setdefault(word, [*first.get(word, ())])
-                places.append(_place((f"recipes/{file}" if file else path) + anchor))
+                places.append(_place(f"recipes/{library.page.name}#{answer.anchor}"))
     return [(name, [*dict.fromkeys(places)]) for name, places in found.items()]
 
 

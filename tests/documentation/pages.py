@@ -6,6 +6,7 @@ A page's path in the site is the path of its file, so that links between files s
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import zlib
@@ -14,6 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from textwrap import dedent
+
+from pdoc.render_helpers import to_html
+
+from .trainers import LIBRARIES, Library, anchor
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +33,7 @@ class Page:
         text: Markdown.
         group: the heading in the navigation that it stands under, or "" for none.
         images: file name -> bytes, saved beside the page.
+        library: the library whose names the page has, if it is a table of names.
     """
 
     source: PurePosixPath
@@ -35,6 +41,7 @@ class Page:
     text: str
     group: str = ""
     images: dict[str, bytes] = field(default_factory=dict)
+    library: Library | None = None
 
     @property
     def name(self) -> str:
@@ -49,12 +56,6 @@ class Page:
         for marks, heading, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             yield len(marks), heading, body
 
-    @property
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Each row of a migration page: its anchor, the names that it answers, and the Markdown of the answer."""
-        row = r'^<a id="([^"]+)"></a>\n\*\*(`[^*]+`)\*\*:\s(.*?)(?=^<a id=|^## |\Z)'
-        return re.findall(row, self.text, re.M | re.S)
-
 
 def pages() -> list[Page]:
     """All pages, in the order of the navigation."""
@@ -64,9 +65,10 @@ def pages() -> list[Page]:
     ]
     in_order = dict.fromkeys(re.findall(r"COOKBOOK\w+\.md", (ROOT / "recipes/COOKBOOK.md").read_text()))
     cookbook = [ROOT / "recipes" / name for name in ("COOKBOOK.md", *in_order)]
-    trainers = sorted((ROOT / "recipes").glob("FROM_*.md"))
+    names = [library.page for library in LIBRARIES]
+    trainers = sorted(set((ROOT / "recipes").glob("FROM_*.md")) - set(names))
     about = [ROOT / "recipes/COMPARISON.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    others = {*learn, *cookbook, *trainers, *about, ROOT / "recipes/README.md"}
+    others = {*learn, *cookbook, *trainers, *names, *about, ROOT / "recipes/README.md"}
     advanced = [path for path in sorted((ROOT / "recipes").glob("*.md")) if path not in others]
     scripts = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "recipes").glob("*/*.py"))]
     return [
@@ -77,6 +79,7 @@ def pages() -> list[Page]:
         document(ROOT / "recipes/README.md", "Recipes"),
         *(recipe(path) for path in scripts),
         *(document(path, "From other loops") for path in trainers),
+        *(table_of_names(library) for library in LIBRARIES),
         *(document(path, "Advanced") for path in advanced),
         *(document(path, "About") for path in about),
     ]
@@ -86,6 +89,34 @@ def document(path: Path, group: str) -> Page:
     """A Markdown file."""
     text = path.read_text()
     return Page(_relative(path), _title(text), text, group)
+
+
+def table_of_names(library: Library) -> Page:
+    """The names of another library; "more" opens the whole code with its note, where the file links to its data."""
+    page = document(library.page, "From other loops")
+    tables = [f"## {of}\n\n{_table(library, of)}" for of in library.owners]
+    return replace(page, text="\n\n".join([library.opening("opens").strip(), *tables]), library=library)
+
+
+def _table(library: Library, of: str) -> str:
+    """One table, in HTML."""
+    rows = ["<tr><th>name</th><th>what to write</th><th>test</th></tr>"]
+    for name, answer, write in library.rows(of):
+        if name == str(answer):
+            code = to_html(fenced(answer.code, "python")) if answer.code else ""
+            more = f"<details><summary>more</summary>{to_html(answer.note)}{code}</details>"
+        else:
+            more = f'<a href="#{answer.anchor}">more</a>'
+        shown = f'<a id="{anchor(name)}"></a><code>{html.escape(name.removeprefix(of + "."))}</code>'
+        test = _inline(answer.test).replace(".", ".<wbr>")
+        cells = [shown, f"{_inline(write)} {more if write != answer.note else ''}", test]
+        rows.append("".join(["<tr>", *(f"<td>{cell}</td>" for cell in cells), "</tr>"]))
+    return "<table class='trainer'>\n" + "\n".join(rows) + "\n</table>"
+
+
+def _inline(text: str) -> str:
+    """Markdown of one line as HTML without a paragraph around it."""
+    return re.sub(r"^<p>(.*)</p>$", r"\1", to_html(text).strip(), flags=re.S)
 
 
 def notebook(path: Path) -> Page:

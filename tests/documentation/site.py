@@ -24,7 +24,8 @@ from pygments.formatters import HtmlFormatter
 import looplib
 
 from .links import ROOMS, Names, names_of_trainers, shortened, to_pages, uses, words
-from .pages import ROOT, Page, document, pages, source_file, with_python
+from .pages import ROOT, Page, document, fenced, pages, source_file, with_python
+from .trainers import LIBRARIES
 
 HERE = Path(__file__).parent
 IMAGES = {".png", ".svg", ".jpg", ".gif"}
@@ -152,12 +153,13 @@ class _Site:
                 )
                 for _, heading, text in page.sections:
                     if text.strip():  # else a group of sections, which are found by themselves
-                        found.append(_searched(page, heading, text.partition("\n<a id=")[0]))
-                for anchor, names, text in page.rows:
-                    found.append(_searched(page, " ".join(names.split()), text) | {"qualname": anchor, "kind": "row"})
+                        found.append(_searched(page, heading, text.partition("\n<table")[0]))
+                for answer in page.library.answers if page.library else ():
+                    text = f"{answer.note}\n\n{fenced(answer.code, 'python') if answer.code else ''}"
+                    names = ", ".join(answer.names)
+                    found.append(_searched(page, names, text) | {"qualname": answer.anchor, "kind": "row"})
         known = words(self.pages["recipes.WORDS"].text, self._names)
-        # transformers' names come before those of fastNLP
-        trainers = names_of_trainers(((str(page.source), page.text) for page in reversed(self.pages.values())), known)
+        trainers = names_of_trainers(LIBRARIES, known)
         template = pdoc.render.env.get_template("search.js.jinja2")
         constants = {"search_index": found, "words": known, "trainers": trainers}
         return template.render({name: json.dumps(value) for name, value in constants.items()})

@@ -1,4 +1,4 @@
-"""Imports that the code of a migration page has at hand, and two classes of other packages."""
+"""Imports that the code of an answer has at hand, and two classes of other packages."""
 
 # ruff: noqa: F401
 import itertools

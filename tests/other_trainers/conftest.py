@@ -1,4 +1,4 @@
-"""The names that the code of a migration page has at hand, and the processes that it runs in."""
+"""The names that the code of an answer has at hand, and the processes that it runs in."""
 
 import io
 import socket

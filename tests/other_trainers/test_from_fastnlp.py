@@ -1,15 +1,15 @@
-"""recipes/FROM_FASTNLP.md: the code of each row does what the row says, and each name of fastNLP has a row.
+"""recipes/names/fastnlp.toml: the code of each answer does what it says, and each name of fastNLP has an answer.
 
 fastNLP is not installed here, so the names are listed below as read from its source: `NAMES` has those of 1.0.1, and
 for `DistTrainer` those of 0.5.0, 0.5.5 and 0.7.0 together.
 """
 
-import ast
 import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from answers import assert_complete, assert_readable, run_answer, with_code
 from checks import (
     as_rank_0_of_2,
     at,
@@ -34,14 +34,14 @@ from checks import (
     updates,
     values,
 )
-from migration_page import ROOT, Page, assert_complete, assert_readable
+from documentation.trainers import LIBRARIES
 from torch import distributed
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 
 import looplib as ll
 
-PAGE = Page(ROOT / "recipes/FROM_FASTNLP.md")
+[FASTNLP] = [library for library in LIBRARIES if library.name == "fastnlp"]
 
 # fastNLP 1.0.1, fastNLP/core/controllers/trainer.py: Trainer.__init__; evaluate_every has three forms.
 PARAMETERS = """
@@ -155,7 +155,7 @@ def log_losses_for_fitlog(run, state):
     assert sent == [(row["train/loss"], row["step"]) for row in ll.log.read_jsonl("log.jsonl")]
 
 
-# Rows that are not here run all the same: their code is calls whose results are tested where they are defined.
+# Answers that are not here run all the same: their code is calls whose results are tested where they are defined.
 CHECKS = {
     "Trainer.batch_step_fn": at(5, 1, 0),
     "Trainer.n_epochs": at(15, 3, 0),
@@ -334,20 +334,15 @@ def _(torchrun, ranks):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("row", PAGE.with_code, ids=str)
-def test_the_code_does_what_its_row_says(row, tmp_path, monkeypatch, request):
+@pytest.mark.parametrize("answer", with_code(FASTNLP), ids=str)
+def test_the_code_does_what_its_answer_says(answer, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    PAGE.run(row, CHECKS.get(str(row), runs), request.getfixturevalue)
+    run_answer(FASTNLP, answer, CHECKS.get(str(answer), runs), request.getfixturevalue)
 
 
-def test_every_name_has_a_row_and_every_row_a_name():
-    assert_complete(PAGE, EXPECTED, CHECKS)
-    assert_readable(PAGE)
+def test_every_name_has_an_answer_and_every_answer_a_name():
+    assert_complete(FASTNLP, EXPECTED, CHECKS)
 
 
-def test_the_loops_of_the_page_are_those_of_the_recipes():
-    for name, functions in {"from_fastnlp": ["main"], "from_dist_trainer": ["main", "loss_fn", "metric_fn"]}.items():
-        source = (ROOT / f"recipes/{name}.py").read_text()
-        code = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-        expected = "\n\n\n".join(ast.get_source_segment(source, code[function]) for function in functions)
-        assert f"{expected}\n" in PAGE.blocks(), f"copy {', '.join(functions)} of recipes/{name}.py into {PAGE.path}"
+def test_the_table_has_a_line_for_each_name():
+    assert_readable(FASTNLP)

@@ -1,4 +1,4 @@
-"""recipes/FROM_TRANSFORMERS*.md: the code of each row does what the row says, and each name of transformers has a row.
+"""recipes/names/transformers.toml: the code of each answer does what it says, and each name of transformers has an answer.
 
 Values are those of transformers' own Trainer, schedules and callbacks where these can be asked.
 """
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchao.optim
 import transformers
+from answers import assert_complete, assert_readable, blocks, run_answer, with_code
 from at_hand import Lion
 from checks import (
     assert_gradient,
@@ -41,7 +42,7 @@ from checks import (
     values,
     with_the_hub,
 )
-from migration_page import ROOT, Page, assert_complete, assert_readable
+from documentation.trainers import LIBRARIES
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, RMSprop
 from transformers import trainer_callback, trainer_utils
 from transformers.trainer_pt_utils import AcceleratorConfig, LabelSmoother
@@ -49,12 +50,12 @@ from transformers.training_args import OptimizerNames
 
 import looplib as ll
 
-PAGE = Page(ROOT / "recipes/FROM_TRANSFORMERS.md")
+[TRANSFORMERS] = [library for library in LIBRARIES if library.name == "transformers"]
 
 PLAIN = {"lr": 5e-5, "weight_decay": 0.0, "fused": True}
 # Those of a step of the model: forward, and backward through all weights and the inputs of the second layer.
 FLOPS = 2 * 2 * 12 * (4 * 8 + 8 * 3) + 2 * 12 * 8 * 3
-# Rows that are not here run all the same: their code is calls whose results are tested where they are defined.
+# Answers that are not here run all the same: their code is calls whose results are tested where they are defined.
 CHECKS = {
     "TrainingArguments.per_device_train_batch_size": sizes(8, 8, 8, 8, 8, of_two=[[4] * 5] * 2),
     "TrainingArguments.max_steps": at(12, 2, 2),
@@ -423,10 +424,10 @@ def _(done):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("row", PAGE.with_code, ids=str)
-def test_the_code_does_what_its_row_says(row, tmp_path, monkeypatch, request):
+@pytest.mark.parametrize("answer", with_code(TRANSFORMERS), ids=str)
+def test_the_code_does_what_its_answer_says(answer, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    PAGE.run(row, CHECKS.get(str(row), runs), request.getfixturevalue)
+    run_answer(TRANSFORMERS, answer, CHECKS.get(str(answer), runs), request.getfixturevalue)
 
 
 # Fields that transformers had in its fourth version, or before, and has no more.
@@ -483,16 +484,19 @@ EXPECTED = {
 }
 
 
-def test_every_name_has_a_row_and_every_row_a_name():
-    assert_complete(PAGE, EXPECTED, CHECKS)
-    assert_readable(PAGE)
+def test_every_name_has_an_answer_and_every_answer_a_name():
+    assert_complete(TRANSFORMERS, EXPECTED, CHECKS)
     assert not set(BEFORE_5) & set(EXPECTED["TrainingArguments"])
 
 
-def test_the_two_functions_of_the_first_page_are_those_that_the_rows_run_with(
+def test_the_table_has_a_line_for_each_name():
+    assert_readable(TRANSFORMERS)
+
+
+def test_the_two_functions_of_the_page_are_those_that_the_code_runs_with(
     gpt2, tokens, lm_loss, train, train_step, loader, state
 ):
-    [block] = Page(ROOT / "recipes/FROM_TRANSFORMERS.md").blocks()[:1]
+    [block] = blocks(TRANSFORMERS.page)
     page = {**vars(at_hand), "train_step": train_step, "loader": loader}
     exec(block, page)
     torch.testing.assert_close(page["lm_loss"](gpt2, tokens).compute(), lm_loss(gpt2, tokens).compute())
@@ -503,12 +507,7 @@ def test_the_two_functions_of_the_first_page_are_those_that_the_rows_run_with(
 def test_outputs_of_different_lengths_are_padded_as_the_trainer_pads_them():
     from transformers.trainer_pt_utils import EvalLoopContainer
 
-    page = (ROOT / "recipes/FROM_TRANSFORMERS_EVALUATION.md").read_text()
-    code = (
-        page.partition('<a id="trainingarguments-eval-do-concat-batches"></a>')[2]
-        .split("```")[1]
-        .removeprefix("py\n")
-    )
+    code = TRANSFORMERS.of_name["TrainingArguments.eval_do_concat_batches"][0].code
     model = torch.nn.Linear(1, 3)
     for lengths in ((5, 7, 2), (4, 4, 4)):
         test_batches = [torch.randn(2, length, 1) for length in lengths]

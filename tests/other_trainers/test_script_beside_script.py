@@ -1,19 +1,19 @@
-"""The scripts of recipes/FROM_TRANSFORMERS_SCRIPT.md: both train alike, and no line of looplib's is missed in silence."""
+"""The scripts of recipes/FROM_TRANSFORMERS.md: both train alike, and no line of looplib's is missed in silence."""
 
 import re
 import warnings
 
 import pytest
 import torch
-from migration_page import ROOT, Page
+from answers import ROOT, blocks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer
 
 import looplib as ll
 
-PAGE = Page(ROOT / "recipes/FROM_TRANSFORMERS_SCRIPT.md")
-THEIRS, OURS = PAGE.blocks()[:2]
+SETUP, *SCRIPTS = blocks(ROOT / "recipes/FROM_TRANSFORMERS.md")
+THEIRS, OURS = (SETUP + script for script in SCRIPTS)
 
 
 class Order(torch.utils.data.Sampler):
@@ -31,15 +31,6 @@ class Order(torch.utils.data.Sampler):
 
     def __iter__(self):
         return iter(self.loader.indices(ll.TrainState(epoch=self.epoch)).tolist())
-
-
-def test_looplibs_script_has_no_more_lines_than_the_trainers():
-    ours, theirs = ([line for line in script.splitlines() if line.strip()] for script in (OURS, THEIRS))
-    assert len(ours) <= len(theirs)
-    page = " ".join(PAGE.texts[PAGE.path].split())
-    lengths = [round(sum(len(line.strip()) for line in lines), -2) for lines in (ours, theirs)]
-    said = f"has {len(ours)} lines, without blank ones, and the Trainer's {len(theirs)}. Its lines are longer, "
-    assert said + f"{lengths[0]:,} characters in all instead of {lengths[1]:,}" in page
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
