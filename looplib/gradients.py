@@ -23,7 +23,7 @@ from looplib._core.contracts import BatchPart
 from looplib._core.engines import Sync, sync_over_ranks
 from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.graphs import LossGraphs, check_batch
-from looplib._core.lease import check_assigned, overwritten, trees_of
+from looplib._core.lease import check_assigned, lease_replaced, overwritten, trees_of
 from looplib._core.mappings import pairs, without
 from looplib._core.misuse import LossWatch, left_behind
 from looplib._core.passes import Passes, passes
@@ -186,7 +186,8 @@ def make_grad_fn(
             torch_private.set_grad_enabled(True)
             if trainable is None:
                 host.warn_of_flags()
-            body = partial(passes_of, call, batches, seeds)
+            donated = state if donate and in_step else None  # a call by hand may be of any tensors
+            body = partial(passes_of, call, batches, seeds, donated)
             grads, after = host.run(call.params, buffers, seeds[0], body, donate)
             if sync is not None:
                 sync.check_reduced(grads, params, per_rank)
@@ -210,8 +211,8 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and host.ran_unbound:  # a call by hand may be of any tensors
-            check_assigned(state)
+        if in_step and host.ran_unbound:
+            lease_replaced(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
             trees_of(state)  # raises if another thread has written it since
@@ -255,9 +256,14 @@ def _passes_of(
         return host.run_uncounted(partial(microbatch, call, batch, 0))
 
     def passes_of(
-        call: _Call, batches: Sequence[Any], seeds: Sequence[int]
+        call: _Call, batches: Sequence[Any], seeds: Sequence[int], donated: TrainState | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
+        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`.
+
+        `donated` is the state of a donated step.
+        """
+        if donated is not None and host.ran_unbound:  # before a forward pass that replaces the memory of a parameter
+            check_assigned(donated)
         sync = call.sync
         before = [leaf.grad for leaf in call.inputs]
         try:

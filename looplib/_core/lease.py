@@ -25,7 +25,7 @@ from looplib._core.checks import check, named
 from looplib._core.mappings import pick
 from looplib._core.memory import named_tensors, overlaps, tensors_in
 from looplib._core.torch_private import pytree
-from looplib._core.torch_storage import lease_on, set_lease_on, take
+from looplib._core.torch_storage import lease_on, memory_of, set_lease_on, take
 
 T = TypeVar("T")
 
@@ -234,8 +234,20 @@ def check_state(
 def check_assigned(state: Any) -> None:
     """Raise ValueError if somebody has put other tensors into the params of a state of a donated run."""
     run = state._lease
-    other = [] if run is None else [name for name in run.params if lease_on(state._params[name]) is not run]
+    if run is None:
+        return
+    params = state._params
+    # Memory that is not known has no lease.
+    other = [name for name in run.params if lease_on(params[name]) is not run and memory_of(params[name])]
     check(not other, _ASSIGNED.format(name=other and min(other)))
+
+
+def lease_replaced(state: Any) -> None:
+    """Put the lease of a donated run on the memory that a forward pass has given a parameter (`weight.data = ...`)."""
+    run = state._lease
+    if run is not None:
+        for name in run.params:
+            take(state._params[name], run)
 
 
 _ASSIGNED = (
