@@ -322,7 +322,8 @@ def _(found, gpt2, lm_loss, tokens):
 
 @shows("Trainer.get_learning_rates")
 def _(rows, model):
-    groups = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 5e-4}]
+    weight, bias = copy.deepcopy(model[0]).parameters()
+    groups = [{"params": [weight]}, {"params": [bias], "lr": 5e-4}]
     theirs = AdamW(groups, lr=5e-5)
     scheduler = transformers.get_linear_schedule_with_warmup(theirs, 10, 100)
     for row in rows:
