@@ -241,3 +241,18 @@ def test_the_operations_of_a_text():
             f"{flops:.2e}".replace("+0", ""),
             f"{attention:.0%}",
         ]
+
+
+def test_bytes_of_adamw_on_the_device_and_on_the_host():
+    params, moments = {}, {}
+    for heading in ("Apply weight decay to matrices only", "Keep the optimizer's state on the host"):
+        state = run(heading)["state"]
+        weight, kept = state.params["0.weight"], state.opt_state["AdamW"]["state"]["0.weight"]
+        params[heading] = weight.nbytes / weight.numel()
+        moments[heading] = (
+            sum(tensor.nbytes for tensor in kept.values() if tensor.shape == weight.shape) / weight.numel()
+        )
+    (weights,), (states,) = {*params.values()}, {*moments.values()}
+    alone, offloaded = rows("Keep the optimizer's state on the host", "AdamW")
+    assert alone[1:] == [f"{weights + states:g}", "0", "0"]
+    assert offloaded[1:] == [f"{weights:g}", f"{states:g}", f"{states:g} each way"]
