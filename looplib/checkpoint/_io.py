@@ -79,9 +79,10 @@ def checkpoint_io(
     >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> ckpt = ll.checkpoint_io(folder.name, keep_last=3)
     >>> run = ckpt.restore({"model": model, "optimizer": adamw, "step": 0})  # no checkpoint yet: loads nothing
-    >>> path = ckpt.save({**run, "step": 500})
+    >>> run["step"] += 1  # after each update
+    >>> path = ckpt.save(run)
     >>> ckpt.restore({"model": model, "optimizer": adamw, "step": 0}, quiet=True)["step"]
-    500
+    1
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
@@ -224,6 +225,9 @@ class CheckpointIO:
         If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
         is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
         old one are kept.
+
+        Objects by name that are saved again at the same step, and have been trained since, get a warning once: the updates
+        are not counted in "step".
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
