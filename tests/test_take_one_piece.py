@@ -23,7 +23,8 @@ SECTIONS = {
 }
 [LOOP] = SECTIONS["Take one piece"]
 ACCUMULATE, PRIVATE, CONTRAST = SECTIONS["Gradients"]
-[LOADER], [RESUME] = SECTIONS["Data"], SECTIONS["Checkpoints and resume"]
+[LOADER], [AVERAGE] = SECTIONS["Data"], SECTIONS["Average the weights (EMA)"]
+RESUME, BEST = SECTIONS["Checkpoints and resume"]
 [DICT, PARTS] = SECTIONS["An update on a dict of tensors"]
 [SCHEDULE], [EVALUATE] = SECTIONS["Predicates and schedules"], SECTIONS["Metrics, evaluation and predictions"]
 [STOP], [LOG], [CHECKS] = SECTIONS["Early stopping"], SECTIONS["Logs and plots"], SECTIONS["Unit tests"]
@@ -186,18 +187,26 @@ def test_a_loader_yields_what_is_left_of_an_epoch(loops):
     assert not torch.equal(*orders)
 
 
-def script(folder, workers, stop):
+def script(folder, workers, stop, block):
     """The page's script in a new process, which ends after `stop` batches."""
     loader = LOADER.partition("\n")[0].replace("num_workers=2", f"num_workers={workers}")
     with contextlib.chdir(folder):
-        run({}, "import os", LOOP, loader, RESUME + f"        if step == {stop}:\n            os._exit(0)\n")
+        run({}, "import os", LOOP, loader, killed_at(stop, block))
+
+
+def killed_at(stop, block):
+    """The script, which ends after the save of `stop` batches."""
+    save = "        ckpt.save(run)\n"
+    assert block.count(save) == 1
+    return block.replace(save, f"{save}        if run['step'] == {stop}:\n            os._exit(0)\n")
 
 
 def test_a_script_that_is_killed_twice_ends_like_a_plain_loop(tmp_path):
     for workers, stop in (0, 5), (2, 8), (0, 99):
-        launch(0, script, tmp_path, workers, stop)
+        launch(0, script, tmp_path, workers, stop, RESUME)
         found = run({}, LOOP)
         parts = {name: found[name] for name in ("model", "adamw", "scheduler")}
+        parts["random"] = ll.checkpoint.RandomStreams()
         kept = ll.checkpoint_io(tmp_path / "mine").restore({**parts, "step": 0}, quiet=True)
         assert kept["step"] == min(stop, 15)
 
@@ -213,6 +222,48 @@ def test_a_script_that_is_killed_twice_ends_like_a_plain_loop(tmp_path):
     assert found["scheduler"].state_dict() == raw["scheduler"].state_dict()
     moments = found["adamw"].state_dict()["state"], raw["adamw"].state_dict()["state"]
     assert all(same(*both) for both in zip(*(each.values() for each in moments), strict=True))
+
+
+def test_the_best_weights_are_loaded_alone(loops):
+    names, _ = loops
+    # With a rate that grows, the best comes early.
+    names["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(names["adamw"], 1.3)
+    run(names, BEST)
+    best = names["ckpt"].best()
+    assert [each.step for each in names["ckpt"].steps()] == [best.step, 30]
+    assert names["best"]["step"] == best.step
+    scores = ll.evaluate(names["eval_step"], ll.init_state(names["model"]), names["test_batches"])
+    assert scores["loss"] == best.metrics["eval/loss"]
+
+
+def test_an_average_of_a_killed_script_is_that_of_torchs_averaged_model(tmp_path):
+    for workers, stop in (0, 5), (0, 8), (0, 99):
+        launch(0, script, tmp_path, workers, stop, AVERAGE)
+    with contextlib.chdir(tmp_path):
+        found = run({}, LOOP, LOADER.partition("\n")[0].replace(", num_workers=2", ""), AVERAGE)
+    assert found["run"]["step"] == 15
+
+    raw = run({}, LOOP)
+    raw |= {"step": 0, "batches": [b for epoch in range(3) for b in found["loader"](ll.TrainState(epoch=epoch))]}
+    averaged = AveragedModel(raw["model"], multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    averaged.update_parameters(raw["model"])  # the first average is a copy
+
+    def backward(model, batch, step):
+        if step:
+            averaged.update_parameters(model)
+        raw["loss_fn"](model, batch).backward()
+
+    raw_loop(raw, backward)
+    averaged.update_parameters(raw["model"])
+    assert same(values(found), values(raw))
+    saved = torch.load(tmp_path / "ema.pt")
+    assert same(saved, dict(averaged.module.named_parameters()))
+    assert not same(saved, dict(raw["model"].named_parameters()))
+    averaged.module.load_state_dict({**raw["model"].state_dict(), **saved})
+    averaged.eval()
+    [(x, y)] = raw["test_batches"]
+    with torch.no_grad():
+        assert found["scores"] == {"ema/loss": pytest.approx(F.cross_entropy(averaged(x), y).item())}
 
 
 def test_an_optimizer_over_a_dict_has_the_bits_of_torchs(loops):
@@ -273,8 +324,9 @@ def test_a_schedule_drives_param_groups_and_a_predicate_counts_updates(loops, ca
     raw_loop(raw, backward, scheduled=False)
     torch.testing.assert_close(values(names), values(raw), rtol=1e-4, atol=1e-5)
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [int(step) for step, _ in printed] == [1, 10, 15, 20]
-    assert [float(rate) for _, rate in printed] == pytest.approx([rates[step - 1] for step in (1, 10, 15, 20)])
+    steps = [1, 5, 10, 12, 15, 16, 20]  # the first, each fourth from 10 on, and the ends of epochs of 5 batches
+    assert [int(step) for step, _ in printed] == steps
+    assert [float(rate) for _, rate in printed] == pytest.approx([rates[step - 1] for step in steps])
 
     torchs = torch.optim.lr_scheduler.LambdaLR(
         optimizer := torch.optim.AdamW(raw["model"].parameters(), lr=1.0), names["schedule"]

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -29,7 +30,7 @@ from looplib._core.replicas import checksums_by_name, different
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, numbers_of
-from looplib.checkpoint._objects import check_objects, load_objects, take
+from looplib.checkpoint._objects import changed_since, check_objects, load_objects, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
@@ -78,9 +79,10 @@ def checkpoint_io(
     >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> ckpt = ll.checkpoint_io(folder.name, keep_last=3)
     >>> run = ckpt.restore({"model": model, "optimizer": adamw, "step": 0})  # no checkpoint yet: loads nothing
-    >>> path = ckpt.save({**run, "step": 500})
+    >>> run["step"] += 1  # after each update
+    >>> path = ckpt.save(run)
     >>> ckpt.restore({"model": model, "optimizer": adamw, "step": 0}, quiet=True)["step"]
-    500
+    1
     >>> folder.cleanup()
 
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
@@ -200,6 +202,8 @@ class CheckpointIO:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._second_group = lru_cache(1)(RankGroup.another)
         self._pending: Future[None] | None = None
+        self._step_of_objects: int | None = None  # of the last save of objects by name
+        self._warned_of_step = False
         self._compared_in: Callable[[], Any] = lambda: None  # the processes whose parameters were compared
 
     def __repr__(self) -> str:
@@ -221,6 +225,9 @@ class CheckpointIO:
         If the step already has a checkpoint, it is replaced atomically: the new one, whose name ends with a number,
         is there before the old one is deleted. If you save the same tensors again without metrics, the metrics of the
         old one are kept.
+
+        Objects by name that are saved again at the same step, and have been trained since, get a warning once: the updates
+        are not counted in "step".
 
         A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
         a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
@@ -271,7 +278,10 @@ class CheckpointIO:
             if not isinstance(state, Mapping):
                 together_with_data().check_alike(numbers_of({"extra": state.extra}), _DIFFERS, str, _ONE_FOR_ALL, 4)
                 self._warn_of_params_that_differ(state, ranks)
-        target = ranks.on_rank0(partial(self._begin, about["counts"]["step"]))
+        step = about["counts"]["step"]
+        if isinstance(state, Mapping):
+            ranks.on_rank0(partial(self._warn_of_a_step_not_counted, step, state, trees))
+        target = ranks.on_rank0(partial(self._begin, step))
 
         def write(ranks: RankGroup) -> None:
             write_entry(ranks, target, parts, about)
@@ -603,6 +613,17 @@ class CheckpointIO:
         if names and is_first():
             warn(_PARAMS_DIFFER.format(names=few(names)), RuntimeWarning)
 
+    def _warn_of_a_step_not_counted(self, step: int, objects: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """Warn once if objects are saved at a step at which they were saved before, and have been trained since."""
+        last, self._step_of_objects = self._step_of_objects, step
+        earlier = next((checkpoint.path for checkpoint in self._listing.read() if checkpoint.step == step), None)
+        if last != step or earlier is None or self._warned_of_step:
+            return
+        with suppress(DamagedCheckpointError, OSError):
+            if names := changed_since(earlier, objects, trees):
+                self._warned_of_step = True
+                warn(_NOT_COUNTED.format(step=step, names=few(names)))
+
     def _begin(self, step: int) -> Path:
         """Path for a checkpoint of this step, after checking that there are no later ones."""
         folder = self._listing.folder
@@ -643,6 +664,12 @@ _PARAMS_DIFFER = (
     "ll.distributed.check_replicas(state) finds when they began to differ. Experts of each rank need to be DTensors that "
     "are sharded over the ranks, of which each rank's part is saved. If the first rank's are meant, call "
     "ll.distributed.rank_zero_only(ckpt.save)(state)"
+)
+
+_NOT_COUNTED = (
+    "step {step} is saved a second time, and since the first time these have changed: {names}. If an update was made in "
+    'between, a restart would make it again, so count it in what is saved: run["step"] += 1 after each update, and '
+    "ckpt.save(run)"
 )
 
 

@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from looplib.checkpoint._format import counts_of as counts_of_state
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._state_dict import cleaner
+from looplib.metrics import Mean, Window
 from looplib.types import TrainState
 
 Objects = Mapping[str, Any]
@@ -106,11 +108,25 @@ def _plain(value: Any, where: str) -> Any:
         return value
     check(
         kind in (int, float, complex, bytes),
-        f"{where} is {named_value(value)}, which a checkpoint cannot hold without a template: keep tensors, NumPy arrays, "
-        "numbers, strings, bytes, None, and dicts, lists and tuples of these, or give it state_dict and load_state_dict",
+        f"{where} is {named_value(value)}, which a checkpoint cannot hold without a template: {_instead_of(value)}",
         TypeError,
     )
     return encoded(where, value)
+
+
+def _instead_of(value: Any) -> str:
+    """What to save in place of a value that a checkpoint cannot hold, in words."""
+    name = type(value).__name__
+    if isinstance(value, Window):
+        return "leave it out, log whenever you save, and begin with an empty ll.Window() after a restore"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"keep dataclasses.asdict({name.lower()}), and make the record of it after a restore, {name}(**kept)"
+    if isinstance(value, Mean):
+        return "keep [mean.total, mean.weight], and make the record of it after a restore, ll.Mean(*kept)"
+    return (
+        "keep tensors, NumPy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these, or give it "
+        "state_dict and load_state_dict"
+    )
 
 
 def _is_text(text: str) -> bool:
@@ -339,6 +355,29 @@ def _facts(states: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(entry: Mapping[str, Any], tensors: Tensors) -> str:
     kinds = [about(tensor) for tensor in tensors.values()]
     return f"{zlib.crc32(orjson.dumps(entry))} {kinds} {checksums(tensors.values())}"
+
+
+def changed_since(path: Path, objects: Objects, trees: Mapping[str, Any]) -> list[str]:
+    """Names of objects whose parameters, moments or other floating-point tensors differ from those of a checkpoint.
+
+    Buffers and random streams are passed over, because a step that is cut short, as by Ctrl-C, changes them too. Of a
+    sharded tensor, the part of this process is compared.
+    """
+    reader, changed = Reader(path, read_manifest(path)), []
+    for name, tree in trees.get("objects", {}).items():
+        if isinstance(value := objects[name], nn.Module):
+            clean = cleaner(value)
+            tree = subset(tree, {clean(key) for key, _ in value.named_parameters(remove_duplicate=False)})
+        leaves = leaves_of({"objects": {name: tree}})
+        leaves = {leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf.dtype.is_floating_point}
+        saved = reader.read(leaves)
+        if any(
+            reader.tensors[reader.root(leaf_path)] != about(leaves[leaf_path])
+            or not torch.equal(words(tensor), words(local(leaves[leaf_path])).cpu())
+            for leaf_path, tensor in saved.items()
+        ):
+            changed.append(name)
+    return changed
 
 
 # ---- restoring ----

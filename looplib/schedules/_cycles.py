@@ -66,7 +66,14 @@ class one_cycle(_Schedule):
     >>> lr = ll.schedules.one_cycle(1.0, total=100)
     >>> [round(lr(step), 2) for step in (0, 29, 64, 99)]
     [0.04, 1.0, 0.5, 0.0]
-    >>> momentum = ll.schedules.one_cycle(0.85, total=100, start=0.95, final=0.95)
+
+    **Momentum.** torch's OneCycleLR also cycles the momentum, or the first beta of Adam: `cycle_momentum=True` is its
+    default, from `max_momentum=0.95` to `base_momentum=0.85` and back. In looplib it is a schedule of its own:
+
+    >>> import torch
+    >>> beta1 = ll.schedules.one_cycle(0.85, total=100, start=0.95, final=0.95)
+    >>> adamw = ll.optimizer(torch.optim.AdamW, lr=lr, betas=(beta1, 0.999))
+    >>> sgd = ll.optimizer(torch.optim.SGD, lr=lr, momentum=beta1)
 
     Args:
         peak: value at the peak.

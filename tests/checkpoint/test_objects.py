@@ -1,6 +1,8 @@
 """Objects of a raw loop in a checkpoint, by name: the bits of an unbroken loop of plain torch after a resume."""
 
 import random
+import re
+import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
 
@@ -158,6 +160,42 @@ def test_a_save_in_the_background_copies_first(tmp_path):
     assert (again["array"].tolist(), again["list"], again["step"]) == ([2, 3, 4], [1, 2, 2], 5)
 
 
+def test_a_step_that_is_not_counted_is_named_once(tmp_path):
+    for number, asynchronous in enumerate((False, True)):
+        ckpt = ll.checkpoint_io(tmp_path / str(number), asynchronous=asynchronous)
+        run = ckpt.restore(run_of(random=ll.checkpoint.RandomStreams(), ema={"0": torch.zeros(1)}))
+        ckpt.save(run)
+        ckpt.save(run)  # again, as after Ctrl-C
+        for counts in 1, 0:  # the line that counts is forgotten from here on
+            step(run)
+            run["step"] = counts or 1
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                ckpt.save(run)
+            assert len(heard) == 1 - counts
+        assert re.search("step 1 is saved a second time.*changed: model, optimizer\\. ", str(heard[0].message))
+        assert heard[0].filename == __file__
+        step(run)
+        ckpt.save(run)  # said once: a warning is an error here
+        ckpt.wait()
+
+
+def test_a_save_in_the_middle_of_a_step_is_no_step_that_is_not_counted(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    run = {**run_of(random=ll.checkpoint.RandomStreams()), "bn": nn.BatchNorm1d(2), "rng": torch.get_rng_state()}
+    step(run)
+    ckpt.save(run)
+    run["bn"](torch.rand(4, 2))  # a forward pass, of which Ctrl-C cuts off the rest
+    run["rng"] = torch.get_rng_state()
+    ckpt.save(run)
+    assert ckpt.latest().path.name == "step-00000001.1"
+    run["average"] = torch.zeros(2)
+    ckpt.save(run)
+    run["average"] = torch.ones(2)  # a plain value
+    with pytest.warns(UserWarning, match="changed: average"):
+        ckpt.save(run)
+
+
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path, capsys):
     ckpt, run = ll.checkpoint_io(tmp_path), run_of()
     step(run)
@@ -235,7 +273,12 @@ def test_what_cannot_be_stored_is_refused_by_its_path(tmp_path):
     refused = {
         r"/x/1/a is an? Unstorable": [0, {"a": Unstorable()}],
         r"/x is the function <lambda>, which a checkpoint cannot hold without a template": lambda: 0,
-        r"/x/0 is a set": [{1}],
+        r"/x/0 is a set.* give it state_dict and load_state_dict": [{1}],
+        r"/x is a BestSoFar, .*: keep dataclasses.asdict\(bestsofar\).*BestSoFar\(\*\*kept\)": ll.predicates.BestSoFar(
+            "loss"
+        ),
+        r"/x is a Window, .*: leave it out, log whenever you save": ll.Window(),
+        r"/x/loss is a Mean, .*ll.Mean\(\*kept\)": {"loss": ll.Mean(1.0, 2)},
         r"/x/0 is a NumPy array of <U1": [np.array(["a"])],
         r"/x/0 is a NumPy array of object": [np.array([None])],
         r"/x/0 is an? AdamW, an object with a state.*name of its own": [run_of()["optimizer"]],

@@ -5,7 +5,7 @@ import textwrap
 from ranks import launch, run_script
 
 COMMON = """
-import random, sys, warnings
+import contextlib, random, sys, warnings
 from pathlib import Path
 import numpy, pytest, torch
 import torch.distributed as dist
@@ -112,6 +112,15 @@ for wrap in (ddp, fsdp):
         resumed = ckpt.restore(again, quiet=True)
         train(resumed, 2)
         assert end_of(resumed) == unbroken, (wrap, rank)
+
+# A step that is not counted, which the first rank says
+ckpt, run = ll.checkpoint_io(folder / "not counted"), run_of(0, fsdp)
+ckpt.save(run)
+ckpt.save(run)
+train(run, 1)
+says = pytest.warns(UserWarning, match="step 0 is saved a second time.*changed: model")
+with contextlib.nullcontext() if rank else says:
+    ckpt.save({**run, "step": 0})
 
 # A rank that has something else
 ckpt, run = ll.checkpoint_io(folder / "refused"), run_of(0, ddp, lr=0.1 * (1 + rank))

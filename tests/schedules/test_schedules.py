@@ -192,6 +192,44 @@ def test_momentum_goes_against_the_rate_as_in_torch():
             scheduler.step()
 
 
+def test_a_whole_run_under_one_cycle_lr_has_torchs_bits():
+    """Without the schedule of the momentum, or of Adam's first beta, it does not."""
+    total = 12
+    lr, momentum = S.one_cycle(0.1, total=total), S.one_cycle(0.85, total=total, start=0.95, final=0.95)
+    batches = torch.randn(total, 8, 4)
+
+    def loss_fn(model, x):
+        return model(x).square().mean()
+
+    def net():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    for make, cycled, fixed in (
+        (torch.optim.AdamW, {"betas": (momentum, 0.999)}, {}),
+        (torch.optim.SGD, {"momentum": momentum}, {"momentum": 0.9}),
+    ):
+        raw = net()
+        optimizer = make(raw.parameters(), lr=0.1, fused=False, **fixed)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        for step, batch in enumerate(batches):
+            optimizer.zero_grad()
+            loss_fn(raw, batch).backward()
+            optimizer.step()
+            if step < total - 1:
+                scheduler.step()
+        for options in cycled, fixed:
+            model, update = net(), ll.optimizer(make, lr=lr, fused=False, **options)
+            state, train_step = (
+                ll.init_state(model, update),
+                ll.make_train_step(ll.make_grad_fn(model, loss_fn), update),
+            )
+            for batch in batches:
+                state, _ = train_step(state, batch)
+            same = [torch.equal(state.params[key], param) for key, param in raw.named_parameters()]
+            assert all(same) == (options is cycled)
+
+
 # The value to scale, when, the values elsewhere, and the shape.
 ORDER = (
     {"value", "peak", "schedule", "schedules"},
