@@ -115,7 +115,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _instead_of(value: Any) -> str:
-    """What to save in place of a value that a checkpoint cannot hold, in words."""
+    """Advice, in words: the things to save in place of a value that a checkpoint cannot hold."""
     name = type(value).__name__
     if isinstance(value, Window):
         return "leave it out, log whenever you save, and begin with an empty ll.Window() after a restore"

@@ -220,10 +220,8 @@ def test_a_whole_run_under_one_cycle_lr_has_torchs_bits():
                 scheduler.step()
         for options in cycled, fixed:
             model, update = net(), ll.optimizer(make, lr=lr, fused=False, **options)
-            state, train_step = (
-                ll.init_state(model, update),
-                ll.make_train_step(ll.make_grad_fn(model, loss_fn), update),
-            )
+            state = ll.init_state(model, update)
+            train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), update)
             for batch in batches:
                 state, _ = train_step(state, batch)
             same = [torch.equal(state.params[key], param) for key, param in raw.named_parameters()]
