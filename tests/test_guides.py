@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import csv
 import re
 
 import accelerate
@@ -267,6 +268,67 @@ def test_the_script_of_lightning_and_looplibs_stop_at_the_same_best_weights(tmp_
     epochs = len(ll.log.read_jsonl(tmp_path / "ours/runs/looplib/log.jsonl"))
     assert ours["state"].epoch + 3 == epochs == theirs["trainer"].current_epoch < 20
     assert best == pytest.approx(printed)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("epoch", [2, 3])
+@pytest.mark.parametrize(
+    "cut", ["    scores = ", "    log(", "    state = ll.update_best", "    ckpt.save", "    return state\n"]
+)
+def test_ctrl_c_during_the_evaluation_loses_no_line_of_the_log_and_no_count(epoch, cut, tmp_path):
+    script = replaced(BLOCKS["FROM_LIGHTNING"][1], ("after_epochs(20)", "after_epochs(3)"))
+    head, loop = script.split("def evaluated(state):\n")
+    stop = f"    if state.epoch == {epoch}:\n        raise KeyboardInterrupt\n"
+    whole = run(script, tmp_path / "whole")["state"]
+    with pytest.raises(KeyboardInterrupt):
+        run(f"{head}def evaluated(state):\n{loop.replace(cut, stop + cut, 1)}", tmp_path / "parts")
+    assert not ll.debug.differences(run(script, tmp_path / "parts")["state"], whole)
+    logs = [ll.log.read_columns(tmp_path / folder / "runs/looplib/log.jsonl") for folder in ("whole", "parts")]
+    assert logs[0] == logs[1]
+    assert logs[0]["epoch"] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's own: of workers
+@pytest.mark.parametrize(
+    ("callback", "part"),
+    [
+        ("EMAWeightAveraging(decay=0.9)", "ll.ema(0.9, start=1, buffers=True)"),
+        ("WeightAveraging()", "ll.optim.swa(start=1, buffers=True)"),
+    ],
+)
+def test_the_averages_of_lightnings_callbacks_give_the_same_accuracies(callback, part, tmp_path, looplibs_order):
+    theirs, ours = BLOCKS["FROM_LIGHTNING"]
+    name = callback.partition("(")[0]
+    theirs = replaced(
+        theirs,
+        ("AdamW(self.parameters(), lr=1e-2", "AdamW(self.parameters(), lr=1e-2, fused=True"),
+        ("import EarlyStopping", f"import {name}, EarlyStopping"),
+        ("callbacks=[best, stop]", f"callbacks=[{callback}], num_sanity_val_steps=0"),
+        (', ckpt_path="last"', ""),
+        ("max_epochs=20", "max_epochs=4"),
+        ('print(trainer.validate(model, val_loader, ckpt_path="best"))', ""),
+    )
+    ours = replaced(
+        ours,
+        ("0), adamw)", f"0), adamw, {part})"),
+        ("after_epochs(20)", "after_epochs(4)"),
+        (
+            "    scores = ll.evaluate(eval_step, state",
+            "    scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state)",
+        ),
+        ('state = ckpt.restore(state, "best")\n', ""),
+    )
+    module = run(theirs, tmp_path / "theirs")["model"]
+    names = run(ours, tmp_path / "ours")
+    ll.bind(names["net"], ll.eval_state(names["optimizer"], names["state"]))
+    module.net[1].num_batches_tracked.copy_(names["net"][1].num_batches_tracked)  # a count, which Lightning averages
+    close(module.net, names["net"])
+    [folder] = (tmp_path / "theirs/runs/lightning/lightning_logs").iterdir()
+    rows = (folder / "metrics.csv").read_text()
+    columns = ll.log.read_columns(tmp_path / "ours/runs/looplib/log.jsonl")
+    accuracies = [float(row["val/accuracy"]) for row in csv.DictReader(rows.splitlines()) if row["val/accuracy"]]
+    assert accuracies == pytest.approx(columns["val/accuracy"])
 
 
 # From accelerate

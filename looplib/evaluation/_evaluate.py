@@ -56,9 +56,9 @@ def evaluate(
     Args:
         eval_step: from `make_eval_step`, or a dict of them, one for each of several sets by name. A function
             `(state, batch)` of your own runs as it is: choosing eval mode and `torch.no_grad()` is up to it.
-        state: the state to evaluate. It is not changed. For averaged weights, pass `ll.eval_state(optimizer, state)`; for a
-            module in a loop of your own, `ll.init_state(model)`, made at each call, since it holds the module's tensors of
-            that moment.
+        state: the state to evaluate. It is not changed. With `ll.ema` in the chain, give `ll.eval_state(optimizer, state)`,
+            which has the averaged weights. For a module in a loop of your own, give `ll.init_state(model)`, made at each
+            call, since it holds the module's tensors of that moment.
         batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from the start of the epoch),
             with any batch size. Or a dict of them by name, whose metrics are put under `name/`.
         prefix: string put before each name, such as "eval/". A slash is added to one that ends with a letter or digit.

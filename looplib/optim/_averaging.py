@@ -49,7 +49,8 @@ def ema(
     After each update, `average = decay * average + (1 - decay) * weights`, computed as
     `average.lerp_(weights, 1 - decay)`. It is a part of a chain, behind the optimizer, and stored as
     `opt_state["ema"]["average"]`, in float32 for half-precision
-    weights. It takes one more copy of the weights, and one operation over them per step.
+    weights. It takes one more copy of the weights, and one operation over them per step. `evaluate` and `bind` take the
+    trained weights of a state, unless they are given `ll.eval_state(optimizer, state)`.
 
     Behind a `partition`, the average of every parameter moves in each update of any part. For a target network, which
     follows the updates of one network, put it into the chain of that part instead. Two averages need names,
@@ -62,7 +63,8 @@ def ema(
         start: number of updates after which the average is initialized to the weights; 0 for the initial weights.
         every: number of updates between averages.
         buffers: if True, also average floating-point buffers (BatchNorm's statistics) and evaluate with the averages.
-            By default, evaluation uses the state's own buffers.
+            By default, evaluation uses the state's own buffers, which are BatchNorm's statistics of the trained weights; or
+            compute those of the average by `ll.evaluation.recompute_batch_norm`.
 
     Raises:
         TypeError: `decay` is neither a number nor a function.
