@@ -211,7 +211,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and host.ran_unbound:
+        if in_step and call.unbound:
             lease_replaced(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
@@ -262,7 +262,8 @@ def _passes_of(
 
         `donated` is the state of a donated step.
         """
-        if donated is not None and host.ran_unbound:  # before a forward pass that replaces the memory of a parameter
+        call.unbound = host.ran_unbound
+        if donated is not None and call.unbound:  # before a forward pass that replaces the memory of a parameter
             check_assigned(donated)
         sync = call.sync
         before = [leaf.grad for leaf in call.inputs]
@@ -390,9 +391,10 @@ class _Call:
         frozen: other parameters that require a gradient; they get none.
         outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
+        unbound: True if it runs in place on tensors that are not the module's.
     """
 
-    __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync")
+    __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync", "unbound")
 
     def __init__(
         self,
@@ -417,6 +419,7 @@ class _Call:
             self.frozen = [*rest.values()]
         self.outs: list[Gradients] = []
         self.loss: Any = None
+        self.unbound = False
 
 
 def indices(index: int, count: int) -> Sequence[int]:

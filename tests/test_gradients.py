@@ -2,10 +2,11 @@
 
 import contextlib
 import copy
+import weakref
 
 import pytest
 import torch
-from shared import SGD, both_steps, mean_output, mean_square
+from shared import SGD, both_states, both_steps, mean_output, mean_square
 from torch import nn
 
 import looplib as ll
@@ -211,6 +212,54 @@ def test_a_microbatch_without_samples_leaves_no_statistics(donate):
     state, _ = step(ll.init_state(model, SGD), [x[:0], x[:2], x[:0], x[2:], x[:0]])
     assert state.buffers == {"written": 2, "replaced": 2}
     assert not donate or model.replaced is state.buffers["replaced"]
+
+
+@pytest.mark.every_case
+@both_states
+@both_steps
+def test_steps_with_empty_microbatches_continue_and_hold_no_old_weights(donate, bound):
+    """Passes that do not count run within others, and leave no note of the tensors that these lend the module."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    raw = copy.deepcopy(model)
+    raw_sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, mean_square)), SGD, donate=donate)
+    state = ll.init_state(model, SGD)
+    if not bound:
+        state = ll.copy_state(state)
+    for number in range(4):
+        old = weakref.ref(state.params["weight"])
+        state, _ = step(state, [x, x[:0]])
+        assert donate or (bound and not number) or old() is None
+        raw_sgd.zero_grad()
+        mean_square(raw, x).backward()
+        raw_sgd.step()
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())
+    if donate and not bound:
+        with pytest.warns(UserWarning, match="this Linear still has the weights of before training"):
+            model(x)
+
+
+@pytest.mark.every_case
+@both_steps
+def test_a_loss_may_predict_with_the_state_that_it_trains(donate):
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    raw = copy.deepcopy(model)
+    raw_sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+
+    def loss_fn(model, x):
+        return (model(x) - 2 * predict_step(state, x) + 1).square().mean()
+
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=donate), ll.init_state(model, SGD)
+    for _ in range(4):
+        state, _ = step(state, x)
+        raw_sgd.zero_grad()
+        (raw(x) - 2 * raw(x).detach() + 1).square().mean().backward()
+        raw_sgd.step()
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())
+    assert torch.equal(predict_step(state, x), raw(x))
 
 
 def fails(model, x):

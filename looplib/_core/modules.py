@@ -189,8 +189,8 @@ class FunctionalModule:
         self.known_params = tensors(self.slots.params)  # those that the module held when last looked at
         self._leave()
         self.ran = False
-        # True if the last call ran in place on tensors that are not the module's. Its caller reads it here, since to compare
-        # them again would take a loop over all parameters.
+        # True if the call that begins runs in place on tensors that are not the module's. Its body reads it first, before
+        # calls within it or of other threads: to compare the tensors again would take a loop over all parameters.
         self.ran_unbound = False
         self.engine = engine_of(model)
 
@@ -304,7 +304,7 @@ class FunctionalModule:
                 if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
                     self._check_known(swaps)
                 self._check_swaps(swaps, params)
-            else:
+            elif not hosted:  # else the module may hold the tensors of the call around this one
                 self.known_params = dict(params)
             self.ran_unbound = in_place and bool(swaps)
             if buffers:
