@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.contracts import BatchPart
-from looplib._core.engines import Sync, sync_over_ranks
+from looplib._core.engines import Sync, sync_over_ranks, warn_of_lone_ranks
 from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.graphs import LossGraphs, check_batch
 from looplib._core.lease import check_assigned, lease_replaced, overwritten, trees_of
@@ -132,8 +132,8 @@ def make_grad_fn(
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    # The leaves of FSDP2's graphs are its own unsharded parameters, which no backward pass can be told to fill.
-    graphs = LossGraphs(plain=reentrant or (host.engine is not None and bool(host.engine.shards)))
+    graphs = LossGraphs(plain=reentrant or host.sharded)
+    warn_once = cache(partial(warn_of_lone_ranks, model))
     counter = as_counter(count_samples)
     passes_of = _passes_of(host, loss_fn, counter, graphs)
 
@@ -170,7 +170,8 @@ def make_grad_fn(
         sync = None
         if ranks > 1 or host.engine is not None:
             in_place = donate and host.is_bound(params)
-            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place)
+            graphs.plain = reentrant or host.sharded
+            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place, warn_once)
         form = passes()
         if donate:
             call, guarded = _Call(params, names, scale, part, sync, form), None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +94,7 @@ def sync_over_ranks(
     count_samples: Callable[[Any], int],
     part: BatchPart | None,
     in_place: bool,
+    warn_of_lone_ranks: Callable[[], None],
 ) -> Sync | None:
     """Averaging over ranks for the passes of one call; None for a single rank or a model in no engine.
 
@@ -103,7 +103,7 @@ def sync_over_ranks(
     local = part is not None and part.local
     if engine is None:
         if not local:
-            _warn_of_lone_ranks(ranks)
+            warn_of_lone_ranks()
         return None
     engine.refuse_strangers(in_place)
     if ranks == 1:
@@ -136,10 +136,11 @@ _UNREDUCED = (
 )
 
 
-@cache  # one warning in each process
-def _warn_of_lone_ranks(ranks: int) -> None:
+def warn_of_lone_ranks(model: nn.Module) -> None:
+    """Warn that each rank trains a model of its own. Raise if it is in an engine that was not there before."""
+    refuse_late(engine_of(model))
     warn(
-        f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
+        f"there are {world_size()} ranks and the model is in no engine that reduces its gradients: each rank "
         "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
         "ll.grads.reduce_gradients",
         RuntimeWarning,
@@ -229,12 +230,26 @@ class Engine:
         put_back(lent or [])
 
 
-def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that a module is wrapped in, or None. It uses its own parameters, whatever is in the slots."""
+def engine_of(model: nn.Module, known: Engine | None = None) -> Engine | None:
+    """The engine that a module is wrapped in, or None; the known one if it is still that.
+
+    It uses its own parameters, whatever is in the slots.
+    """
     modules = list(model.modules())
     replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
     shards = [module for module in modules if _is_sharded(module)]
+    if known is not None and (replicas, shards) == (known.replicas, known.shards):
+        return known
     return Engine(replicas, shards) if replicas or shards else None
+
+
+def refuse_late(engine: Engine | None) -> None:
+    """Raise for an engine that a function does not know, since the model was not in it when the function was made."""
+    if engine is not None:
+        raise RuntimeError(
+            f"{engine.name} was applied to the model after a function was made from it (make_grad_fn, make_predict_step ...): "
+            "wrap or shard the model first, and then make the functions and call ll.init_state"
+        )
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -1,5 +1,7 @@
 """Gradients that no engine reduces are refused at the first step, on all ranks, with the state unchanged."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import launch, whole
@@ -172,3 +174,60 @@ def thawed():
 
 def test_layers_thaw_under_ddp_that_finds_unused_parameters():
     launch(2, thawed)
+
+
+def late():
+    """A part that is wrapped after `make_grad_fn` is averaged over batches of different sizes as one wrapped before."""
+    with ll.distributed.setup(timeout=60):
+        rank = ll.distributed.rank()
+        whole_batch = torch.linspace(-1, 1, 16).view(4, 4)
+        part = whole_batch[:1] if rank == 0 else whole_batch[1:]
+        model = nn.Sequential(net())
+        grad_fn = ll.make_grad_fn(model, loss)
+        model[0] = DistributedDataParallel(model[0])
+        step, state = ll.make_train_step(grad_fn, SGD, donate=True), ll.init_state(model, SGD)
+        raw = net()  # on the whole batch, in one process
+        for _ in range(3):
+            state, _ = step(state, part)
+            raw.zero_grad()
+            loss(raw, whole_batch).backward()
+            with torch.no_grad():
+                for param in raw.parameters():
+                    param -= 0.1 * param.grad
+        for name, param in raw.named_parameters():
+            torch.testing.assert_close(state.params[f"0.{name}"].detach(), param.detach())
+        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
+            ll.make_train_step(grad_fn, SGD)(state, part)
+
+        model = net()
+        grad_fn, predict_step = ll.make_grad_fn(model, loss), ll.make_predict_step(model, lambda model, x: model(x))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        state = ll.init_state(model, SGD)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"FSDP.* was applied to the model after a function was made from it"
+            ):
+                ll.make_train_step(grad_fn, SGD, donate=True)(state, part)
+        with pytest.raises(RuntimeError, match=r"FSDP.* was applied to the model after a function was made from it"):
+            predict_step(ll.copy_state(state), part)
+
+
+def test_a_model_that_is_wrapped_after_make_grad_fn_is_averaged_or_refused():
+    launch(2, late)
+
+
+def lone():
+    with ll.distributed.setup(timeout=60):
+        told = []
+        for _ in range(2):
+            model = net()
+            step, state = ll.make_train_step(ll.make_grad_fn(model, loss), SGD), ll.init_state(model, SGD)
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                for _ in range(2):
+                    state, _ = step(state, batch(ll.distributed.rank()))
+            told.append([str(warning.message).partition(":")[0] for warning in caught])
+        assert told == [["there are 2 ranks and the model is in no engine that reduces its gradients"]] * 2, told
+
+
+def test_each_function_of_a_model_in_no_engine_warns_once():
+    launch(2, lone)
