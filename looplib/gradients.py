@@ -85,8 +85,8 @@ def make_grad_fn(
             different parts over one state; what no step trains, freeze by `requires_grad_(False)`.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
         per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
-            as the experts that each rank holds for itself. The gradients of all others are compared between the ranks at the
-            first step of a model in DDP or FSDP2.
+            as the experts that each rank holds for itself. The gradients of all others are compared between the ranks in the
+            steps 1, 2, 4, 8, ... of a model in DDP or FSDP2.
         count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
         reentrant: True if the loss has a function that runs a backward pass of its own, such as
@@ -99,8 +99,8 @@ def make_grad_fn(
             the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
-            donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
-            with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
+            donate; or gradients of the first step, or of step 2, 4, 8, ..., differ between the ranks, since the wrapper has not
+            averaged them, as with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
             `donate` its forward pass writes to a parameter.
 
     **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import few, warn
+from looplib._core.checks import few, is_due, warn
 from looplib._core.collective import together_with_data
 from looplib._core.contracts import BatchPart
 from looplib._core.forward_writes import put_back, with_copies
@@ -70,12 +70,13 @@ class Sync:
         params: Mapping[str, Tensor],
         per_rank: Callable[[str, Tensor], bool] | None,
     ) -> None:
-        """Raise on all ranks if gradients differ that should be the same, at the first step with this engine.
+        """Raise on all ranks if gradients differ that should be the same, in the steps 1, 2, 4, 8, ... with this engine.
 
-        Gradients that are equal by chance, such as zeros, are not noticed.
+        Not in the first alone: gradients that are equal by chance, such as zeros, may differ later.
         """
-        if self.engine.reduced:
+        if self.engine.reduced and not is_due(self.engine.steps):
             return
+        self.engine.reduced = False
         if per_rank is not None:
             grads = {name: grad for name, grad in grads.items() if not per_rank(name, params[name])}
         with torch.no_grad():
@@ -122,6 +123,7 @@ def sync_over_ranks(
     if not engine.compared:
         compare(state)
         engine.compared = True  # only now, since all ranks compare again after one that was not in this step
+    engine.steps += 1  # here, where all ranks begin one: a step that fails later may do so on one of them
     return Sync(engine, ranks, part, batches, count_samples)
 
 
@@ -154,7 +156,8 @@ class Engine:
         self.replicas, self.shards = replicas, shards
         self.name = type([*replicas, *shards][0]).__name__
         self.compared = False  # True after the first step, if there are several ranks
-        self.reduced = False  # True once the ranks have compared their gradients
+        self.steps = 0  # begun, on several ranks
+        self.reduced = False  # True once the ranks have found their gradients the same
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
+from looplib._core import engines
 
 SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 
@@ -174,6 +175,55 @@ def thawed():
 
 def test_layers_thaw_under_ddp_that_finds_unused_parameters():
     launch(2, thawed)
+
+
+class LowRank(nn.Module):
+    """A layer of LoRA's form: the first gradient of `down` is 0, since `up` is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.up(self.down(x)) - 1
+
+
+def zero_at_first():
+    with ll.distributed.setup(timeout=60):
+        torch.manual_seed(0)
+        model = LowRank()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["down.weight"])
+        model = DistributedDataParallel(model)
+        step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=True)
+        state, _ = step(ll.init_state(model, SGD), batch(ll.distributed.rank()))
+        ll.distributed.check_replicas(state)
+        for _ in range(2):  # a second attempt does not pass
+            with pytest.raises(
+                RuntimeError, match=r"gradients of 1 parameters differ between the ranks.*: down\.weight\."
+            ):
+                step(state, batch(ll.distributed.rank()))
+        ll.distributed.check_replicas(state)
+
+
+def test_a_gradient_that_is_zero_at_first_is_compared_again():
+    launch(2, zero_at_first)
+
+
+def compared_rarely():
+    with ll.distributed.setup(timeout=60):
+        model = DistributedDataParallel(net())
+        step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=True)
+        state, compared = ll.init_state(model, SGD), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines, "different", lambda *_: compared.append(state.step + 1))
+            for _ in range(17):
+                state, _ = step(state, batch(0))
+        assert compared == [1, 2, 4, 8, 16], compared
+
+
+def test_gradients_are_compared_in_few_steps():
+    launch(2, compared_rarely)
 
 
 def late():
