@@ -220,6 +220,12 @@ def make_grad_fn(
             guard.check(guarded, params)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
+        if (
+            host.engine is not None
+            and host.engine.lends_grads
+            and not (in_step and (part is None or not part.wrapper))
+        ):
+            grads = {name: grad.clone() for name, grad in grads.items()}
         if len(grads) < len(needed):
             _refuse_unreached(grads, needed, copies)
         # Not by `_replace`, whose call takes longer.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from shared import SGD, both_states, both_steps, mean_output, mean_square
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 
@@ -344,3 +345,23 @@ def test_the_loss_of_a_step_is_that_before_its_update_though_it_is_a_parameter(l
     state, metrics = step(state, torch.ones(1))
     step(state, torch.ones(1))
     assert ll.compute(metrics) == {"loss": 3.0}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_of_ddp_that_are_views_of_its_buckets_are_the_callers(one_process, dtype):
+    model = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=True)
+    plain = copy.deepcopy(model.module)
+    x = torch.randn(8, 2)
+    of_engine, of_plain = (ll.make_grad_fn(net, mean_square) for net in (model, plain))
+    if dtype is not None:
+        of_engine, of_plain = (ll.accumulate(grad_fn, 4, dtype=dtype) for grad_fn in (of_engine, of_plain))
+    states = ll.init_state(model), ll.init_state(plain)
+    outs = [(of_engine(states[0], x * k, donate=True), of_plain(states[1], x * k, donate=True)) for k in range(1, 6)]
+    for out, expected in outs:
+        for name, grad in expected.grads.items():
+            assert torch.equal(out.grads[name], grad)
+    step = ll.make_train_step(of_engine, SGD, donate=True)  # an accumulation in another dtype keeps those of a call
+    state, _ = step(ll.init_state(model, SGD), x)
+    for name, param in plain.named_parameters():
+        expected = param.detach() - 0.1 * outs[0][1].grads[name]
+        assert torch.equal(state.params[name].detach(), expected)

@@ -175,6 +175,11 @@ class Engine:
                 f"ll.grads.reduce_gradients(grad_fn) in place of {self.name}"
             )
 
+    @property
+    def lends_grads(self) -> bool:
+        """True if the next backward pass writes over the gradients, which an update reads at once and others may keep."""
+        return any(replica.gradient_as_bucket_view for replica in self.replicas)
+
     def passes_together(self) -> bool:
         """True if all ranks must make the same number of passes: to gather shards, or to learn a static graph."""
         return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
