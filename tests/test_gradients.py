@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import weakref
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
+
+SGD_HALF = ll.optimizer(torch.optim.SGD, lr=0.5, fused=False)
 
 
 def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
@@ -365,3 +368,42 @@ def test_gradients_of_ddp_that_are_views_of_its_buckets_are_the_callers(one_proc
     for name, param in plain.named_parameters():
         expected = param.detach() - 0.1 * outs[0][1].grads[name]
         assert torch.equal(state.params[name].detach(), expected)
+
+
+@pytest.mark.every_case
+@both_steps
+@pytest.mark.parametrize("around", ["loop", "loss"])
+def test_autocast_around_a_whole_loop_has_the_numbers_of_autocast_around_each_pass(donate, around):
+    """autocast keeps casts of weights until its block ends, so a raw loop in one block computes with the first ones."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    raw = copy.deepcopy(model)
+    raw_sgd = torch.optim.SGD(raw.parameters(), lr=0.5)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def loss_fn(model, x):
+        return (model(x).float() - 1).square().mean()
+
+    grad_fn = ll.make_grad_fn(model, loss_fn if around == "loop" else ll.autocast(loss_fn, torch.bfloat16))
+    step, state = ll.make_train_step(grad_fn, SGD_HALF, donate=donate), ll.init_state(model, SGD_HALF)
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    outputs, expected = [], []
+    with autocast() if around == "loop" else contextlib.nullcontext():
+        for _ in range(4):
+            if donate:
+                model(x)  # outside of a step, the cache is yours
+            old = weakref.ref(state.params["weight"])
+            state, metrics = step(state, x)
+            with contextlib.nullcontext() if around == "loop" else autocast():
+                outputs += [metrics["loss"].compute(), predict_step(state, x)]
+            assert donate or old() is None or old() is model.weight
+    for _ in range(4):
+        raw_sgd.zero_grad()
+        with autocast():
+            loss = loss_fn(raw, x)
+        loss.backward()
+        raw_sgd.step()
+        with autocast(), torch.no_grad():
+            expected += [loss.detach(), raw(x)]
+    assert all(map(torch.equal, outputs, expected))
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())

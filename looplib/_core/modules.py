@@ -279,7 +279,11 @@ class FunctionalModule:
                 self.devices, self.generators = devices, draws.generators_of(*devices)
             generators = self.generators
             streams = [generator.get_state() for generator in generators]
+            # autocast keeps the casts of weights until its block ends, and steps write the weights or take new ones.
+            cast = not running.models and torch_private.any_autocast()
             try:
+                if cast:
+                    torch.clear_autocast_cache()
                 self.seed(seed)
                 if not in_place:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -287,6 +291,8 @@ class FunctionalModule:
             finally:
                 _interrupts.waits.depth += 1
                 try:
+                    if cast:
+                        torch.clear_autocast_cache()
                     for generator, stream in pairs(generators, streams):
                         generator.set_state(stream)
                 finally:
