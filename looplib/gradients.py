@@ -91,7 +91,9 @@ def make_grad_fn(
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
         reentrant: True if the loss has a function that runs a backward pass of its own, such as
             `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop. Without
-            it, such a function is refused if "checkpoint" is in its name; one of another name is not recognized.
+            it, such a function is refused if "checkpoint" is in its name. One of another name is not recognized: a weight of it
+            that no other layer uses is refused as one without a gradient, and the gradient of a weight that others use too
+            (tied) lacks its part, without an error. With `allow_unused=True`, neither is noticed.
 
     Raises:
         ValueError: `trainable` selects no parameter, or one that requires no gradient;
@@ -125,7 +127,8 @@ def make_grad_fn(
     **Looked at in the calls 1, 2, 4, 8, ...**, since it takes longer than a small step: checkpoints with
     `use_reentrant=True`, and writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step
     refuses. Such writes that begin later change the state until the next of these calls names them. A checkpoint that comes
-    later is also noticed where it leaves a parameter without a gradient that had one.
+    later is also noticed where it leaves a parameter without a gradient that had one. If other layers use all of its weights
+    too, gradients lack its part until the next of these calls: give `reentrant=True` from the beginning.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)
