@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.contracts import BatchPart
-from looplib._core.engines import Sync, sync_over_ranks
+from looplib._core.engines import Sync, sync_over_ranks, warn_of_lone_ranks
 from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.graphs import LossGraphs, check_batch
 from looplib._core.lease import check_assigned, lease_replaced, overwritten, trees_of
@@ -85,13 +85,15 @@ def make_grad_fn(
             different parts over one state; what no step trains, freeze by `requires_grad_(False)`.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
         per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
-            as the experts that each rank holds for itself. The gradients of all others are compared between the ranks at the
-            first step of a model in DDP or FSDP2.
+            as the experts that each rank holds for itself. The gradients of all others are compared between the ranks in the
+            steps 1, 2, 4, 8, ... of a model in DDP or FSDP2.
         count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
         reentrant: True if the loss has a function that runs a backward pass of its own, such as
             `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop. Without
-            it, such a function is refused if "checkpoint" is in its name; one of another name is not recognized.
+            it, such a function is refused if "checkpoint" is in its name. One of another name is not recognized: a weight of it
+            that no other layer uses is refused as one without a gradient, and the gradient of a weight that others use too
+            (tied) lacks its part, without an error. With `allow_unused=True`, neither is noticed.
 
     Raises:
         ValueError: `trainable` selects no parameter, or one that requires no gradient;
@@ -99,8 +101,8 @@ def make_grad_fn(
             the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
-            donate; or gradients of the first step differ between the ranks, since the wrapper has not averaged them, as
-            with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
+            donate; or gradients of the first step, or of step 2, 4, 8, ..., differ between the ranks, since the wrapper has not
+            averaged them, as with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
             `donate` its forward pass writes to a parameter.
 
     **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
@@ -125,15 +127,16 @@ def make_grad_fn(
     **Looked at in the calls 1, 2, 4, 8, ...**, since it takes longer than a small step: checkpoints with
     `use_reentrant=True`, and writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step
     refuses. Such writes that begin later change the state until the next of these calls names them. A checkpoint that comes
-    later is also noticed where it leaves a parameter without a gradient that had one.
+    later is also noticed where it leaves a parameter without a gradient that had one. If other layers use all of its weights
+    too, gradients lack its part until the next of these calls: give `reentrant=True` from the beginning.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     host.warn_of_eval_mode(names)
-    # The leaves of FSDP2's graphs are its own unsharded parameters, which no backward pass can be told to fill.
-    graphs = LossGraphs(plain=reentrant or (host.engine is not None and bool(host.engine.shards)))
+    graphs = LossGraphs(plain=reentrant or host.sharded)
+    warn_once = cache(partial(warn_of_lone_ranks, model))
     counter = as_counter(count_samples)
     passes_of = _passes_of(host, loss_fn, counter, graphs)
 
@@ -170,7 +173,8 @@ def make_grad_fn(
         sync = None
         if ranks > 1 or host.engine is not None:
             in_place = donate and host.is_bound(params)
-            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place)
+            graphs.plain = reentrant or host.sharded
+            sync = sync_over_ranks(host.engine, ranks, state, batches, counter, part, in_place, warn_once)
         form = passes()
         if donate:
             call, guarded = _Call(params, names, scale, part, sync, form), None
@@ -211,7 +215,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and host.ran_unbound:
+        if in_step and call.unbound:
             lease_replaced(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
@@ -219,6 +223,12 @@ def make_grad_fn(
             guard.check(guarded, params)
             # A forward pass may have assigned a new one, with its graph.
             after = {name: buffer.detach() if buffer.requires_grad else buffer for name, buffer in after.items()}
+        if (
+            host.engine is not None
+            and host.engine.lends_grads
+            and not (in_step and (part is None or not part.wrapper))
+        ):
+            grads = {name: grad.clone() for name, grad in grads.items()}
         if len(grads) < len(needed):
             _refuse_unreached(grads, needed, copies)
         # Not by `_replace`, whose call takes longer.
@@ -262,7 +272,8 @@ def _passes_of(
 
         `donated` is the state of a donated step.
         """
-        if donated is not None and host.ran_unbound:  # before a forward pass that replaces the memory of a parameter
+        call.unbound = host.ran_unbound
+        if donated is not None and call.unbound:  # before a forward pass that replaces the memory of a parameter
             check_assigned(donated)
         sync = call.sync
         before = [leaf.grad for leaf in call.inputs]
@@ -390,9 +401,10 @@ class _Call:
         frozen: other parameters that require a gradient; they get none.
         outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
+        unbound: True if it runs in place on tensors that are not the module's.
     """
 
-    __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync")
+    __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync", "unbound")
 
     def __init__(
         self,
@@ -417,6 +429,7 @@ class _Call:
             self.frozen = [*rest.values()]
         self.outs: list[Gradients] = []
         self.loss: Any = None
+        self.unbound = False
 
 
 def indices(index: int, count: int) -> Sequence[int]:

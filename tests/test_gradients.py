@@ -2,13 +2,18 @@
 
 import contextlib
 import copy
+import functools
+import weakref
 
 import pytest
 import torch
-from shared import SGD, both_steps, mean_output, mean_square
+from shared import SGD, both_states, both_steps, mean_output, mean_square
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
+
+SGD_HALF = ll.optimizer(torch.optim.SGD, lr=0.5, fused=False)
 
 
 def test_a_loss_may_have_one_element_and_a_parameter_no_graph():
@@ -213,6 +218,54 @@ def test_a_microbatch_without_samples_leaves_no_statistics(donate):
     assert not donate or model.replaced is state.buffers["replaced"]
 
 
+@pytest.mark.every_case
+@both_states
+@both_steps
+def test_steps_with_empty_microbatches_continue_and_hold_no_old_weights(donate, bound):
+    """Passes that do not count run within others, and leave no note of the tensors that these lend the module."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    raw = copy.deepcopy(model)
+    raw_sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, mean_square)), SGD, donate=donate)
+    state = ll.init_state(model, SGD)
+    if not bound:
+        state = ll.copy_state(state)
+    for number in range(4):
+        old = weakref.ref(state.params["weight"])
+        state, _ = step(state, [x, x[:0]])
+        assert donate or (bound and not number) or old() is None
+        raw_sgd.zero_grad()
+        mean_square(raw, x).backward()
+        raw_sgd.step()
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())
+    if donate and not bound:
+        with pytest.warns(UserWarning, match="this Linear still has the weights of before training"):
+            model(x)
+
+
+@pytest.mark.every_case
+@both_steps
+def test_a_loss_may_predict_with_the_state_that_it_trains(donate):
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    raw = copy.deepcopy(model)
+    raw_sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+
+    def loss_fn(model, x):
+        return (model(x) - 2 * predict_step(state, x) + 1).square().mean()
+
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=donate), ll.init_state(model, SGD)
+    for _ in range(4):
+        state, _ = step(state, x)
+        raw_sgd.zero_grad()
+        (raw(x) - 2 * raw(x).detach() + 1).square().mean().backward()
+        raw_sgd.step()
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())
+    assert torch.equal(predict_step(state, x), raw(x))
+
+
 def fails(model, x):
     model(x)
     raise ArithmeticError
@@ -295,3 +348,62 @@ def test_the_loss_of_a_step_is_that_before_its_update_though_it_is_a_parameter(l
     state, metrics = step(state, torch.ones(1))
     step(state, torch.ones(1))
     assert ll.compute(metrics) == {"loss": 3.0}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_of_ddp_that_are_views_of_its_buckets_are_the_callers(one_process, dtype):
+    model = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=True)
+    plain = copy.deepcopy(model.module)
+    x = torch.randn(8, 2)
+    of_engine, of_plain = (ll.make_grad_fn(net, mean_square) for net in (model, plain))
+    if dtype is not None:
+        of_engine, of_plain = (ll.accumulate(grad_fn, 4, dtype=dtype) for grad_fn in (of_engine, of_plain))
+    states = ll.init_state(model), ll.init_state(plain)
+    outs = [(of_engine(states[0], x * k, donate=True), of_plain(states[1], x * k, donate=True)) for k in range(1, 6)]
+    for out, expected in outs:
+        for name, grad in expected.grads.items():
+            assert torch.equal(out.grads[name], grad)
+    step = ll.make_train_step(of_engine, SGD, donate=True)  # an accumulation in another dtype keeps those of a call
+    state, _ = step(ll.init_state(model, SGD), x)
+    for name, param in plain.named_parameters():
+        expected = param.detach() - 0.1 * outs[0][1].grads[name]
+        assert torch.equal(state.params[name].detach(), expected)
+
+
+@pytest.mark.every_case
+@both_steps
+@pytest.mark.parametrize("around", ["loop", "loss"])
+def test_autocast_around_a_whole_loop_has_the_numbers_of_autocast_around_each_pass(donate, around):
+    """autocast keeps casts of weights until its block ends, so a raw loop in one block computes with the first ones."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    raw = copy.deepcopy(model)
+    raw_sgd = torch.optim.SGD(raw.parameters(), lr=0.5)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def loss_fn(model, x):
+        return (model(x).float() - 1).square().mean()
+
+    grad_fn = ll.make_grad_fn(model, loss_fn if around == "loop" else ll.autocast(loss_fn, torch.bfloat16))
+    step, state = ll.make_train_step(grad_fn, SGD_HALF, donate=donate), ll.init_state(model, SGD_HALF)
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    outputs, expected = [], []
+    with autocast() if around == "loop" else contextlib.nullcontext():
+        for _ in range(4):
+            if donate:
+                model(x)  # outside of a step, the cache is yours
+            old = weakref.ref(state.params["weight"])
+            state, metrics = step(state, x)
+            with contextlib.nullcontext() if around == "loop" else autocast():
+                outputs += [metrics["loss"].compute(), predict_step(state, x)]
+            assert donate or old() is None or old() is model.weight
+    for _ in range(4):
+        raw_sgd.zero_grad()
+        with autocast():
+            loss = loss_fn(raw, x)
+        loss.backward()
+        raw_sgd.step()
+        with autocast(), torch.no_grad():
+            expected += [loss.detach(), raw(x)]
+    assert all(map(torch.equal, outputs, expected))
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import torch_private, trees
-from looplib._core.checks import few, warn
+from looplib._core.checks import few, is_due, warn
 from looplib._core.collective import together_with_data
 from looplib._core.contracts import BatchPart
 from looplib._core.forward_writes import put_back, with_copies
@@ -71,12 +70,13 @@ class Sync:
         params: Mapping[str, Tensor],
         per_rank: Callable[[str, Tensor], bool] | None,
     ) -> None:
-        """Raise on all ranks if gradients differ that should be the same, at the first step with this engine.
+        """Raise on all ranks if gradients differ that should be the same, in the steps 1, 2, 4, 8, ... with this engine.
 
-        Gradients that are equal by chance, such as zeros, are not noticed.
+        Not in the first alone: gradients that are equal by chance, such as zeros, may differ later.
         """
-        if self.engine.reduced:
+        if self.engine.reduced and not is_due(self.engine.steps):
             return
+        self.engine.reduced = False
         if per_rank is not None:
             grads = {name: grad for name, grad in grads.items() if not per_rank(name, params[name])}
         with torch.no_grad():
@@ -95,6 +95,7 @@ def sync_over_ranks(
     count_samples: Callable[[Any], int],
     part: BatchPart | None,
     in_place: bool,
+    warn_of_lone_ranks: Callable[[], None],
 ) -> Sync | None:
     """Averaging over ranks for the passes of one call; None for a single rank or a model in no engine.
 
@@ -103,7 +104,7 @@ def sync_over_ranks(
     local = part is not None and part.local
     if engine is None:
         if not local:
-            _warn_of_lone_ranks(ranks)
+            warn_of_lone_ranks()
         return None
     engine.refuse_strangers(in_place)
     if ranks == 1:
@@ -122,6 +123,7 @@ def sync_over_ranks(
     if not engine.compared:
         compare(state)
         engine.compared = True  # only now, since all ranks compare again after one that was not in this step
+    engine.steps += 1  # here, where all ranks begin one: a step that fails later may do so on one of them
     return Sync(engine, ranks, part, batches, count_samples)
 
 
@@ -136,10 +138,11 @@ _UNREDUCED = (
 )
 
 
-@cache  # one warning in each process
-def _warn_of_lone_ranks(ranks: int) -> None:
+def warn_of_lone_ranks(model: nn.Module) -> None:
+    """Warn that each rank trains a model of its own. Raise if it is in an engine that was not there before."""
+    refuse_late(engine_of(model))
     warn(
-        f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
+        f"there are {world_size()} ranks and the model is in no engine that reduces its gradients: each rank "
         "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
         "ll.grads.reduce_gradients",
         RuntimeWarning,
@@ -153,7 +156,8 @@ class Engine:
         self.replicas, self.shards = replicas, shards
         self.name = type([*replicas, *shards][0]).__name__
         self.compared = False  # True after the first step, if there are several ranks
-        self.reduced = False  # True once the ranks have compared their gradients
+        self.steps = 0  # begun, on several ranks
+        self.reduced = False  # True once the ranks have found their gradients the same
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
 
@@ -170,6 +174,11 @@ class Engine:
                 "state = ll.bind(model, state)). An optimizer that evaluates the loss at other parameters (LBFGS) needs "
                 f"ll.grads.reduce_gradients(grad_fn) in place of {self.name}"
             )
+
+    @property
+    def lends_grads(self) -> bool:
+        """True if the next backward pass writes over the gradients, which an update reads at once and others may keep."""
+        return any(replica.gradient_as_bucket_view for replica in self.replicas)
 
     def passes_together(self) -> bool:
         """True if all ranks must make the same number of passes: to gather shards, or to learn a static graph."""
@@ -229,12 +238,26 @@ class Engine:
         put_back(lent or [])
 
 
-def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that a module is wrapped in, or None. It uses its own parameters, whatever is in the slots."""
+def engine_of(model: nn.Module, known: Engine | None = None) -> Engine | None:
+    """The engine that a module is wrapped in, or None; the known one if it is still that.
+
+    It uses its own parameters, whatever is in the slots.
+    """
     modules = list(model.modules())
     replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
     shards = [module for module in modules if _is_sharded(module)]
+    if known is not None and (replicas, shards) == (known.replicas, known.shards):
+        return known
     return Engine(replicas, shards) if replicas or shards else None
+
+
+def refuse_late(engine: Engine | None) -> None:
+    """Raise for an engine that a function does not know, since the model was not in it when the function was made."""
+    if engine is not None:
+        raise RuntimeError(
+            f"{engine.name} was applied to the model after a function was made from it (make_grad_fn, make_predict_step ...): "
+            "wrap or shard the model first, and then make the functions and call ll.init_state"
+        )
 
 
 def _is_sharded(module: nn.Module) -> bool:

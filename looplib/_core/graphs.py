@@ -6,6 +6,9 @@ kinds of graphs do not show all of their leaves, and need a plain backward pass,
 - Those of FSDP2, whose leaves are unsharded parameters: a fact of the module.
 - Those with a function that runs a backward pass of its own, such as a checkpoint with `use_reentrant=True`:
   `make_grad_fn(..., reentrant=True)` says so. Nothing of the form is learned from a loss.
+
+A pass that is told its leaves leaves out such a function unless an input of it leads to one of them. What the function would
+have added to the gradients of its weights is then missing.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ REENTRANT = (
 class LossGraphs:
     """Graphs of the losses of one gradient function, looked at in its calls 1, 2, 4, 8, ...
 
-    Walking through a graph takes longer than a small step. What is found is refused, or warned of; no number depends on it.
+    Walking through a graph takes longer than a small step. What is found is refused, or warned of. What is not found gives
+    gradients without a part: a function with a backward pass of its own that has another name, and a checkpoint that begins
+    after a look, until the next one, if other layers use all of its weights too. Otherwise a weight of it has no gradient, which
+    is noticed at once.
 
     Attributes:
         plain: True if its backward passes fill every leaf that they reach, as reentrant checkpoints need.

@@ -24,7 +24,7 @@ from looplib._core import random as draws
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check, check_type, few, warn
-from looplib._core.engines import engine_of
+from looplib._core.engines import Engine, engine_of, refuse_late
 from looplib._core.errors import fold, note_batch
 from looplib._core.forward_writes import Unwritten
 from looplib._core.graphs import REENTRANT
@@ -183,20 +183,20 @@ class FunctionalModule:
         self.generators = draws.generators_of()
         self.modes: dict[nn.Module, bool] = {}
         self.unwritten = Unwritten()
+        self.engine: Engine | None = None
         self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
         self._read()
         self.made_in_training = model.training
         self.known_params = tensors(self.slots.params)  # those that the module held when last looked at
         self._leave()
         self.ran = False
-        # True if the last call ran in place on tensors that are not the module's. Its caller reads it here, since to compare
-        # them again would take a loop over all parameters.
+        # True if the call that begins runs in place on tensors that are not the module's. Its body reads it first, before
+        # calls within it or of other threads: to compare the tensors again would take a loop over all parameters.
         self.ran_unbound = False
-        self.engine = engine_of(model)
 
     def _read(self) -> None:
         """Learn which modules there are, and what they hold."""
-        self.slots = members(self.model)
+        self.slots, self.engine = members(self.model), engine_of(self.model, self.engine)
         self.param_names, self.buffer_names = tensors(self.slots.params).keys(), tensors(self.slots.buffers).keys()
         # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
         # as with pretrained models, the whole module is trained. Later layers run as they would have then.
@@ -213,6 +213,11 @@ class FunctionalModule:
         }
         shortened = {id(own_parameters(module)) for module in self.modes if _shortens_rows(module)}
         self.unwritten.names |= {slot.name for slot in self.slots.params if id(slot.owner) in shortened}
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP2 shards the module: the leaves of its graphs are its own, which no backward pass can be told to fill."""
+        return self.engine is not None and bool(self.engine.shards)
 
     def _children(self) -> list[nn.Module | None]:
         return [*chain.from_iterable(map(_values, self.parents))]
@@ -274,7 +279,11 @@ class FunctionalModule:
                 self.devices, self.generators = devices, draws.generators_of(*devices)
             generators = self.generators
             streams = [generator.get_state() for generator in generators]
+            # autocast keeps the casts of weights until its block ends, and steps write the weights or take new ones.
+            cast = not running.models and torch_private.any_autocast()
             try:
+                if cast:
+                    torch.clear_autocast_cache()
                 self.seed(seed)
                 if not in_place:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -282,6 +291,8 @@ class FunctionalModule:
             finally:
                 _interrupts.waits.depth += 1
                 try:
+                    if cast:
+                        torch.clear_autocast_cache()
                     for generator, stream in pairs(generators, streams):
                         generator.set_state(stream)
                 finally:
@@ -304,7 +315,7 @@ class FunctionalModule:
                 if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
                     self._check_known(swaps)
                 self._check_swaps(swaps, params)
-            else:
+            elif not hosted:  # else the module may hold the tensors of the call around this one
                 self.known_params = dict(params)
             self.ran_unbound = in_place and bool(swaps)
             if buffers:
@@ -365,7 +376,10 @@ class FunctionalModule:
         if self.ran or any(tensor is self.known_params[name] for name, tensor in replaced):
             names = few(dict.fromkeys(name for name, _ in replaced))
             raise ValueError(_REPLACED.format(names=names, model=type(self.model).__name__))
+        engine = self.engine
         self._read()
+        if self.engine is not engine:  # sharded, without a change of the layers
+            refuse_late(self.engine)
         self.known_params = tensors(self.slots.params)
 
     def _keep_buffers(self, buffers: Mapping[str, Tensor] | None) -> None:

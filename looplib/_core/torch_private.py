@@ -24,6 +24,7 @@ __all__ = ["TorchDispatchMode", "disable_current_modes", "fused_devices", "pytre
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled = torch._C._set_grad_enabled
+any_autocast = torch._C._is_any_autocast_enabled  # of any device, in this thread
 # The function behind `Tensor.backward`, without its checks.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 

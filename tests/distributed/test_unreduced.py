@@ -1,5 +1,7 @@
 """Gradients that no engine reduces are refused at the first step, on all ranks, with the state unchanged."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import launch, whole
@@ -9,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
+from looplib._core import engines
 
 SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 
@@ -172,3 +175,109 @@ def thawed():
 
 def test_layers_thaw_under_ddp_that_finds_unused_parameters():
     launch(2, thawed)
+
+
+class LowRank(nn.Module):
+    """A layer of LoRA's form: the first gradient of `down` is 0, since `up` is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.up(self.down(x)) - 1
+
+
+def zero_at_first():
+    with ll.distributed.setup(timeout=60):
+        torch.manual_seed(0)
+        model = LowRank()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["down.weight"])
+        model = DistributedDataParallel(model)
+        step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=True)
+        state, _ = step(ll.init_state(model, SGD), batch(ll.distributed.rank()))
+        ll.distributed.check_replicas(state)
+        for _ in range(2):  # a second attempt does not pass
+            with pytest.raises(
+                RuntimeError, match=r"gradients of 1 parameters differ between the ranks.*: down\.weight\."
+            ):
+                step(state, batch(ll.distributed.rank()))
+        ll.distributed.check_replicas(state)
+
+
+def test_a_gradient_that_is_zero_at_first_is_compared_again():
+    launch(2, zero_at_first)
+
+
+def compared_rarely():
+    with ll.distributed.setup(timeout=60):
+        model = DistributedDataParallel(net())
+        step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=True)
+        state, compared = ll.init_state(model, SGD), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines, "different", lambda *_: compared.append(state.step + 1))
+            for _ in range(17):
+                state, _ = step(state, batch(0))
+        assert compared == [1, 2, 4, 8, 16], compared
+
+
+def test_gradients_are_compared_in_few_steps():
+    launch(2, compared_rarely)
+
+
+def late():
+    """A part that is wrapped after `make_grad_fn` is averaged over batches of different sizes as one wrapped before."""
+    with ll.distributed.setup(timeout=60):
+        rank = ll.distributed.rank()
+        whole_batch = torch.linspace(-1, 1, 16).view(4, 4)
+        part = whole_batch[:1] if rank == 0 else whole_batch[1:]
+        model = nn.Sequential(net())
+        grad_fn = ll.make_grad_fn(model, loss)
+        model[0] = DistributedDataParallel(model[0])
+        step, state = ll.make_train_step(grad_fn, SGD, donate=True), ll.init_state(model, SGD)
+        raw = net()  # on the whole batch, in one process
+        for _ in range(3):
+            state, _ = step(state, part)
+            raw.zero_grad()
+            loss(raw, whole_batch).backward()
+            with torch.no_grad():
+                for param in raw.parameters():
+                    param -= 0.1 * param.grad
+        for name, param in raw.named_parameters():
+            torch.testing.assert_close(state.params[f"0.{name}"].detach(), param.detach())
+        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
+            ll.make_train_step(grad_fn, SGD)(state, part)
+
+        model = net()
+        grad_fn, predict_step = ll.make_grad_fn(model, loss), ll.make_predict_step(model, lambda model, x: model(x))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        state = ll.init_state(model, SGD)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"FSDP.* was applied to the model after a function was made from it"
+            ):
+                ll.make_train_step(grad_fn, SGD, donate=True)(state, part)
+        with pytest.raises(RuntimeError, match=r"FSDP.* was applied to the model after a function was made from it"):
+            predict_step(ll.copy_state(state), part)
+
+
+def test_a_model_that_is_wrapped_after_make_grad_fn_is_averaged_or_refused():
+    launch(2, late)
+
+
+def lone():
+    with ll.distributed.setup(timeout=60):
+        told = []
+        for _ in range(2):
+            model = net()
+            step, state = ll.make_train_step(ll.make_grad_fn(model, loss), SGD), ll.init_state(model, SGD)
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                for _ in range(2):
+                    state, _ = step(state, batch(ll.distributed.rank()))
+            told.append([str(warning.message).partition(":")[0] for warning in caught])
+        assert told == [["there are 2 ranks and the model is in no engine that reduces its gradients"]] * 2, told
+
+
+def test_each_function_of_a_model_in_no_engine_warns_once():
+    launch(2, lone)
