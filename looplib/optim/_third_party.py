@@ -138,7 +138,8 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
 def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise TypeError for objects kept for a parameter whose class or settings an update has changed.
 
-    A state of a run holds their tensors alone. `before` and `now` are the functions that `packed` returns.
+    A state of a run holds their tensors alone, and another process knows the settings from the probe's sample gradients.
+    So a run's first update must not choose others either. `before` and `now` are the functions that `packed` returns.
     """
     for key in {**before, **now}:
         # The class and its settings; nothing where there is no object.
@@ -149,8 +150,8 @@ def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now:
             old, new = old[1:], new[1:]
         raise TypeError(
             f"{recipe.cls.__name__} keeps for {name}, under {key!r}, an object whose settings differ from one update to the "
-            f"next ({old} and then {new}): a state holds tensors and numbers, so the update would not be a function of it. "
-            "Keep the numbers that change in tensors"
+            f"next, or from one first gradient to another ({old} and then {new}): a state holds tensors and numbers, so the "
+            "update would not be a function of it. Keep the numbers that change in tensors"
         )
 
 

@@ -79,9 +79,29 @@ class CountsInSettings(PerParameter):
 def test_settings_of_kept_objects_that_change_are_refused():
     optimizer = ll.optimizer(CountsInSettings, lr=0.1)
     with pytest.raises(
-        TypeError, match=r"under 'kept', an object whose settings differ from one update to the next \(\(1, .*\(2, "
+        TypeError, match=r"under 'kept', an object whose settings differ from one update to the next, .*\(\(1, .*\(2, "
     ):
         ll.init_state(net(), optimizer)
+
+
+class ScaledByFirst(PerParameter):
+    """A class that keeps, in the settings of a tensor's class, a number taken from the parameter's first gradient."""
+
+    def update(self, group, p):
+        kept = self.state[p].setdefault("kept", Counted(torch.zeros(1), p.grad.abs().max().item()))
+        p.sub_(group["lr"] * kept.count * p.grad)
+
+
+@both_steps
+def test_settings_of_kept_objects_that_the_first_gradient_decides_are_refused(donate):
+    model, optimizer = nn.Linear(2, 1), ll.optimizer(ScaledByFirst, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), optimizer, donate=donate)
+    for size in (1.0, 9.0):  # whatever another run of the same optimizer has begun with
+        assert_refused(
+            TypeError,
+            "ScaledByFirst weight 'kept' settings first tensors",
+            lambda size=size: step(ll.init_state(model, optimizer), torch.full((1, 2), size)),
+        )
 
 
 class LowRank(PerParameter):
