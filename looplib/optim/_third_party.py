@@ -38,7 +38,7 @@ class Probe(NamedTuple):
     """Record of what a class keeps after a step on copies.
 
     Attributes:
-        state: name -> state of a parameter, as `packed` stores it.
+        state: name -> state of a parameter, as `packed` stores it, in tensors without memory (`without_memory`).
         makers: name -> key -> function that makes an object kept for a parameter again.
         groups: for each group, the numbers that the class changes there, as before the first step; None for those
             that the first step creates.
@@ -77,8 +77,21 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
     gradients = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
     kept_by_class = Probe({}, {}, of_groups, writes_grads=not all(trees.same(*shards(both)) for both in gradients))
     for name, tensor in copies.items():
-        kept_by_class.state[name], kept_by_class.makers[name] = packed(recipe, name, instance.state.get(tensor, {}))
+        kept, kept_by_class.makers[name] = packed(recipe, name, instance.state.get(tensor, {}))
+        kept_by_class.state[name] = pytree.tree_map_only(Tensor, without_memory, kept)
     return kept_by_class
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides, dtype, device and placements, whose memory has been freed.
+
+    `torch.zeros_like` reads no more of it.
+    """
+    like = torch.empty_like(tensor.detach())
+    (local,) = shards([like])
+    if local.layout is torch.strided:
+        local.untyped_storage().resize_(0)
+    return like
 
 
 def _leaves(params: Params) -> Params:

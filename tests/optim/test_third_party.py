@@ -1,6 +1,7 @@
 """Third parties' classes in train steps: keys of their own in groups, objects, closures, draws, few bits; what is refused."""
 
 import copy
+import gc
 import random
 from collections import deque
 
@@ -102,6 +103,32 @@ def test_settings_of_kept_objects_that_the_first_gradient_decides_are_refused(do
             "ScaledByFirst weight 'kept' settings first tensors",
             lambda size=size: step(ll.init_state(model, optimizer), torch.full((1, 2), size)),
         )
+
+
+class Averaging(PerParameter):
+    def update(self, group, p):
+        average = self.state[p].setdefault("average", torch.zeros_like(p))
+        p.sub_(average.mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+def test_an_optimizer_holds_no_memory_of_a_states_size_and_keeps_its_strides():
+    def large():
+        gc.collect()
+        return {
+            id(leaf): leaf.untyped_storage().nbytes()
+            for leaf in gc.get_objects()
+            if type(leaf) is torch.Tensor and leaf.shape[:1] == (1013,)
+        }
+
+    optimizer, before = ll.optimizer(Averaging, lr=0.1), large()
+    for width in (16, 17):
+        params = {"w": nn.Parameter(torch.ones(width, 1013).T)}
+        for _ in range(2):  # by the second time, the plan is known
+            average = optimizer.init(params)["Averaging"]["state"]["w"]["average"]
+            assert average.stride() == params["w"].stride()
+            assert not average.any()
+    del params, average
+    assert sum(size for place, size in large().items() if place not in before) == 0
 
 
 class LowRank(PerParameter):
