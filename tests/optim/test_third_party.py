@@ -80,7 +80,8 @@ class CountsInSettings(PerParameter):
 def test_settings_of_kept_objects_that_change_are_refused():
     optimizer = ll.optimizer(CountsInSettings, lr=0.1)
     with pytest.raises(
-        TypeError, match=r"under 'kept', an object whose settings differ from one update to the next, .*\(\(1, .*\(2, "
+        TypeError,
+        match=r"under 'kept', an object whose settings differ from one update to the next, .*\(\(1, .*\(2, ",
     ):
         ll.init_state(net(), optimizer)
 
@@ -348,6 +349,28 @@ class Growing(PerParameter):
         p.sub_(p.grad, alpha=group["lr"])
 
 
+class CountsAside(PerParameter):
+    """A count in an attribute, with an effect in every fifth step only."""
+
+    steps = 0
+
+    def update(self, group, p):
+        self.steps += 1
+        p.sub_(p.grad, alpha=group["lr"] * (self.steps % 5 == 0))
+
+
+class InATable(PerParameter):
+    """Counts by parameter, in a dict of its own."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.seen = {}
+
+    def update(self, group, p):
+        self.seen[p] = self.seen.get(p, 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] * (self.seen[p] % 5 == 0))
+
+
 class Masked:
     """A wrapper, as Magma of pytorch_optimizer is."""
 
@@ -382,6 +405,8 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         (ForAll, "together count"),
         (InAList, "raw loop"),
         (Growing, "more after one"),
+        (CountsAside, "attribute 'steps'"),
+        (InATable, "attribute 'seen'"),
         (Masked, "optimizer params"),
     ):
         params = dict(net().named_parameters())
