@@ -116,7 +116,8 @@ class TrainState(lease.Leased):
             Predicates of samples and epochs do not fire for it.
         params, buffers: dicts of name -> tensor, as given by `named_parameters` and `named_buffers`. States of a run may hold
             the same dict, so leave its entries as they are: `replace(params={**state.params, name: tensor})`.
-        opt_state: the optimizer's pytree.
+        opt_state: the optimizer's pytree. Leave its entries as they are, too: a donated step writes into whatever tensors lie
+            there, also into those of another state that you have put there, and does not look.
         seed: int from which all randomness of the run is derived.
         extra: your own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
         run: record of the settings of the run (`ll.types.Run`), which all of its states share.

@@ -267,7 +267,9 @@ def give_up(state: Any, params: Set[str]) -> tuple[Lease, int]:
     that time. Raises ValueError, with nothing spent, if a tensor of the state shares memory that the step would write.
     """
     lease: Lease | None = state._lease
-    if lease is None or not params <= lease.params:
+    # Somebody may have put a tensor that the run writes into the dict `extra` of a state.
+    shared = state._extra is not None and lies_on(lease, state._extra)
+    if lease is None or shared or not params <= lease.params:
         names = {*params} if lease is None else params | lease.params
         written = pick(state.params, names)
         _check_shared({name: getattr(state, name) for name in TREES}, written)

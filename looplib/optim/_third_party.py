@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class Probe(NamedTuple):
     """Record of what a class keeps after a step on copies.
 
     Attributes:
-        state: name -> state of a parameter, as `packed` stores it.
+        state: name -> state of a parameter, as `packed` stores it, in tensors without memory (`without_memory`).
         makers: name -> key -> function that makes an object kept for a parameter again.
         groups: for each group, the numbers that the class changes there, as before the first step; None for those
             that the first step creates.
@@ -77,8 +77,21 @@ def probe(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> P
     gradients = [(tensor.grad, sample_gradient(tensor, 0)) for tensor in copies.values() if tensor.grad is not None]
     kept_by_class = Probe({}, {}, of_groups, writes_grads=not all(trees.same(*shards(both)) for both in gradients))
     for name, tensor in copies.items():
-        kept_by_class.state[name], kept_by_class.makers[name] = packed(recipe, name, instance.state.get(tensor, {}))
+        kept, kept_by_class.makers[name] = packed(recipe, name, instance.state.get(tensor, {}))
+        kept_by_class.state[name] = pytree.tree_map_only(Tensor, without_memory, kept)
     return kept_by_class
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides, dtype, device and placements, whose memory has been freed.
+
+    `torch.zeros_like` reads no more of it.
+    """
+    like = torch.empty_like(tensor.detach())
+    (local,) = shards([like])
+    if local.layout is torch.strided:
+        local.untyped_storage().resize_(0)
+    return like
 
 
 def _leaves(params: Params) -> Params:
@@ -138,7 +151,8 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
 def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise TypeError for objects kept for a parameter whose class or settings an update has changed.
 
-    A state of a run holds their tensors alone. `before` and `now` are the functions that `packed` returns.
+    A state of a run holds their tensors alone, and another process knows the settings from the probe's sample gradients.
+    So a run's first update must not choose others either. `before` and `now` are the functions that `packed` returns.
     """
     for key in {**before, **now}:
         # The class and its settings; nothing where there is no object.
@@ -149,8 +163,8 @@ def check_same_makers(recipe: Recipe, name: str, before: Mapping[str, Any], now:
             old, new = old[1:], new[1:]
         raise TypeError(
             f"{recipe.cls.__name__} keeps for {name}, under {key!r}, an object whose settings differ from one update to the "
-            f"next ({old} and then {new}): a state holds tensors and numbers, so the update would not be a function of it. "
-            "Keep the numbers that change in tensors"
+            f"next, or from one first gradient to another ({old} and then {new}): a state holds tensors and numbers, so the "
+            "update would not be a function of it. Keep the numbers that change in tensors"
         )
 
 
@@ -239,10 +253,11 @@ def check_against_raw_loop(
 ) -> None:
     """Raise if a class's pure updates differ from its own `step()` in a raw loop.
 
-    This reveals state that a class keeps out of sight: in closures, in attributes of the optimizer or of its module, in
-    lists of parameters; and draws from the random streams of Python and NumPy. A few steps on the smallest parameters of
-    each group and number of dimensions (of DTensors, on this rank's shards) are compared bit by bit. What has no effect
-    in these steps is not noticed.
+    This reveals state that a class keeps out of sight: in closures, in attributes of its module, in lists of parameters;
+    and draws from the random streams of Python and NumPy. A few steps on the smallest parameters of each group and number
+    of dimensions (of DTensors, on this rank's shards) are compared bit by bit. What has no effect in these steps is not
+    noticed, but for numbers, texts and tensors in the optimizer's own attributes: a step after the first that changes
+    one is refused.
     """
     with torch.no_grad():
         params = dict(zip(params, shards(params.values()), strict=True))
@@ -250,6 +265,7 @@ def check_against_raw_loop(
     chosen = {(recipe.group_of(name, params[name]), params[name].ndim): name for name in falling}
     smallest = subset(params, {*chosen.values()})
     raw, pure = _leaves(smallest), _leaves(smallest)
+    attributes: list[dict[str, list[Any]]] = []
     try:
         instance = recipe.build(raw, recipe.members(raw))
         for step in range(_STEPS):
@@ -258,8 +274,12 @@ def check_against_raw_loop(
             ):
                 group.update(values)
             _raw_step(instance, raw, step)
+            attributes.append(_attributes(instance))
     except (RuntimeError, ValueError, ArithmeticError):
         return  # the class cannot step on these numbers, so the comparison shows nothing
+    # A first step may fill caches and set flags, as each update will in an instance of its own.
+    for before, after in pairwise(attributes):
+        _check_attributes(recipe, before, after)
     try:
         opt_state, structures = begin(pure), []
         for step in range(_STEPS):
@@ -275,6 +295,31 @@ def check_against_raw_loop(
         raise _out_of_reach(recipe, f"after {_STEPS} of which {changed[0]} is not what it is in a raw loop")
     if structures[0] != structures[-1]:
         raise _out_of_reach(recipe, _GROWS)
+
+
+def _attributes(instance: Any) -> dict[str, list[Any]]:
+    """Numbers, texts and tensors in an optimizer's attributes, beside its parameters, its groups and its state."""
+    params = {id(tensor) for group in instance.param_groups for tensor in group["params"]}
+    return {
+        name: [
+            leaf.clone() if isinstance(leaf, Tensor) else leaf
+            for _, leaf in trees.leaves(value, lambda node: not isinstance(node, (Mapping, list, tuple)))
+            if isinstance(leaf, _PLAIN) and id(leaf) not in params
+        ]
+        for name, value in without(vars(instance), {"state", "param_groups", "defaults"}).items()
+    }
+
+
+def _check_attributes(recipe: Recipe, before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> None:
+    """Raise TypeError for an attribute that a step has changed."""
+    for name, leaves in after.items():
+        old = before.get(name, [])
+        check(
+            len(old) == len(leaves) and all(map(trees.same, old, leaves)),
+            f"{recipe.cls.__name__} changes its attribute {name!r} in a step, which is out of reach of a pure update: each one "
+            "has an instance of its own. looplib takes optimizers that keep their state in `state` and `param_groups`",
+            TypeError,
+        )
 
 
 class KeepsMoreError(TypeError):

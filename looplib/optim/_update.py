@@ -372,11 +372,10 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
     states: States = dict(old)
     for name, tensor in tensors.items():
         entries = instance.state[tensor]
-        if name in first:
-            entries, makers[name] = packed(plan.recipe, name, entries)
-        elif makers.get(name):
+        if name in first or makers.get(name):
             entries, now = packed(plan.recipe, name, entries)
-            check_same_makers(plan.recipe, name, makers[name], now)
+            if name not in first or entries:  # a first update may leave the state for a later one
+                check_same_makers(plan.recipe, name, makers.get(name, {}), now)
         if entries or not old[name]:
             if not plan.recipe.is_torch_optim and entries.keys() != old[name].keys():
                 raise KeepsMoreError(plan.recipe, name, entries, old[name])

@@ -371,6 +371,21 @@ def test_what_replaces_extra_between_steps_is_looked_at():
         run.train()
 
 
+def test_what_is_put_into_the_dict_of_extra_is_looked_at():
+    run = Run()
+    run.state = run.state.replace(extra={"best": torch.ones(2)})
+    run.train(2)
+    for keep in KEPT.values():
+        before = ll.copy_state(run.state)
+        run.state.extra["kept"] = keep(run.state)
+        with pytest.raises(ValueError, match=r"extra\['kept'\].* shares memory with"):
+            run.train()
+        assert bits(run.state.params) == bits(before.params)  # nothing is spent
+        run.state.extra["kept"] = keep(before)
+        values = bits(keep(before))
+        assert bits(run.train(2).extra["kept"]) == values
+
+
 def test_extra_may_share_what_no_step_writes():
     run = Run()
     start = run.state.params["0.weight"].clone()
