@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ from looplib._core.mappings import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
 
-_on_host: dict[Any, Any] = {}  # group -> a group that reduces CPU tensors, if it does not itself
+# group -> a group that reduces CPU tensors, or None if it does so itself. torch's groups end with destroy_process_group.
+_on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def use(group: Any) -> None:
@@ -111,11 +113,11 @@ def host_group(process_group: Any = None) -> Any:
     process_group = process_group or group()
     if process_group not in _on_host:
         if "cpu:" in str(distributed.get_backend_config(process_group)):
-            _on_host[process_group] = process_group
+            _on_host[process_group] = None
         else:
             ranks = distributed.get_process_group_ranks(process_group)
             _on_host[process_group] = new_group(ranks)
-    return _on_host[process_group]
+    return _on_host[process_group] or process_group
 
 
 def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:

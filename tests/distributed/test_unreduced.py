@@ -1,17 +1,20 @@
 """Gradients that no engine reduces are refused at the first step, on all ranks, with the state unchanged."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from ranks import launch, whole
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
-from looplib._core import engines
+from looplib._core import engines, ranks
 
 SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 
@@ -281,3 +284,17 @@ def lone():
 
 def test_each_function_of_a_model_in_no_engine_warns_once():
     launch(2, lone)
+
+
+def ended():
+    ll.distributed.setup(timeout=60).__enter__()
+    assert ranks.gather(ll.distributed.rank()) == [0, 1]
+    group = weakref.ref(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+
+
+def test_a_process_group_that_was_destroyed_is_freed():
+    launch(2, ended)
