@@ -315,7 +315,9 @@ def _counted(tensor: Tensor) -> int:
 
 _trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_hooks: list[RemovableHandle] = []  # of all of torch's optimizers, registered with the first train step
+# Of all of torch's optimizers, registered with the first train step. It stays, and does nothing while the warnings are off:
+# they may be switched on again, between two steps of a train step that was made before.
+_hooks: list[RemovableHandle] = []
 
 _IDLE = (
     "this {optimizer} has parameters of the {model}, which a train step trains, and none of them has a .grad, so its step() "

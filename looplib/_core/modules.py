@@ -185,8 +185,8 @@ class FunctionalModule:
         self.unwritten = Unwritten()
         self.engine: Engine | None = None
         self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
-        self._read()
         self.made_in_training = model.training
+        self._read()
         self.known_params = tensors(self.slots.params)  # those that the module held when last looked at
         self._leave()
         self.ran = False
@@ -200,7 +200,7 @@ class FunctionalModule:
         self.param_names, self.buffer_names = tensors(self.slots.params).keys(), tensors(self.slots.buffers).keys()
         # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
         # as with pretrained models, the whole module is trained. Later layers run as they would have then.
-        everything = self.training and not self.model.training
+        everything = self.training and not (self.made_in_training and self.model.training)
         self.modes = {
             module: self.modes.get(module, self.training and (everything or module.training))
             for module in self.model.modules()

@@ -215,6 +215,20 @@ def test_replaced_layers_without_tensors_and_wrappers_around_layers_are_followed
     assert model[1].training
 
 
+@pytest.mark.parametrize("made_in", [True, False], ids=["train", "eval"])
+@pytest.mark.filterwarnings("ignore:.* eval mode")
+def test_a_later_layer_runs_in_the_mode_that_it_would_have_had_from_the_start(made_in):
+    """Of a model in eval mode all layers are trained, one in eval mode too that comes after the model's own train()."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Identity()).train(made_in), torch.ones(4, 3)
+    modes = []
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (modes.append(model[1].training), mean_output(model, x))[1])
+    state = ll.init_state(model)
+    model.train()
+    model[1] = nn.Dropout(0.5).eval()
+    grad_fn(state, x)
+    assert modes == [not made_in]
+
+
 @both_steps
 def test_a_compressed_sparse_buffer_is_one_as_any_other(donate):
     class Neighbours(nn.Linear):
