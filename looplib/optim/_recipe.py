@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from looplib._core.checks import check, named
-from looplib._core.records import parameters_of
+from looplib._core.records import kind_of, parameters_of
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -103,9 +103,9 @@ class Recipe:
 
     @cached_property
     def end(self) -> int | None:
-        """The step from which the learning rate is 0, if it is a schedule that has an end."""
+        """The step from which the learning rate is 0, if it is one of `ll.schedules` that has an end."""
         lr = self.defaults["lr"]
-        total = getattr(lr, "total", None)
+        total = getattr(lr, "total", None) if kind_of(lr) == "schedule" else None
         return total if isinstance(total, int) and lr(total) == 0 else None
 
     def members(self, params: Params) -> list[list[str]]:

@@ -203,6 +203,19 @@ def warnings_of(lr, steps):
     return said
 
 
+class Triangles:
+    """A schedule of the user's, whose `total` is the length of a cycle."""
+
+    total = 3
+
+    def __call__(self, step):
+        return 0.1 * (step % self.total)
+
+
+def test_a_schedule_of_the_users_that_passes_through_0_does_not_warn():
+    assert warnings_of(Triangles(), 9) == []
+
+
 def test_training_past_the_end_at_a_rate_of_0_warns_once():
     for lr in (
         ll.warmup_cosine(0.1, warmup=2, total=6),
