@@ -96,9 +96,10 @@ class Function(functools.partial[Any]):
     """A function with its record. Calling it adds no Python code."""
 
     record: Made
+    bare: Callable[..., Any]  # what it was made of; of a `partial`, `func` is without the arguments
 
     def __repr__(self) -> str:
-        return str(self.record.call or self.func)
+        return str(self.record.call or self.bare)
 
     @property
     def compiler(self) -> Any:
@@ -130,13 +131,13 @@ def with_record(function: F, record: Made) -> F:
     marked = Function(plain)
     # The name, the docstring and attributes. A function that `functools.wraps` it has no record: it is no `Function`.
     functools.update_wrapper(marked, plain)
-    marked.record = record
+    marked.record, marked.bare = record, plain
     return cast(F, marked)
 
 
 def without_record(function: T) -> T:
     """The function itself. Calls of it are faster: a subclass of `partial` lacks the fast protocol."""
-    return cast(Any, function).func if type(function) is Function else function
+    return cast(Any, function).bare if type(function) is Function else function
 
 
 def with_repr(result: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:

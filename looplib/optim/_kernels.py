@@ -182,7 +182,7 @@ def columns_of(
     return tensors, laid_out_like(tensors, gradients), entries
 
 
-_ONE = torch.ones((), device="cpu")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # whatever torch's default is by then
 
 
 def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:

@@ -102,6 +102,10 @@ def optimizer(
     half precision, in an update in which a further parameter gets its first gradient; and without dampening, for
     sparse gradients, because its momentum is dense.
 
+    **Patches and hooks.** Of a class of torch's, a `step` that somebody has put in place of torch's before the call is run as
+    a third party's; one put there later is not. Hooks for all optimizers (`register_optimizer_step_pre_hook` and the like) and
+    hooks of an instance do not run for torch's classes: write a part of a chain.
+
     **Parameters without a gradient.** The class is given the parameters that have a gradient in this step. A class of a third
     party that also decays or counts the others, as none of torch's does, leaves them alone here.
     """

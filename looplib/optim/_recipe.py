@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from looplib._core.checks import check, named
-from looplib._core.records import parameters_of
+from looplib._core.records import kind_of, parameters_of
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -78,8 +78,8 @@ class Recipe:
 
     @cached_property
     def is_torch_optim(self) -> bool:
-        """True for torch's own classes, whose behavior is known."""
-        return f"{self.cls.__module__}.".startswith("torch.optim.")
+        """True for torch's own classes with the step that torch gives them, whose behavior is known."""
+        return f"{self.cls.__module__}.".startswith("torch.optim.") and _is_of_torch(self.cls.step)
 
     @cached_property
     def has_eval(self) -> bool:
@@ -103,9 +103,9 @@ class Recipe:
 
     @cached_property
     def end(self) -> int | None:
-        """The step from which the learning rate is 0, if it is a schedule that has an end."""
+        """The step from which the learning rate is 0, if it is one of `ll.schedules` that has an end."""
         lr = self.defaults["lr"]
-        total = getattr(lr, "total", None)
+        total = getattr(lr, "total", None) if kind_of(lr) == "schedule" else None
         return total if isinstance(total, int) and lr(total) == 0 else None
 
     def members(self, params: Params) -> list[list[str]]:
@@ -208,6 +208,15 @@ class Recipe:
                     f"{key} is a schedule. {self.cls.__name__} computes the weights to evaluate with in its eval(), which "
                     f"may read {key} and knows no step: give a number, or ll.optim.inject(...), which the state keeps",
                 )
+
+
+def _is_of_torch(step: Any) -> bool:
+    """True if a step, and each function that it wraps, is defined in torch, not put there by somebody else."""
+    while step is not None:
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 def check_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> None:

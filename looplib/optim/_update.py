@@ -47,7 +47,7 @@ Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
 _CONTAINERS = (list, dict, set)
 _NOTHING: dict[str, Any] = {}
-_dtype = operator.attrgetter("dtype")
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 class Plan:
@@ -99,7 +99,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     # be sharded or not, in different ways, and their kernels differ.
     plain = PLAIN.issuperset(map(type, tensors))
     special = [] if plain else [getattr(tensor, "placements", type(tensor)) for tensor in tensors]
-    key = names, [*map(_dtype, tensors)], [*map(shape_of, tensors)], tensors[0].device, special
+    key = names, [*map(_dtype, tensors)], [*map(shape_of, tensors)], [*map(_device, tensors)], special
     for plan in plans:
         if plan.key == key:
             return plan

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import looplib as ll
-from looplib._core.records import described, shown, with_repr
+from looplib._core.records import Made, described, shown, with_record, with_repr, without_record
 
 
 class Plain:
@@ -42,3 +42,15 @@ def repeat(step, n):
 def test_what_a_function_of_a_users_made_is_shown_as_its_call():
     assert repr(repeat(len, 3)) == "repeat(len, 3)"
     assert repr(repeat(repeat(max, 2), 3)) == "repeat(repeat(max, 2), 3)"
+
+
+def test_a_partial_keeps_its_arguments_under_a_record_and_without_it():
+    def sum_of(factor, number, *, plus=0):
+        return factor * number + plus
+
+    for plain in (partial(sum_of, 3), partial(sum_of, 3, plus=1), partial(sum_of), sum_of):
+        arguments = (5,) if plain.__class__ is partial and plain.args else (3, 5)
+        marked = with_record(with_record(plain, Made(None, "first")), Made("predicate", "second"))
+        assert marked(*arguments) == plain(*arguments)
+        assert without_record(marked) is plain
+        assert marked.record.name == "second"

@@ -1,6 +1,7 @@
 """Optimizers: groups and schedules against a raw loop, purity, kernels, and what is refused."""
 
 import copy
+import functools
 import importlib
 import warnings
 
@@ -202,6 +203,19 @@ def warnings_of(lr, steps):
     return said
 
 
+class Triangles:
+    """A schedule of the user's, whose `total` is the length of a cycle."""
+
+    total = 3
+
+    def __call__(self, step):
+        return 0.1 * (step % self.total)
+
+
+def test_a_schedule_of_the_users_that_passes_through_0_does_not_warn():
+    assert warnings_of(Triangles(), 9) == []
+
+
 def test_training_past_the_end_at_a_rate_of_0_warns_once():
     for lr in (
         ll.warmup_cosine(0.1, warmup=2, total=6),
@@ -285,3 +299,34 @@ def test_a_used_optimizer_can_be_copied_and_pickled(optimizer):
     (one, _), (other, _) = (ll.make_train_step(grad_fn, each)(state, x) for each in (optimizer, copied))
     assert equal(one.params, other.params)
     assert repr(copied) == repr(optimizer)
+
+
+def test_a_group_by_device_is_that_of_each_parameters_device():
+    groups = [(lambda name, tensor: tensor.device.type == "meta", {"lr": 0.0})]
+    optimizer = ll.optimizer(torch.optim.SGD, lr=1.0, groups=groups)
+    here = {"a": torch.ones(2), "b": torch.ones(2)}
+    optimizer.init({**here, "b": torch.ones(2, device="meta")})
+    new, _, _ = optimizer.update(here, optimizer.init(here), here, 0)
+    assert torch.equal(new["b"], torch.zeros(2))
+
+
+def test_a_step_that_was_put_into_torchs_class_is_used(monkeypatch):
+    theirs = torch.optim.AdamW.step
+
+    def step(self, closure=None):
+        theirs(self)
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                tensor.detach().clamp_(max=0.5)
+
+    params, grads = {"w": torch.ones(2, 2)}, {"w": torch.ones(2, 2)}
+    for put in (torch.no_grad()(step), functools.wraps(theirs)(step)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", put)
+            optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+            new, _, _ = optimizer.update(grads, optimizer.init(params), params, 0)
+            raw = torch.nn.Parameter(torch.ones(2, 2))
+            raw.grad = grads["w"]
+            torch.optim.AdamW([raw], lr=0.1).step()
+        assert torch.equal(new["w"], torch.full((2, 2), 0.5))
+        assert torch.equal(new["w"], raw)
