@@ -90,6 +90,7 @@ def make_contrastive_grad_fn(
 
     Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
     """
+    check_kind(model, "make_contrastive_grad_fn", "model")
     check_kind(embed_fn, "make_contrastive_grad_fn", "loss_fn")
     check_count("microbatches", microbatches)
     host, counter = _modules.FunctionalModule(model, training=True), as_counter(count_samples)

@@ -77,6 +77,7 @@ def make_per_sample_grad_fn(
 
     Source: `torch.func`'s tutorial on per-sample gradients.
     """
+    check_kind(model, "make_per_sample_grad_fn", "model")
     check_kind(loss_fn, "make_per_sample_grad_fn", "loss_fn")
     host, counter = _modules.FunctionalModule(model, training=True), as_counter(count_samples)
     names = _modules.trainable_names(model, trainable)

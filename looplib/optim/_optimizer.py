@@ -80,7 +80,7 @@ def optimizer(
             in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few
             updates than after one; or it changes a number, a text or a tensor in its own attributes, or draws from
             Python's or NumPy's random streams. This is found by three steps on the smallest parameters, which are compared
-            with a raw loop.
+            with a raw loop; a class whose step fails on them there is taken without a comparison.
         ValueError: the class refuses a value; a schedule moves what a schedule-free class reads to evaluate, its momentum
             or betas; `fused=True` is given for parameters with gaps in memory; a predicate depends on the identity of the
             tensor it is given; `opt_state` belongs to a different optimizer; gradients are sparse where dense ones are

@@ -1,20 +1,16 @@
 """Gradients that no engine reduces are refused at the first step, on all ranks, with the state unchanged."""
 
-import gc
 import warnings
-import weakref
 
 import pytest
 import torch
 from ranks import launch, whole
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
-from looplib._core import engines, ranks
 
 SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 
@@ -213,22 +209,6 @@ def test_a_gradient_that_is_zero_at_first_is_compared_again():
     launch(2, zero_at_first)
 
 
-def compared_rarely():
-    with ll.distributed.setup(timeout=60):
-        model = DistributedDataParallel(net())
-        step = ll.make_train_step(ll.make_grad_fn(model, loss), SGD, donate=True)
-        state, compared = ll.init_state(model, SGD), []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engines, "different", lambda *_: compared.append(state.step + 1))
-            for _ in range(17):
-                state, _ = step(state, batch(0))
-        assert compared == [1, 2, 4, 8, 16], compared
-
-
-def test_gradients_are_compared_in_few_steps():
-    launch(2, compared_rarely)
-
-
 def late():
     """A part that is wrapped after `make_grad_fn` is averaged over batches of different sizes as one wrapped before."""
     with ll.distributed.setup(timeout=60):
@@ -284,17 +264,3 @@ def lone():
 
 def test_each_function_of_a_model_in_no_engine_warns_once():
     launch(2, lone)
-
-
-def ended():
-    ll.distributed.setup(timeout=60).__enter__()
-    assert ranks.gather(ll.distributed.rank()) == [0, 1]
-    group = weakref.ref(dist.group.WORLD)
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
-    assert group() is None
-
-
-def test_a_process_group_that_was_destroyed_is_freed():
-    launch(2, ended)
