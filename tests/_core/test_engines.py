@@ -1,4 +1,4 @@
-"""When ranks compare their gradients, and what is kept of a process group."""
+"""Comparisons of gradients between ranks, and what is kept of a process group."""
 
 import gc
 import weakref
