@@ -141,13 +141,13 @@ class Unwritten:
             names = [name for name in params if name in {*names} or (name in sums and now[name] != sums[name])]
         self.names.update(names)
         changed = [name for name in names if name not in cloned]
-        with torch.no_grad():
-            for name in changed:
-                if name in copies:
-                    memory, copy = copies[name]
+        for name in changed:
+            if name in copies:
+                memory, copy = copies[name]
+                with torch.no_grad():  # not around the loop: a signal as it is entered leaves gradients off
                     memory.copy_(copy)
-                    if of_state[name].data_ptr() != memory.data_ptr():
-                        of_state[name].data = memory
+                if of_state[name].data_ptr() != memory.data_ptr():
+                    of_state[name].data = memory
         return names, all(name in copies for name in changed)
 
     def check(self, guarded: Guarded, of_state: Mapping[str, Tensor], may_write: bool = False) -> None:
