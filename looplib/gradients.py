@@ -96,14 +96,14 @@ def make_grad_fn(
             (tied) lacks its part, without an error. With `allow_unused=True`, neither is noticed.
 
     Raises:
-        ValueError: `trainable` selects no parameter, or one that requires no gradient;
-            the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
-            the batch has no samples or cannot be counted, or the state belongs to a different model. The message gives the names.
+        ValueError: `trainable` selects no parameter, or one that requires no gradient; the loss is not a scalar or reaches no
+            parameter; a parameter has no gradient or carries a graph; a tensor of the batch carries one; the batch has no
+            samples or cannot be counted; or the state belongs to a different model. The message gives the names.
         TypeError: `loss_fn` returns anything else, or a complex loss.
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
-            donate; or gradients of the first step, or of step 2, 4, 8, ..., differ between the ranks, since the wrapper has not
-            averaged them, as with parameters that were added after it. Or the loss has a checkpoint that needs `reentrant=True`, or without
-            `donate` its forward pass writes to a parameter.
+            donate; gradients of step 1, 2, 4, 8, ... differ between the ranks, since the wrapper has not averaged them, as with
+            parameters that were added after it; the loss has a checkpoint that needs `reentrant=True`; or, without `donate`,
+            the forward pass writes to a parameter.
 
     **Training mode.** What counts is the mode at the call of `make_grad_fn`. If the module itself is in training mode
     then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and

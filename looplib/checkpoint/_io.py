@@ -616,8 +616,10 @@ class CheckpointIO:
     def _warn_of_a_step_not_counted(self, step: int, objects: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Warn once if objects are saved at a step at which they were saved before, and have been trained since."""
         last, self._step_of_objects = self._step_of_objects, step
+        if last != step or self._warned_of_step:
+            return
         earlier = next((checkpoint.path for checkpoint in self._listing.read() if checkpoint.step == step), None)
-        if last != step or earlier is None or self._warned_of_step:
+        if earlier is None:
             return
         with suppress(DamagedCheckpointError, OSError):
             if names := changed_since(earlier, objects, trees):

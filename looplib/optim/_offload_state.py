@@ -74,7 +74,7 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
     """
     check_writes(optimizer, "offload_state")
     check_count("buffer_bytes", buffer_bytes)
-    name, part = next(iter(optimizer.parts.items()))
+    label, part = next(iter(optimizer.parts.items()))
     check(
         len(optimizer.parts) == 1 and part.by_parameter,
         "offload_state takes one optimizer of torch's that keeps tensors of the parameter's shape, and got "
@@ -90,9 +90,9 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
         _check_plain(params)
         states: dict[str, Row] = {}
         for group in _groups(params, params, mapped(_nbytes, params), buffer_bytes):
-            made = begin(pick(params, group.names), **extra)
-            states |= {one: _on_host(made["state"][one], params[one]) for one in group.names}
-        return {**made, "state": pick(states, params)}
+            opt_state = begin(pick(params, group.names), **extra)
+            states |= {name: _on_host(opt_state["state"][name], params[name]) for name in group.names}
+        return {**opt_state, "state": pick(states, params)}
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         _check_plain(pick(params, grads))
@@ -107,14 +107,14 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
     ) -> tuple[Params, Any]:
         states: dict[str, Row] = state["state"]
         visits: deque[_Visit] = carry or deque()  # emptied below, which frees what has been updated
-        loaded = {one for visit in visits for one in visit.moments}
-        groups = _groups_of([one for one in grads if one not in loaded], states, params, buffer_bytes)
+        loaded = {name for visit in visits for name in visit.moments}
+        groups = _groups_of([name for name in grads if name not in loaded], states, params, buffer_bytes)
         last: dict[torch.device, torch.Event] = {}
         while visits or groups:
             _load(visits, groups, states, params, buffer_bytes)
             visit = visits.popleft()
             _wait_for(visit)
-            rows = {one: {**states[one], **moments} for one, moments in visit.moments.items()}
+            rows = {name: {**states[name], **moments} for name, moments in visit.moments.items()}
             # What it returns beside the parameters has the copies in it, and must not outlive this line.
             params = second_half(pick(grads, rows), {**state, "state": {**states, **rows}}, params, step, **info)[0]
             states = _store(visit, states, last)
@@ -123,7 +123,7 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
             saved.synchronize()
         return params, state if states is state["state"] else {**state, "state": states}
 
-    made = dataclasses.replace(
+    offloaded = dataclasses.replace(
         part,
         init=init,
         transform=transform,
@@ -131,7 +131,7 @@ def offload_state(optimizer: Optimizer, *, buffer_bytes: int = 2**28) -> Optimiz
         by_parameter=False,
         for_graphs=Part(role="weights", transform=_refuse, update_=_refuse),
     )
-    return with_repr(Optimizer({name: made}), offload_state, optimizer, buffer_bytes=buffer_bytes)
+    return with_repr(Optimizer({label: offloaded}), offload_state, optimizer, buffer_bytes=buffer_bytes)
 
 
 def _check_plain(params: Params) -> None:

@@ -210,6 +210,7 @@ def test_at_every_moment_of_a_step_the_variable_holds_the_state_before_or_the_re
             assert record(state) == wanted[1]
         except KeyboardInterrupt:
             assert record(state) in wanted
+        assert torch.is_grad_enabled()
     assert moment > 200
 
 
