@@ -68,9 +68,7 @@ def main(
     log_path, plot_path = folder / "log.jsonl", folder / "curves.png"
     to_file = ll.jsonl(log_path)
     log = ll.tee(to_file, ll.console())
-    ckpt = ll.checkpoint_io(
-        folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/loss", describe={"loader": loader}
-    )
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/loss")
 
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):

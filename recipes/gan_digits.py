@@ -62,7 +62,7 @@ def main(
     d_step = ll.make_train_step(d_grad, optimizer, donate=True)
     g_step = ll.make_train_step(g_grad, optimizer, donate=True, same_batch=True)
     log = ll.jsonl(Path(directory) / "log.jsonl")
-    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
+    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1)
     save_now, finished = ll.every_n_epochs(50), ll.after_epochs(epochs)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if finished(state):

@@ -63,7 +63,7 @@ def main(
     draw_step, score_step = ll.make_predict_step(model, draw), ll.make_predict_step(model, log_probabilities)
     eval_step = ll.make_eval_step(model, metric_fn)
     log = ll.tee(ll.jsonl(Path(directory) / "log.jsonl"), ll.console())
-    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
+    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1)
     epoch_ends, finished = ll.every_n_epochs(1), ll.after_epochs(epochs)
     with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between two updates on the same answers
         if not ckpt.steps():

@@ -74,7 +74,7 @@ def main(
     folder = Path(directory)
     to_file = ll.jsonl(folder / "log.jsonl")
     log = ll.tee(to_file, ll.console())
-    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if done(state):

@@ -90,7 +90,7 @@ def main(
         stop_now = ll.after_signal(signal.SIGTERM, signal.SIGINT)
         to_file = ll.jsonl(folder / "log.jsonl")
         log = ll.tee(to_file, ll.console())
-        ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
+        ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
         print(f"{ll.distributed.world_size()} ranks, step {state.step} of {steps}")
         if done := ended(state):

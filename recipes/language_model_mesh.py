@@ -77,7 +77,7 @@ def main(
         # Asked at each step, by a small message to all ranks. With hundreds, ask `ll.every_n_steps(10) & after_signal`.
         done = ended | ll.after_signal(signal.SIGTERM, signal.SIGINT)
         log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
-        ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1, describe={"loader": loader})
+        ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1)
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
         print(f"ranks that divide the data: {ll.distributed.world_size()}; step {state.step} of {steps}")
 

@@ -80,7 +80,7 @@ def main(
 
     folder = Path(directory)
     log = ll.tee(ll.jsonl(folder / "log.jsonl"), ll.console())
-    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_set):,} phrases to train on")
     if done(state):

@@ -84,7 +84,7 @@ def main(
     eval_step = ll.make_eval_step(model, metric_fn)
     eval_now, done = ll.every_n_epochs(10) | ll.after_epochs(epochs), ll.after_epochs(epochs)
     log = ll.tee(ll.jsonl(Path(directory) / "log.jsonl"), ll.console())
-    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
+    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1)
 
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, loader=loader))
     if done(state):
