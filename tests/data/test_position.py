@@ -142,7 +142,6 @@ def test_a_state_that_fits_is_resumed_as_it_is():
         (9, {"batch_size": 3}, {"batch_size": 4}, "by_length"),
         (12, {"batch_size": 2, "max_batches": 3}, {"batch_size": 4}, "shuffled"),
         (20, {"batch_size": 2, "max_batches": 5}, {"batch_size": 4}, "by_length"),
-        (12, {"batch_size": 2, "max_batches": 3}, {"batch_size": 4, "max_batches": 3}, "shuffled"),
     ],
 )
 def test_another_batch_size_is_seen_whatever_the_order_and_the_limit(count, old, new, order, known, tmp_path):
