@@ -48,25 +48,30 @@ class RankGroup:
             )
         return group
 
-    def barrier(self, flag: bool = False) -> bool:
-        """Wait until all ranks are in the same function of looplib. Raise on all of them if they are in different ones.
+    def barrier(self, function: str, flag: bool = False) -> bool:
+        """Wait until all ranks have come here from the same function. Raise on all of them if they are in different ones.
 
         The functions that a user calls on all ranks begin with it, so a rank that does not call them is missed here, by
         name and within the time-out of the process group, and no later message is taken for one of another call. This
         includes those of a step, which has no barrier: its messages go through another group.
 
-        Returns True if the flag is set on at least one rank.
+        Args:
+            function: the name that the ranks compare. Lines of the user's files are looked up for the message alone.
+            flag: this rank's part of the result.
+
+        Returns:
+            True if the flag is set on at least one rank.
         """
         if not self.is_distributed:
             return flag
-        call, limit = _ranks.call(), torch_private.timeout_of(distributed.group.WORLD)
-        code = torch.tensor([zlib.crc32(call.function.encode()), flag], device="cpu")
+        limit = torch_private.timeout_of(distributed.group.WORLD)
+        code = torch.tensor([zlib.crc32(function.encode()), flag], device="cpu")
         gathered = code.new_empty(distributed.get_world_size(self.group), 2)
         work = distributed.all_gather(list(gathered), code, self.group, async_op=True)
         _ranks.wait(work, limit)
         codes, flags = gathered.T.tolist()
         if len({*codes}) > 1:
-            calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))
+            calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(_ranks.call()))))
             raise RuntimeError(
                 f"the ranks have met in different functions, and each of these needs all of them:{calls}"
             )

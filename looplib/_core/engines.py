@@ -293,7 +293,7 @@ def compare(state: Any) -> None:
     Compared are versions, the optimizer that made the state, names, dtypes, shapes, counts, seeds and loaders. Only a
     code of the function and a digest of 32 bytes are sent to each rank, and what differs only if something does.
     """
-    together_with_data().barrier()
+    together_with_data().barrier("the first step")
     _warn_of_split_layers(state.params)
     # With another seed or order on each rank, some samples would come to several ranks, and others to none.
     loaders = [loader for loader in state.run.known_loaders if loader.get("divide", True)]

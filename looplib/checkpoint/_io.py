@@ -264,7 +264,7 @@ class CheckpointIO:
         check_type(
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )
-        ranks = self._barrier()
+        ranks = self._barrier("save")
         if isinstance(state, Mapping):
             objects, trees = take(state, ranks)
             taken_apart = partial(self._objects_taken_apart, state, objects, trees)
@@ -453,7 +453,7 @@ class CheckpointIO:
                 "optional= names parts of the update, and weights_only restores none of them: leave out one of the two",
                 TypeError,
             )
-        ranks = self._barrier()
+        ranks = self._barrier("restore")
         if isinstance(state, Mapping):
             reading = partial(load_objects, objects=state, optional=optional, settings=self._settings, ranks=ranks)
         else:
@@ -529,7 +529,7 @@ class CheckpointIO:
                 if number_of(path)[0] > after:
                     remove(path)
 
-        self._barrier().on_rank0(remove_later)
+        self._barrier("delete").on_rank0(remove_later)
 
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
@@ -539,11 +539,11 @@ class CheckpointIO:
             _unheard.discard(done)
             done.result()
 
-    def _barrier(self) -> RankGroup:
-        """All ranks, once they are in the same method and their background saves have finished."""
+    def _barrier(self, method: str) -> RankGroup:
+        """All ranks, once they are in this method and their background saves have finished."""
         self.wait()
         ranks = together()
-        ranks.barrier()
+        ranks.barrier(f"checkpoint_io.{method}")
         return ranks
 
     def _taken_apart(

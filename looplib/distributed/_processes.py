@@ -117,7 +117,7 @@ def setup(
         get_error_handler().record_exception(error)
         raise
     finish_all()
-    together().barrier()
+    together().barrier("data_parallel")
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
@@ -268,7 +268,7 @@ def barrier() -> None:
     >>> import looplib as ll
     >>> ll.distributed.barrier()
     """
-    together().barrier()
+    together().barrier("barrier")
 
 
 def set_data_parallel_group(group: Any) -> None:

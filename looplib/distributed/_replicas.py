@@ -43,7 +43,7 @@ def check_replicas(state: TrainState) -> None:
     check_state(state, "ll.distributed.check_replicas(state)")
     trees_of(state)  # raises if it was donated
     ranks = together()
-    ranks.barrier()
+    ranks.barrier("check_replicas")
     if not ranks.is_distributed:
         return
     trees_held = {"params": state.params, "opt_state": state.opt_state}

@@ -34,7 +34,7 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
     Raises:
         ValueError: the ranks' metrics have different names.
     """
-    together_with_data().barrier()
+    together_with_data().barrier("reduce")
     return merged(metrics, metrics) or {}
 
 

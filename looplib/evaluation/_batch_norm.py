@@ -84,12 +84,14 @@ def recompute_batch_norm(
     synced = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     reading = Reading(batches, max_batches, None, divide)
     statistics: dict[str, Tensor] = {}
-    with restored(torch.default_generator), ranks_of(reading, state)():
+    with restored(torch.default_generator), ranks_of(reading, state, "recompute_batch_norm")():
         for index, (batch, counts) in enumerate(read(reading, state)):
             now = state.replace(buffers={**state.buffers, **statistics})
             moved = step(fold_in(now, index), (batch, not statistics))
             # What a rank repeats counts for no rank, and synchronized layers have it in the statistics of all.
-            repeated = together_with_data().barrier(not counts) if synced and divide else not counts
+            repeated = (
+                together_with_data().barrier("recompute_batch_norm", not counts) if synced and divide else not counts
+            )
             if not repeated:
                 statistics = moved
     merged = _over_ranks(statistics) if divide else statistics

@@ -196,7 +196,7 @@ def _records(
     eval_step = check_kind(eval_step, function, "eval_step")
     held: list[Metrics] = []
     metrics: Metrics | None = None
-    with ranks_of(reading, state)():
+    with ranks_of(reading, state, "evaluate")():
         for batch, counts in read(reading, state):
             metrics = eval_step(state, batch)
             if counts:

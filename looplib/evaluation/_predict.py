@@ -81,7 +81,7 @@ def predicted(
     by_rows = divides_rows(reading)
     counter = counter_of(predict_step)
     size_of = counter if by_rows else partial(samples_of, counter)
-    gathered, context = reading.divide and is_distributed(), ranks_of(reading, state)
+    gathered, context = reading.divide and is_distributed(), ranks_of(reading, state, "predict")
     batches = _in_own_stream(lambda: read(reading, state))
     while True:
         with context():

@@ -247,7 +247,7 @@ def predict_to(
         )
         if is_first():
             write_batch(folder, number, batch)
-    together().barrier()  # all ranks return when everything is written
+    together().barrier("predict_to")  # all ranks return when everything is written
     return folder
 
 

@@ -318,7 +318,7 @@ def slowest_rank(costs: Mapping[str, float]) -> dict[str, Any]:
         ValueError: the costs have no such parts, or different ones on different ranks.
     """
     seconds = {part: costs[f"{part}_seconds"] for part in _ALONE if f"{part}_seconds" in costs}
-    together_with_data().barrier()
+    together_with_data().barrier("slowest_rank")
     ranks = _ranks.gather(seconds)
     check(
         seconds and len({*map(tuple, ranks)}) == 1,

@@ -55,7 +55,7 @@ class every_seconds(_Clock):
 
     def fires(self, state: TrainState) -> bool:
         now = self.clock()
-        if not together().barrier(now >= self.due):
+        if not together().barrier("every_seconds", now >= self.due):
             return False
         self.due = now + self.seconds
         return True
@@ -84,7 +84,7 @@ class after_seconds(_Clock):
     __slots__ = ()
 
     def fires(self, state: TrainState) -> bool:
-        return together().barrier(self.clock() >= self.due)
+        return together().barrier("after_seconds", self.clock() >= self.due)
 
 
 _CATCHABLE = signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
@@ -176,7 +176,7 @@ class after_signal(Predicate):
         self._close.atexit = False
 
     def fires(self, state: TrainState) -> bool:
-        return together().barrier(bool(self._listener.came))
+        return together().barrier("after_signal", bool(self._listener.came))
 
     def close(self) -> None:
         """Stop listening: signals go to the previous handlers again. The answer stays the same."""

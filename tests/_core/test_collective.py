@@ -85,8 +85,8 @@ def two_ranks():
         ranks.check_alike({"a": 1, "b": 2}, "title: ")
         with pytest.raises(ValueError, match=r"^title: b is 0 on rank 0, 1 on rank 1$"):
             ranks.check_alike({"a": 1, "b": ranks.rank}, "title: ")
-        assert ranks.barrier(ranks.rank == 1)
-        assert not ranks.barrier()
+        assert ranks.barrier("test", ranks.rank == 1)
+        assert not ranks.barrier("test")
         state = ll.TrainState()
         meet = ll.distributed.check_replicas if ranks.rank else ll.predicates.after_seconds(60)
         with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*after_seconds.*\n.*rank 1: .*check_replicas"):

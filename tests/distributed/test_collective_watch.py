@@ -133,6 +133,8 @@ def in_different_functions(folder):
         rank, made = ll.distributed.rank(), calls(folder)
         names = ["CheckpointIO.save", "evaluate", "train_step", "after_signal", "every_seconds", "a predicate"]
         for pair in itertools.permutations(names, 2):
+            if {*pair} == {"every_seconds", "a predicate"}:
+                continue  # the predicate begins with every_seconds, so the ranks are in the same function there
             found = raised(made[pair[rank]], RuntimeError)
             for place, name in enumerate(pair):
                 assert re.search(rf"rank {place}: {name}, called at {re.escape(__file__)}:\d+", found), found
