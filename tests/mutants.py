@@ -122,11 +122,6 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "if near := difflib.get_close_matches(key, known, 1, 0.85):",
         "the nearest of several is the first",
     ),
-    (
-        "looplib/grads/_accumulation.py",
-        "pieces = max(1, min(pieces, count))",
-        "the larger of two numbers, in any order",
-    ),
     ("looplib/optim/traced_update.py", "super().__init__()", "torch's TorchFunctionMode has an empty one"),
     (
         "looplib/steps.py",
@@ -150,7 +145,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ),
     (
         "looplib/gradients.py",
-        "(value,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True",
+        "(loss,), (seed,), create_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True",
         "torch reads allow_unreachable= where it returns gradients, and not where it adds them up in the leaves",
     ),
     (
