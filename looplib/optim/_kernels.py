@@ -6,7 +6,7 @@ correct only if all of these are dense, do not overlap themselves, and share the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -89,20 +89,19 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
     A fused kernel would read beyond their end. It also needs the strides of the parameters: where it was `asked` for, others
     are refused, and else they are left to the class's own step.
     """
-    keys = states[part.names[0]].keys()
-    for name in part.names:
-        row, param = states[name], params[name]
-        kind = param.shape, param.dtype, param.device
+    rows = [*map(states.__getitem__, part.names)]
+    keys = rows[0].keys()
+    for name, row in zip(part.names, rows, strict=True):
         if row.keys() != keys:
             raise ValueError(
                 f"opt_state has {', '.join(row)} for {name}, and {', '.join(keys)} for {part.names[0]}: {_REMEDY}"
             )
-        for key, tensor in row.items():
-            if (tensor.shape, tensor.dtype, tensor.device) != kind and key not in _NUMBERS:
-                raise ValueError(
-                    f"opt_state has {key} as {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device} for {name}, and "
-                    f"the parameter is {param.dtype} of shape {tuple(param.shape)} on {param.device}: {_REMEDY}"
-                )
+    kinds = _kinds(
+        [*map(params.__getitem__, part.names)]
+    )  # compared list by list, which is quick for many parameters
+    for key in keys:
+        if key not in _NUMBERS and _kinds([row[key] for row in rows]) != kinds:
+            _refuse_entries(key, part.names, params, states)
     if asked and columns_of(part.names, params, params, states) is None:
         raise ValueError(
             f"fused=True for {few(part.names)}, whose strides are not those of their entries in the state; fused kernels "
@@ -110,9 +109,24 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
         )
 
 
+def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    return [*map(shape_of, tensors)], [*map(dtype_of, tensors)], [*map(device_of, tensors)]
+
+
+def _refuse_entries(key: str, names: Iterable[str], params: Params, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise for the first entry of this key that is unlike its parameter."""
+    for name in names:
+        entry, param = states[name][key], params[name]
+        check(
+            (entry.shape, entry.dtype, entry.device) == (param.shape, param.dtype, param.device),
+            f"opt_state has {key} as {entry.dtype} of shape {tuple(entry.shape)} on {entry.device} for {name}, and "
+            f"the parameter is {param.dtype} of shape {tuple(param.shape)} on {param.device}: {_REMEDY}",
+        )
+
+
 _REMEDY = "make a new one with optimizer.init(params), or change it together with the parameters"
 _NUMBERS = {"step", "mu_product"}  # entries that are one number
-shape_of = attrgetter("shape")
+shape_of, dtype_of, device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 is_sparse = attrgetter("is_sparse")
 

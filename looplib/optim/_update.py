@@ -7,7 +7,6 @@ dtypes and devices of the parameters.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -26,7 +25,16 @@ from looplib._core.copies import copy_tree
 from looplib._core.mappings import as_record, mapped, pick, without
 from looplib._core.random import mix
 from looplib._core.torch_private import pytree
-from looplib.optim._kernels import check_entries, columns_of, is_sparse, laid_out_like, parts_of, shape_of
+from looplib.optim._kernels import (
+    check_entries,
+    columns_of,
+    device_of,
+    dtype_of,
+    is_sparse,
+    laid_out_like,
+    parts_of,
+    shape_of,
+)
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, inject, restored_grads
 from looplib.optim._third_party import (
@@ -47,7 +55,6 @@ Values = Sequence[Mapping[str, Any]]  # hyperparameters of each group
 
 _CONTAINERS = (list, dict, set)
 _NOTHING: dict[str, Any] = {}
-_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 class Plan:
@@ -99,7 +106,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     # be sharded or not, in different ways, and their kernels differ.
     plain = PLAIN.issuperset(map(type, tensors))
     special = [] if plain else [getattr(tensor, "placements", type(tensor)) for tensor in tensors]
-    key = names, [*map(_dtype, tensors)], [*map(shape_of, tensors)], [*map(_device, tensors)], special
+    key = names, [*map(dtype_of, tensors)], [*map(shape_of, tensors)], [*map(device_of, tensors)], special
     for plan in plans:
         if plan.key == key:
             return plan
@@ -179,7 +186,7 @@ def transform(
 ) -> Transformed:
     """Let gradients pass as they are. Raise for a state of another optimizer, and for gradients that the class cannot take.
 
-    Warn at the end of a learning rate that is 0 from there on.
+    Warn at the end of a learning rate that is 0 from there on. Hand the plan to `update_`.
     """
     states = opt_state.get("state") if isinstance(opt_state, dict) else None
     if states is None or not grads.keys() <= states.keys():
@@ -197,12 +204,12 @@ def transform(
         check_entries(part, params, states, part.kernel and plan.values[part.group].get("fused"))
     names, dtypes, shapes, *_ = plan.key
     gradients = grads.values()
-    known = [*grads] == names and [*map(_dtype, gradients)] == dtypes and [*map(shape_of, gradients)] == shapes
+    known = [*grads] == names and [*map(dtype_of, gradients)] == dtypes and [*map(shape_of, gradients)] == shapes
     if not known or any(map(is_sparse, gradients)) or recipe.cls is torch.optim.SparseAdam:
         _check_grads(recipe, grads, params)
         if not recipe.is_torch_optim:
             _check_sparse(plan, grads, params)
-    return as_record(Transformed, (grads, opt_state, True, None, _NOTHING, ()))
+    return as_record(Transformed, (grads, opt_state, True, plan, _NOTHING, ()))
 
 
 def transform_in_graph(
@@ -269,13 +276,14 @@ def update_(
     seed: int = 0,
     metrics: Metrics | None = None,
     evaluate: Any = None,
+    carry: Plan | None = None,
     **info: Any,
 ) -> tuple[Params, Any]:
-    """Update these parameters and this state by the class's own arithmetic, in place."""
+    """Update these parameters and this state by the class's own arithmetic, in place. `carry` is the plan of `transform`."""
     if recipe.cls is torch.optim.LBFGS:
         return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
     states: States = opt_state["state"]
-    plan = plan_for(plans, recipe, params, states)
+    plan = carry or plan_for(plans, recipe, params, states)
     constant = "groups" not in opt_state and not any(recipe.moving)
     values = plan.values if constant else recipe.values_at(plan.values, opt_state, step)
     by_kernel: set[str] = set()
