@@ -38,6 +38,7 @@ TESTS = {
         "tests/test_advice.py",
         "tests/_core/test_lease.py",
         "tests/optim/test_parts.py",  # what a step does with a decision
+        "tests/_core/test_interrupts.py",
         *RANKS,
     ],
     "updates.py": [
@@ -46,6 +47,7 @@ TESTS = {
         "tests/test_aliases.py",
         "tests/_core/test_lease.py",
         "tests/optim/test_chain.py",
+        "tests/_core/test_interrupts.py",
         "tests/optim/test_parts.py",
     ],
     "gradients.py": [
@@ -55,6 +57,7 @@ TESTS = {
         "tests/test_forward_writes.py",
         "tests/test_kinds.py",
         "tests/grads",
+        "tests/_core/test_interrupts.py",
         *RANKS,
     ],
     "state.py": [
