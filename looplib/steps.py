@@ -153,7 +153,7 @@ def make_train_step(
 
     **Interrupts.** With `donate`, a signal (Ctrl-C, SIGTERM; on Windows, these two) that arrives during an update is
     handled some milliseconds after it, when your variable holds the new state. One that arrives between the return of
-    the step and the assignment, within about a microsecond, is handled there: the old state is spent then and the new
+    the step and the assignment, within some microseconds, is handled there: the old state is spent then and the new
     one lost, so continue from a checkpoint. A function of your own around the step makes that time longer. If the update
     itself fails, there is no state after it. To finish the loop's body first, its log and its evaluation included, ask
     `ll.after_signal(signal.SIGINT)` at its end.
@@ -201,7 +201,9 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 new, metrics = update(
                     optimizer, state, out, snapshot, kind, partial(_evaluate, grad_fn, state, batch)
                 )
-                del out  # its gradients are freed while signals wait, and not with this frame
+                del out, params, buffers, opt_state  # freed while signals wait, and not with this frame
+                snapshot = None
+                _interrupts.look()
             finally:
                 _interrupts.waits.depth -= donate
             return new, metrics

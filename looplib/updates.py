@@ -158,7 +158,9 @@ def apply_gradients(
     _interrupts.waits.depth += donate  # a pure update leaves the state as it is
     try:
         new, metrics = update(optimizer, state, out, snapshot, kind, at_any_point, owned=False, copy_buffers=donate)
-        del out, grads, computed, gradients, new_buffers  # freed while signals wait
+        del out, grads, computed, gradients, new_buffers, params, old_buffers, opt_state  # freed while signals wait
+        snapshot = None
+        _interrupts.look()
         return new, metrics
     except BaseException as error:
         undo(state, snapshot)

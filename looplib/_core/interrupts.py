@@ -11,9 +11,10 @@ that were installed before chooses the moment:
 - A second Ctrl-C does not wait. A second SIGTERM does.
 - A signal that a predicate listens to is noted, which raises nothing.
 
-Everything else is immediate, the passes of a step included. That leaves about a microsecond open, after a step has ended its
+Everything else is immediate, the passes of a step included. That leaves some microseconds open, after a step has ended its
 wait and before its result has a name: C calls a step, which is an object with a repr, and after a call into C Python looks for
-signals. If one comes then, the donated state is spent and the next one lost.
+signals. If one comes then, the donated state is spent and the next one lost. To keep that time short, a step frees what it holds
+while signals still wait, and then looks for them (`look`).
 
 Guards are installed by the first step, or for a predicate, never on import. They stay, and do nothing but pass signals on
 while no step and no predicate needs them. Each call of a step looks for handlers that were set since, as a notebook does
@@ -43,6 +44,13 @@ class _Waits(threading.local):
 
 
 waits = _Waits()
+
+
+def look() -> None:
+    """Let Python look for signals, which it does where a function begins: the last statement of a block that they wait for.
+
+    One that came during the statement before it, such as one that frees gradients, would else be handled right after the block.
+    """
 
 
 class Guard:

@@ -192,7 +192,10 @@ def _train_step(spec: StepSpec, compiler: Compiler) -> TrainStep:
             if lease is not None:
                 lease.step = new.step
             compiler.remember(ready.machine, new)
-            return new, out.metrics
+            metrics = out.metrics
+            del out, ready, checks  # freed while signals wait
+            _interrupts.look()
+            return new, metrics
         finally:
             _interrupts.waits.depth -= donate
 

@@ -1,6 +1,7 @@
 """Interrupts at any moment: the user's variable holds a complete state, and the run continues bit for bit."""
 
 import contextlib
+import functools
 import gc
 import inspect
 import itertools
@@ -326,6 +327,27 @@ def test_gradients_are_freed_while_signals_wait():
     step = ll.make_train_step(watched, parts.optimizer, donate=True)
     state, _ = step(parts.state, parts.batches[0])
     assert waited == [True] * len(state.params)
+
+
+def test_a_signal_that_comes_while_gradients_are_freed_waits_until_the_result_has_a_name():
+    """Python looks for signals at the start of a function, and none begins between the freeing and the end of the wait."""
+    model, optimizer = nn.Linear(1000, 20_000), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn, watched = ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), []
+    signal.signal(signal.SIGALRM, stop)
+
+    def with_timer(state, batch, **request):
+        out = grad_fn(state, batch, **request)
+        # All in C: a timer of a microsecond is set when the first gradient is freed, before those of 80 MB are.
+        set_timer = map(signal.setitimer, [signal.ITIMER_REAL], [1e-6])
+        watched[:] = [weakref.ref(out.grads["bias"], functools.partial(dict.fromkeys, set_timer))]
+        out = out._replace(grads={name: out.grads[name] for name in ("bias", "weight")})
+        return out
+
+    step = ll.make_train_step(with_timer, optimizer, donate=True)
+    state, _ = ll.make_train_step(grad_fn, optimizer, donate=True)(ll.init_state(model, optimizer), torch.ones(1, 1000))
+    state = train(state, step, itertools.repeat(torch.ones(1, 1000)), lambda state: time.sleep(500), Stop)
+    assert state.step == 2
+    assert all(tensor.isfinite().all() for tensor in state.params.values())  # which can be read
 
 
 @pytest.mark.parametrize(("name", "waits"), [("SIGINT", False), ("SIGTERM", True)])
