@@ -366,13 +366,13 @@ def note_scores(state: Any, names: Iterable[str]) -> None:
 
 
 def warn_of_unwatched(state: Any, key: str, monitor: str) -> None:
-    """Warn once of a record that has seen no value, if `ll.evaluate` has returned some, the last one before this step.
+    """Warn once of a record that has seen no value, if `ll.evaluate` has returned some at two steps.
 
     A loop that updates its record after each evaluation but one (before the training) has updated it by the second.
     """
     known = _scores.get(state.run, {}) if warnings_of_misuse.on else {}
     first, last = known.get(monitor, (0, 0))
-    if first < last < state.step:
+    if first < last <= state.step:
         known[monitor] = (_NEVER, last)
         if is_first():
             warn(

@@ -227,7 +227,7 @@ def test_a_record_that_never_sees_its_scores_is_named_once_they_were_returned_tw
     eval_step = ll.make_eval_step(model, mean_square)
     done = ll.after_epochs(9) | ll.early_stopping(patience=2)
 
-    def run(every=1, updates=True, before=False, of_training=False):
+    def run(every=1, updates=True, before=False, of_training=False, asks_in_body=True):
         state = ll.init_state(model, sgd, loader=loader, extra={"best": BestSoFar("eval/loss")})
         if before:  # a baseline, which is only looked at
             ll.evaluate(eval_step, state, loader, prefix="eval/")
@@ -235,7 +235,7 @@ def test_a_record_that_never_sees_its_scores_is_named_once_they_were_returned_tw
         while not done(state):
             for batch in loader(state):
                 state, _ = train_step(state, batch)
-                assert not done(state) or state.epoch > 3
+                assert not asks_in_body or not done(state) or state.epoch > 3
             epochs += 1
             if of_training:
                 ll.evaluate(eval_step, state, loader, prefix="train/")
@@ -245,13 +245,15 @@ def test_a_record_that_never_sees_its_scores_is_named_once_they_were_returned_tw
                     state = ll.update_best(state, scores)
         return epochs
 
-    with pytest.warns(UserWarning, match=r"returned 'eval/loss' at steps 2 and 4.*'best'.*update_best") as told:
-        assert run(updates=False) == 9
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    for asks_in_body in (True, False):  # or in the `while` alone, at the step of the last evaluation
+        with pytest.warns(UserWarning, match=r"returned 'eval/loss' at steps 2 and 4.*'best'.*update_best") as told:
+            assert run(updates=False, asks_in_body=asks_in_body) == 9
+        assert len(told) == 1
+        assert told[0].filename == __file__
     for every in (1, 4):  # also more rarely than patience would let a run continue that is evaluated in each epoch
         for before in (False, True):
             run(every, before=before, of_training=True)
+            run(every, before=before, asks_in_body=False)
     ll.debug.warn_of_misuse(False)
     try:
         run(updates=False)
