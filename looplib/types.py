@@ -60,8 +60,9 @@ class Run:
     ({'class': 'Linear', 'parameters': 3}, 4)
 
     `ll.init_state` makes it, and all states of the run hold the same record: it passes through steps, `replace`, copies,
-    stacks and pytrees unchanged. Checkpoints store the settings, and a restore compares them with those of the state that
-    it is given. No comparison of states looks at the record, and states of different runs have the same pytree structure.
+    stacks and pytrees unchanged. Checkpoints store the settings of the optimizer and the loaders, and a restore compares
+    them with those of the state that it is given. No comparison of states looks at the record, and states of different
+    runs have the same pytree structure.
 
     Attributes:
         optimizer: settings of the optimizer, or None if the state has none.

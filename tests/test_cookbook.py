@@ -897,6 +897,9 @@ HOLDS = {
     "Resume with another learning rate 1": lambda n: n["state"].step == 16,
     "Keep the best checkpoint 1": lambda n: n["state"].step == n["ckpt"].best().step,
     "Stop early 1": lambda n: n["state"].epoch < 50,
+    "Evaluate a checkpoint in another process 1": lambda n: (
+        n["trained"] == ll.evaluate(n["eval_step"], n["weights"], n["test_batches"]) != n["averaged"]
+    ),
     "Save the model 1": lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"]),
     "Save the model 2": lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"]),
     "Log to any other tracker 1": lambda n: n["mine"] == [{"step": 100, "train/loss": 0.5}],

@@ -12,6 +12,7 @@ import torch
 
 _LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
 _SEEDS = "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model"
+_CSV = "write ll.jsonl(path), and pandas.DataFrame(ll.log.read_columns(path)).to_csv(...) for a CSV file of it"
 _LAMBDA = "a schedule is a function of the step, lr=lambda step: ..."
 _LOSS = "looplib takes any loss of torch or your own, in loss_fn(model, batch)"
 
@@ -61,7 +62,8 @@ _INSTEAD = {
     "WandbLogger": "it is ll.log.tracker",
     "TensorBoardLogger": "it is ll.log.tracker",
     "SummaryWriter": "it is ll.log.tracker",
-    "CSVLogger": "it is ll.jsonl",
+    "CSVLogger": _CSV,
+    "csv": _CSV,
     "ConstantLR": "it is ll.schedules.constant",
     "CosineAnnealingLR": "it is ll.schedules.cosine",
     "CosineAnnealingWarmRestarts": "it is ll.schedules.cosine_restarts",

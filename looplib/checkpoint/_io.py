@@ -363,7 +363,8 @@ class CheckpointIO:
             state: a state of the same structure, created with `init_state`; or a mapping of the names that were saved to
                 new objects and start values.
             which: "latest" for the latest complete checkpoint, "best", or a step.
-            weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
+            weights_only: if True, restore only parameters and buffers, and keep everything else from `state`. An average in it
+                would be of other weights, so there is a warning.
             required: if True, raise an error if there is no checkpoint, for a run that must not start over.
             optional: names of objects that the checkpoint or the mapping may lack, or that a different number of ranks has
                 saved. Objects that are not in the checkpoint keep their state, and values are as given. Of a state, names

@@ -28,6 +28,7 @@ from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings, check_left_out
 from looplib.checkpoint._structure import with_saved_shapes
 from looplib.checkpoint._write import same_memory
+from looplib.optim.averages import averages_in
 from looplib.state import same_value
 from looplib.types import COUNTS, TREES, TrainState
 
@@ -65,7 +66,7 @@ def load(
     wanted = without(wanted, _check_fit(path, wanted, reader, weights_only, optional))
     check_materialized({leaf_path: leaf for leaf_path, leaf in wanted.items() if isinstance(leaf, Tensor)})
     if weights_only:
-        counts, run, warning, line = fields_of(template, COUNTS), template.run, "", ""
+        counts, run, warning, line = fields_of(template, COUNTS), template.run, _of_averages(template), ""
     else:
         counts, run, warning, line = settings.continued(path, manifest, template)
     values = reader.read(wanted)
@@ -82,6 +83,22 @@ def load(
 
 def _is_chosen(leaf_path: str, weights_only: bool) -> bool:
     return leaf_path.startswith(WEIGHTS) or not weights_only
+
+
+def _of_averages(template: TrainState) -> str:
+    """Warning for averages that a restore of the weights alone leaves as they are; empty if a state has none."""
+    found = [
+        "/".join(path)
+        for path, (entry, start) in averages_in(template.opt_state, template.run.optimizer)
+        if entry["updates"] >= start  # else it begins with the weights of a later update
+    ]
+    return (
+        f"weights_only=True leaves the average of {few(found)} as it was, of the weights before the restore, and ll.eval_state "
+        "would take it. For the checkpoint's average, leave weights_only out; for one that begins at these weights, write "
+        "ll.state.fresh(ckpt.restore(ll.init_state(model), weights_only=True), optimizer, seed=0)"
+        if found
+        else ""
+    )
 
 
 def _check_fit(
@@ -123,6 +140,8 @@ def _check_fit(
         )
     advice += _advice_on_shapes(subset(wanted, saved), reader)
     misfits = [*map(_unescaped, misfits)]
+    if gone and not new:
+        advice += ". For the weights alone: ckpt.restore(ll.init_state(model), weights_only=True)"
     if unnamed := without(parts, optional):
         advice += f". {_ways(unnamed, new, gone, optional)}"
         misfits = [*unnamed.values(), *misfits]

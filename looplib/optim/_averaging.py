@@ -7,7 +7,7 @@ interrupted and checkpointed with them. It counts the updates of its chain, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from looplib._core.ranks import shards
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import on_host
 from looplib.optim._part import made_of, wraps_nothing
+from looplib.optim.averages import averages_in
 from looplib.optim.chains import of_another
 from looplib.types import Grads, Optimizer, Params, TrainState, check_state
 
@@ -291,7 +292,7 @@ def average(optimizer: Optimizer, state: TrainState, name: str = "") -> Tensors:
     check_state(state, "ll.optim.average(optimizer, state)")
     if not optimizer.fits(state.opt_state):
         raise of_another(optimizer, state)
-    averages = dict(_averages(state.opt_state, optimizer.description))
+    averages = dict(averages_in(state.opt_state, optimizer.description))
     titles = {"/".join(path): path for path in averages}
     chosen = [title for title, path in titles.items() if _within(name.split("/") if name else [], path)]
     chosen = [name] if name in titles else chosen
@@ -308,22 +309,6 @@ def average(optimizer: Optimizer, state: TrainState, name: str = "") -> Tensors:
     )
     params, buffers = _evaluated(start, params, buffers, entry)
     return {**params, **buffers}
-
-
-def _averages(
-    opt_state: Any, description: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], tuple[Any, int]]]:
-    """The averages in an optimizer's state, each with the names of the parts that it is in, and its `start`."""
-    if not (isinstance(opt_state, dict) and isinstance(description, Mapping)):
-        return
-    if opt_state.keys() == {"average", "updates"} and "start" in description:
-        yield path, (opt_state, description["start"])
-        return
-    for key, part in opt_state.items():
-        if key == "inner":  # of a part around an optimizer, which is described in its place
-            yield from _averages(part, description, path)
-        else:
-            yield from _averages(part, description.get(key), (*path, key))
 
 
 def _within(names: Iterable[str], path: Iterable[str]) -> bool:

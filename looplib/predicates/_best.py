@@ -226,9 +226,17 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
 
     Raises:
         ValueError: there is no record under `key`, or its metric is not among the scores.
+        TypeError: `scores` is no mapping, but a list of those of members, for example.
     """
     check_state(state, "state = ll.update_best(state, scores)")
     record = record_of(state, key, Watched)
+    check_type(
+        "scores are",
+        scores,
+        Mapping,
+        "give name -> value, as ll.evaluate returns them. A stack of states has one record for all of its members: compare the "
+        "scores of members by hand",
+    )
     if record.monitor not in scores:
         raise ValueError(
             f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {few([*map(repr, scores)])}"

@@ -107,9 +107,10 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
             tensors in a way that cannot be mapped; and the cases listed in `ll.compile_step`.
 
     **Accuracy.** The result equals that of separate runs except for the last bits, because batched kernels round
-    differently. Dropout on a GPU is a further exception, since torch uses a different kernel there. A member whose
-    update is skipped (`skip_nonfinite`) keeps its values. `step` counts an update if any member made it. Members
-    that are skipped many times in a row raise no error, unlike in a plain step.
+    differently. (Under Adam, a parameter whose gradient is rounding alone, such as a bias in front of BatchNorm, moves by whole
+    steps of another sign, and the running mean follows it.) Dropout on a GPU is a further exception, since torch uses a
+    different kernel there. A member whose update is skipped (`skip_nonfinite`) keeps its values. `step` counts an update if
+    any member made it. Members that are skipped many times in a row raise no error, unlike in a plain step.
 
     **Speed.** The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
     `ll.compile_step` apply. `compile_step(vmap_step(train_step))` generates machine code. If the step donates, the

@@ -344,7 +344,9 @@ def test_a_signal_that_comes_while_gradients_are_freed_waits_until_the_result_ha
         return out
 
     step = ll.make_train_step(with_timer, optimizer, donate=True)
-    state, _ = ll.make_train_step(grad_fn, optimizer, donate=True)(ll.init_state(model, optimizer), torch.ones(1, 1000))
+    state, _ = ll.make_train_step(grad_fn, optimizer, donate=True)(
+        ll.init_state(model, optimizer), torch.ones(1, 1000)
+    )
     state = train(state, step, itertools.repeat(torch.ones(1, 1000)), lambda state: time.sleep(500), Stop)
     assert state.step == 2
     assert all(tensor.isfinite().all() for tensor in state.params.values())  # which can be read

@@ -390,6 +390,23 @@ def test_what_is_not_restored_keeps_its_values(tmp_path):
     assert torch.equal(restored.params["0.weight"], net(5)[0].weight)
 
 
+@pytest.mark.parametrize("part", [ll.ema(0.9), ("slow", ll.optim.swa(start=0))])
+def test_weights_alone_leave_an_average_of_other_weights_behind_and_say_so(tmp_path, part):
+    optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), part)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(ll.init_state(net(5), optimizer))
+    name = part[0] if isinstance(part, tuple) else "ema"
+    with pytest.warns(UserWarning, match=f"the average of {name} as it was.*ll.state.fresh"):
+        left = ckpt.restore(ll.init_state(net(1), optimizer), weights_only=True)
+    assert torch.equal(ll.optim.average(optimizer, left)["0.weight"], net(1)[0].weight)
+    # What the warning says to write
+    weights = ckpt.restore(ll.init_state(net(1)), weights_only=True)
+    for state in (ll.state.fresh(weights, optimizer, seed=0), ckpt.restore(ll.init_state(net(1), optimizer))):
+        assert torch.equal(ll.optim.average(optimizer, state)["0.weight"], net(5)[0].weight)
+    with pytest.raises(ValueError, match=r"For the weights alone: ckpt\.restore.*weights_only=True"):
+        ckpt.restore(ll.init_state(net(1)))
+
+
 class Views(nn.Module):
     """Two parameters that are views of one memory, apart, overlapping or all of it; or an expanded one."""
 

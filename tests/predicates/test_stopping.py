@@ -131,11 +131,12 @@ def test_several_records_stand_side_by_side():
         (lambda: early_stopping(1)(ll.TrainState()), r"state.extra\['best'\].* None"),
         (lambda: early_stopping(1, key="x")(begin(BestSoFar("loss"))), r"state.extra\['x'\].* 'best'"),
         (lambda: update_best(begin(0.5), {}), r"state.extra\['best'\].* float"),
+        (lambda: update_best(begin(BestSoFar("loss")), [{"loss": 0.5}]), "scores are .*list.* one record for all"),
     ],
 )
 @pytest.mark.every_case
 def test_errors_name_what_was_found(make, named):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((ValueError, TypeError), match=named):
         make()
 
 
