@@ -190,9 +190,10 @@ def make_grad_fn(
             torch_private.set_grad_enabled(True)
             if trainable is None:
                 host.warn_of_flags()
-            donated = state if donate and in_step else None  # a call by hand may be of any tensors
-            body = partial(passes_of, call, batches, seeds, donated)
-            grads, after = host.run(call.params, buffers, seeds[0], body, donate)
+            body = partial(passes_of, call, batches, seeds)
+            # A call by hand may be of any tensors.
+            if_unbound = partial(call.begin_unbound, state) if in_step else None
+            grads, after = host.run(call.params, buffers, seeds[0], body, donate, if_unbound)
             if sync is not None:
                 sync.check_reduced(grads, params, per_rank)
         except BaseException as error:
@@ -215,7 +216,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and call.unbound:
+        if call.unbound:
             lease_replaced(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
@@ -266,15 +267,9 @@ def _passes_of(
         return host.run_uncounted(partial(microbatch, call, batch, 0))
 
     def passes_of(
-        call: _Call, batches: Sequence[Any], seeds: Sequence[int], donated: TrainState | None
+        call: _Call, batches: Sequence[Any], seeds: Sequence[int]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`.
-
-        `donated` is the state of a donated step.
-        """
-        call.unbound = host.ran_unbound
-        if donated is not None and call.unbound:  # before a forward pass that replaces the memory of a parameter
-            check_assigned(donated)
+        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
         sync = call.sync
         before = [leaf.grad for leaf in call.inputs]
         try:
@@ -401,7 +396,7 @@ class _Call:
         frozen: other parameters that require a gradient; they get none.
         outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
-        unbound: True if it runs in place on tensors that are not the module's.
+        unbound: True for a donated step on tensors that are not the module's.
     """
 
     __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync", "unbound")
@@ -430,6 +425,11 @@ class _Call:
         self.outs: list[Gradients] = []
         self.loss: Any = None
         self.unbound = False
+
+    def begin_unbound(self, state: TrainState) -> None:
+        """A donated step begins on a state that is not bound to the module."""
+        self.unbound = True
+        check_assigned(state)  # before a forward pass that replaces the memory of a parameter
 
 
 def indices(index: int, count: int) -> Sequence[int]:

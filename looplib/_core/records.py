@@ -101,6 +101,10 @@ class Function(functools.partial[Any]):
     def __repr__(self) -> str:
         return str(self.record.call or self.bare)
 
+    def __deepcopy__(self, memo: Any) -> Function:
+        """Itself, as for Python's functions: a copy of the record would tell of a copy of the module."""
+        return self
+
     @property
     def compiler(self) -> Any:
         """The compiler of a step that runs as a graph."""
