@@ -128,7 +128,9 @@ def make_grad_fn(
     `use_reentrant=True`, and writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step
     refuses. Such writes that begin later change the state until the next of these calls names them. A checkpoint that comes
     later is also noticed where it leaves a parameter without a gradient that had one. If other layers use all of its weights
-    too, gradients lack its part until the next of these calls: give `reentrant=True` from the beginning.
+    too, gradients lack its part until the next of these calls: give `reentrant=True` from the beginning. A donated step that
+    is refused for one leaves its state as it was, since the graph is there before the update. If the forward pass had
+    written parameters by then, or LBFGS was evaluating the loss again, the state is spent, and a note of the error says so.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)

@@ -208,7 +208,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
         except BaseException as error:
             _interrupts.waits.depth += 1
             try:
-                undo(state, snapshot)
+                undo(state, snapshot, error)
                 fold(error)
                 if isinstance(error, (TypeError, AttributeError)) and "'TrainState' object" in str(error):
                     error.add_note(_OF_A_LOSS)

@@ -161,7 +161,7 @@ def apply_gradients(
         del out, grads, computed, gradients, new_buffers  # freed while signals wait
         return new, metrics
     except BaseException as error:
-        undo(state, snapshot)
+        undo(state, snapshot, error)
         fold(error)
         raise
     finally:
@@ -260,19 +260,32 @@ def snapshot_of(params: Params, buffers: Params) -> Snapshot:
     return Snapshot(params, buffers, with_copies(buffers.values()), versions(params))
 
 
-def undo(state: TrainState, snapshot: Snapshot | None) -> None:
+def undo(state: TrainState, snapshot: Snapshot | None, error: BaseException) -> None:
     """Leave the state of a donated step that failed as it was before it; pure steps have nothing to undo.
 
     Until the state is given up, only the forward pass has written. Its buffers are put back, and parameters that it wrote
-    spend the state. The memory of one that is given up, by this step or by another run, is left alone.
+    spend the state. The memory of one that is given up, by this step or by another run, is left alone. A note of the error
+    says so where this step has spent it.
     """
-    if snapshot is None or overwritten(state, (snapshot.params, snapshot.buffers)) is not None:
+    if snapshot is None:
+        return
+    lease = overwritten(state, (snapshot.params, snapshot.buffers))
+    if lease is not None:
+        if lease is lease_of(state) and lease.step is None:
+            error.add_note(_SPENT.format(why="the update was writing over its tensors"))
         return
     # Before buffers are put back, which may share memory with a parameter.
     written = written_since(snapshot.params, snapshot.writes)
     put_back(snapshot.copies)
     if written:
         lease_over("a train step with donate=True", tensors_in((snapshot.params, snapshot.buffers))).write()
+        error.add_note(_SPENT.format(why=f"the forward pass had written {few(written)}"))
+
+
+_SPENT = (
+    "The state is spent, since {why}, and there is no state after it: continue from a checkpoint, or from a copy that you "
+    "took before the step (ll.copy_state(state))"
+)
 
 
 class UpdateKind(NamedTuple):
