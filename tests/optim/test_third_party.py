@@ -414,6 +414,29 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         assert_refused(TypeError, words, lambda cls=cls, params=params: ll.optimizer(cls, lr=1e-2).init(params))
 
 
+class InFours(PerParameter):
+    """Takes no fewer than four parameters at a time."""
+
+    def step(self, closure=None):
+        if len(self.param_groups[0]["params"]) < 4:
+            raise ValueError("a block has four parameters")
+        super().step()
+
+    def update(self, group, p):
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+@both_steps
+def test_a_class_that_cannot_be_compared_with_its_own_step_is_warned_of_and_trains(donate):
+    model, raw, optimizer = net(), net(), ll.optimizer(InFours, lr=1e-2)
+    with pytest.warns(UserWarning, match=r"InFours could not be .*ValueError: a block has four.*raw loop of InFours") as w:
+        state = ll.init_state(model, optimizer)
+    assert len(w) == 1
+    assert w[0].filename == __file__
+    raw_loop(raw, InFours(raw.parameters(), lr=1e-2), batches(3))
+    assert equal(trained(step_of(model, optimizer, donate), state, batches(3)).params, raw.named_parameters())
+
+
 # torchao's classes, whose moments are tensor subclasses of few bits
 
 
