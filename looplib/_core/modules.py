@@ -331,13 +331,7 @@ class FunctionalModule:
             running.models = (*hosted, self.model)
             if engine is not None:
                 lent = engine.copy_in(params, self.params)
-            swaps = self._differing(params if lent is None else self.params())
-            if swaps:
-                if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
-                    self._check_known(swaps)
-                self._check_swaps(swaps, params)
-            elif not hosted:  # else the module may hold the tensors of the call around this one
-                self.known_params = dict(params)
+            swaps = self._swaps_of_params(params if lent is None else self.params(), params, bool(hosted))
             if in_place and swaps and if_unbound is not None:
                 if_unbound()
             if buffers:
@@ -373,6 +367,17 @@ class FunctionalModule:
                     _set_modes(self.modes, modes)
             finally:
                 _interrupts.waits.depth -= 1
+
+    def _swaps_of_params(self, now: Mapping[str, Tensor], params: dict[str, Tensor], hosted: bool) -> list[Swap]:
+        """The slots that do not hold the parameters of a call, which may take their places; `hosted` within another call."""
+        swaps = self._differing(now)
+        if swaps:
+            if not (hosted or self.sharded):  # which put tensors of their own there
+                self._check_known(swaps)
+            self._check_swaps(swaps, params)
+        elif not hosted:  # else the module may hold the tensors of the call around this one
+            self.known_params = dict(params)
+        return swaps
 
     def _enter_modes(self, modes: list[bool]) -> None:
         """Put the module into the modes of this function from those that it was found in, and warn of these once."""

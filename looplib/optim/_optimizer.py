@@ -108,6 +108,8 @@ def optimizer(
 
     **Classes of third parties.** The comparison of `init` shows differences that three steps on sample gradients show. A class
     whose step fails on them is taken, with a warning from `init`: compare it by hand, in a few steps on your own batches.
+    One with methods `train()` and `eval()` is taken for a schedule-free one: it gets `train()` before each step, and
+    `ll.eval_state` gives the weights that its `eval()` leaves.
 
     **Parameters without a gradient.** The class is given the parameters that have a gradient in this step. A class of a third
     party that also decays or counts the others, as none of torch's does, leaves them alone here.
@@ -141,7 +143,7 @@ def optimizer(
         init=init,
         transform=partial(transform, plans, recipe),
         update_=partial(update_, plans, recipe),
-        evaluation=evaluation if recipe.has_eval else None,
+        evaluation=evaluation if recipe.is_schedule_free else None,
         hyperparameters=partial(numbers_of, recipe),
         description=description,
         kernel=partial(kernel_name, recipe, plans),

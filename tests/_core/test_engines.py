@@ -50,7 +50,8 @@ def after_a_pass_that_failed():
                 return loss
 
             model = DistributedDataParallel(net, static_graph=True)
-            grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), size=1)  # two passes on rank 0, and one on rank 1
+            # Two passes on rank 0, and one on rank 1.
+            grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), size=1)
             step = ll.make_train_step(grad_fn, SGD, donate=True)
             state, part = ll.init_state(model, SGD), x[2 * rank : 2 * rank + 2]
             with pytest.raises(InterruptedError):
