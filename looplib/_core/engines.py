@@ -8,7 +8,6 @@ single process has none. Before the first step, ranks compare what must be the s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.replicas import checksums_by_name, different
 from looplib._core.tracing import refuse_in_graph
+from looplib._core.version import __version__
 
 
 class Sync:
@@ -312,7 +312,7 @@ def compare(state: Any) -> None:
     tensors = {**state.params, **state.buffers}
     facts = {
         "torch": torch.__version__,
-        "looplib": sys.modules["looplib"].__version__,
+        "looplib": __version__,
         **{" ".join(map(str, path)): value for path, value in trees.leaves(settings)},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
         **{

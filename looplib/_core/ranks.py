@@ -373,7 +373,11 @@ _BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.
 
 
 def call(frame: FrameType | None = None) -> Call:
-    """The call of looplib in which this thread is, or the one whose innermost frame is given."""
+    """The call of looplib in which this thread is, or the one whose innermost frame is given.
+
+    Frames are read for messages alone: only they know the user's line, and a wrong name in a message is all that a frame
+    of another's could do.
+    """
     frame = frame or sys._getframe(1)
     function: FrameType | None = None
     while frame is not None:

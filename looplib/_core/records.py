@@ -186,7 +186,10 @@ def shown(value: Any) -> str:
 
 
 def _public_name(thing: Any) -> str:
-    """Public name of an object: `ll.ema`, `ll.optim.swa`."""
+    """Public name of an object: `ll.ema`, `ll.optim.swa`.
+
+    The package imports this file, which therefore cannot import it, and finds it in `sys.modules`.
+    """
     looplib, name = sys.modules["looplib"], thing.__name__
     if vars(looplib).get(name) is thing:
         return f"ll.{name}"
