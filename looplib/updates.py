@@ -59,7 +59,7 @@ from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainStat
 
 __all__ = ["apply_gradients"]
 
-# Of all parameters, the buffers, True if the forward pass writes to parameters, and the values to evaluate at.
+# Its arguments: all parameters, the buffers, True if the forward pass writes to parameters, and the values to evaluate at.
 Evaluate = Callable[[Params, Params, bool, Params], tuple[Any, Grads]]
 
 
@@ -91,8 +91,8 @@ def apply_gradients(
     of one loss on one batch: two losses added by hand, projected gradients, a policy update after a rollout, the
     differences that clients send in federated averaging.
 
-    The update is that of a train step: it is refused with the state unchanged, skipped if the optimizer decides so
-    (`state.step` stays, `state.skipped` is True), and counted by `state.step`. A parameter without a gradient keeps its
+    The update is that of a train step. `state.step` counts it. If it is refused, the state is unchanged; if the optimizer
+    decides against it, it is skipped (`state.step` stays, `state.skipped` is True). A parameter without a gradient keeps its
     value and its optimizer state, as one whose `.grad` is None in a raw loop.
 
     **The position in the data** stays as it is, and predicates take the update for an event of its own: `every_n_steps`
@@ -308,8 +308,8 @@ def update(
 ) -> tuple[TrainState, dict[str, Metric]]:
     """The next state and its metrics. The caller undoes a step that fails, and lets signals wait.
 
-    `snapshot` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
-    `copy_buffers`, a donated one writes new values of buffers into the state's own, where a forward pass has left them.
+    `snapshot` is None for a pure step. If `owned`, the update may write over the gradients, as over those of a gradient
+    function. If `copy_buffers`, a donated update copies new buffers into the state's own, as a forward pass would have.
     """
     params, buffers, opt_state = trees_of(state)
     metrics, new_buffers, samples = out.metrics, out.buffers, out.samples
