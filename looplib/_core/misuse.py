@@ -316,9 +316,9 @@ def _counted(tensor: Tensor) -> int:
 
 _trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Of all of torch's optimizers, since no train step knows those that stand beside it. It is registered with the first train
-# step and removed when the warnings are switched off. It is not removed with the last module that a train step trains, and
-# does nothing from then on: Python may free a module while torch goes through its hooks, which must not change then.
+# The hook of all of torch's optimizers, since no train step knows those that stand beside it. It is registered with the first
+# train step and removed when the warnings are switched off. When no module is left that a train step trains, it does nothing,
+# and stays: Python may free the last one while torch goes through its hooks, which must not change then.
 _hooks: list[RemovableHandle] = []
 
 _IDLE = (

@@ -175,8 +175,8 @@ running = _Running()  # modules that this thread runs on states at present, the 
 class FunctionalModule:
     """A module that can run on any state's tensors, in its own modes, and is left unchanged.
 
-    Each function of a module has one, and copies of the function share it. It notes what the module is, beside no call:
-    what concerns a call is in arguments. `run` lets the calls of several threads take turns.
+    Each function of a module has one, and copies of the function share it. It notes facts of the module alone: what concerns
+    one call is in arguments. `run` lets the calls of several threads take turns.
 
     Attributes:
         model, training, backward: as given.
@@ -285,8 +285,8 @@ class FunctionalModule:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`.
 
         The buffers are copied, unless in place. To train in place, a module that holds the parameters is given them for
-        good. If one in place runs on tensors that are not the module's, `if_unbound()` is called before it: this compares
-        all parameters in any case.
+        good. `if_unbound()` is called before a body that runs in place on tensors that are not the module's: all parameters
+        are compared here in any case.
         """
         _interrupts.install()  # before anything that signals wait for
         with draws.turn:

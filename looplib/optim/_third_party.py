@@ -276,7 +276,8 @@ def check_against_raw_loop(
             _raw_step(instance, raw, step)
             attributes.append(_attributes(instance))
     except (RuntimeError, ValueError, ArithmeticError) as error:
-        return warn(_NOT_COMPARED.format(cls=recipe.cls.__name__, error=f"{type(error).__name__}: {error}"))
+        line = str(error).strip().partition("\n")[0]
+        return warn(_NOT_COMPARED.format(cls=recipe.cls.__name__, error=f"{type(error).__name__}: {line}"))
     # A first step may fill caches and set flags, as each update will in an instance of its own.
     for before, after in pairwise(attributes):
         _check_attributes(recipe, before, after)
