@@ -38,6 +38,7 @@ from looplib import (
     updates,
 )
 from looplib._core.hints import unknown as _unknown
+from looplib._core.version import __version__ as __version__
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict
@@ -132,8 +133,6 @@ __all__ = [
     "vmap_step",
     "warmup_cosine",
 ]
-
-__version__ = "0.1.0"
 
 # Rooms that many loops do not use are imported when they, or one of these names in them, are asked for.
 _LATE = {

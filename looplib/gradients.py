@@ -1,9 +1,9 @@
 """Gradient functions: from a state and a batch to the gradients of a loss.
 
 `make_grad_fn` runs your loss function on your module with the state's tensors in it, and takes the gradient inside
-that call, so hooks, buffers and activation checkpointing behave as in a raw loop. Everything between the loss and the
-update is either of two: a wrapper or a part of the update. A wrapper decides how the gradient is computed (accumulation,
-ranks). A part acts on a gradient that is there (clipping, skipping, averages).
+that call, so hooks, buffers and activation checkpointing behave as in a raw loop. What stands between the loss and the
+update is either a wrapper of a gradient function, which decides how the gradient is computed (accumulation, ranks), or a
+part of the update, which acts on a gradient that has been computed (clipping, skipping, averages).
 """
 
 from __future__ import annotations
@@ -81,19 +81,20 @@ def make_grad_fn(
         loss_fn: `loss_fn(model, batch)`, which returns a scalar loss (the mean over the samples), a
             `Mean(total, weight)`, or `(loss, aux)` with a dict of scalars and metrics.
         trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to all that require a gradient when
-            `make_grad_fn` is called; a warning names those for which that changes later. Use it for steps that train
+            `make_grad_fn` is called; a warning names those whose `requires_grad` changes later. Use it for steps that train
             different parts over one state; what no step trains, freeze by `requires_grad_(False)`.
         allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
-        per_rank: `(name, tensor) -> bool`, selects the trained parameters that no engine averages over ranks on purpose, such
-            as the experts that each rank holds for itself. The gradients of all others are compared between the ranks in the
-            steps 1, 2, 4, 8, ... of a model in DDP or FSDP2.
+        per_rank: `(name, tensor) -> bool`, selects trained parameters whose gradients differ between the ranks on purpose,
+            such as the experts that each rank holds for itself. The gradients of all others are compared between the ranks in
+            the steps 1, 2, 4, 8, ... of a model in DDP or FSDP2.
         count_samples: function from a batch to its number of samples, for batches that the rule of `ll.data.count_samples`
             cannot count, or counts differently, such as packed rows. Functions around this one (`accumulate`) use it too.
         reentrant: True if the loss has a function that runs a backward pass of its own, such as
             `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The backward pass is then that of a raw loop. Without
-            it, such a function is refused if "checkpoint" is in its name. One of another name is not recognized: a weight of it
-            that no other layer uses is refused as one without a gradient, and the gradient of a weight that others use too
-            (tied) lacks its part, without an error. With `allow_unused=True`, neither is noticed.
+            it, such a function is refused if "checkpoint" is in its name. Under another name it is not recognized, and its
+            weights get no gradient from it: a weight that no other layer uses is refused as one without a gradient, and one
+            that others use too (tied) lacks this part of its gradient, without an error. With `allow_unused=True`, neither is
+            noticed.
 
     Raises:
         ValueError: `trainable` selects no parameter, or one that requires no gradient; the loss is not a scalar or reaches no
@@ -109,13 +110,13 @@ def make_grad_fn(
     then, it is so during each call, and submodules that are in eval mode stay in it. If one of those has dropout and
     trainable parameters, a warning names it: models from `from_pretrained` come in eval mode, and stay in it inside a
     peft wrapper. If the module itself is in eval mode, that is taken for an oversight: all of it runs in training mode,
-    submodules too, and a warning names its batch norm and dropout layers. Of layers that go into eval mode later, while
-    the module itself is in training mode, or with all of it before the first call, a warning says that they still run in
-    training mode. `model.eval()` between two steps is taken for an evaluation of your own.
+    submodules too, and a warning names its batch norm and dropout layers. Layers that go into eval mode later still run in
+    training mode. A warning says so if they go alone, or with the whole module before the first call; `model.eval()` between
+    two steps is taken for an evaluation of your own.
 
     **Random draws.** torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and
-    restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. A
-    thread of yours that draws by itself (`torch.rand`) during a step draws from the step's numbers.
+    restored afterwards. Steps of several threads take turns, because threads share torch's stream of the CPU. If
+    another thread of yours draws (`torch.rand`) during a step, it takes the step's numbers.
 
     **Whose tensors.** If the state is bound to the module, the module runs on its own tensors, hooks included.
     Otherwise the state's tensors take their place during the call.
@@ -124,11 +125,15 @@ def make_grad_fn(
     With `reentrant=True` and in FSDP2, the backward pass adds to theirs, as in a raw loop: call `zero_grad()` before you use
     them, or `requires_grad_(False)` if nothing trains them.
 
-    **Looked at in the calls 1, 2, 4, 8, ...**, since it takes longer than a small step: checkpoints with
-    `use_reentrant=True`, and writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step
-    refuses. Such writes that begin later change the state until the next of these calls names them. A checkpoint that comes
-    later is also noticed where it leaves a parameter without a gradient that had one. If other layers use all of its weights
-    too, gradients lack its part until the next of these calls: give `reentrant=True` from the beginning.
+    **Looked for in the calls 1, 2, 4, 8, ...**, since looking takes longer than a small step:
+
+    - Writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step refuses. Writes that begin
+      later change the state until the next of these calls names them.
+    - Checkpoints with `use_reentrant=True`. One that comes later is also noticed if a parameter has no gradient any more. If
+      other layers use all of its weights too, gradients lack its part until the next of these calls: give `reentrant=True`
+      from the beginning. A donated step that is refused for a checkpoint leaves its state as it was, since the graph is there
+      before the update. If the forward pass had written parameters by then, or LBFGS was evaluating the loss again, the
+      state is spent, and a note of the error says so.
     """
     check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.FunctionalModule(model, training=True)
@@ -165,7 +170,7 @@ def make_grad_fn(
     ) -> tuple[list[Gradients], int]:
         """Run microbatches in order, with the state's tensors placed in the module once.
 
-        Returns their results, of which the last has the sum of gradients, and over how many ranks that is averaged.
+        Returns their results, the last one with the sum of the gradients, and the number of ranks that average it.
         """
         params, buffers, _ = trees_of(state)
         host.check(params, buffers)
@@ -190,9 +195,10 @@ def make_grad_fn(
             torch_private.set_grad_enabled(True)
             if trainable is None:
                 host.warn_of_flags()
-            donated = state if donate and in_step else None  # a call by hand may be of any tensors
-            body = partial(passes_of, call, batches, seeds, donated)
-            grads, after = host.run(call.params, buffers, seeds[0], body, donate)
+            body = partial(passes_of, call, batches, seeds)
+            # A call by hand may be of any tensors, and is not the step of a run.
+            if_unbound = partial(call.begin_unbound, state) if in_step else None
+            grads, after = host.run(call.params, buffers, seeds[0], body, donate, if_unbound)
             if sync is not None:
                 sync.check_reduced(grads, params, per_rank)
         except BaseException as error:
@@ -215,7 +221,7 @@ def make_grad_fn(
                     sync.end()
             finally:
                 _interrupts.waits.depth -= 1
-        if in_step and call.unbound:
+        if call.unbound:
             lease_replaced(state)
             left_behind(model, state, donated=True)
         if guarded is not None:
@@ -266,15 +272,9 @@ def _passes_of(
         return host.run_uncounted(partial(microbatch, call, batch, 0))
 
     def passes_of(
-        call: _Call, batches: Sequence[Any], seeds: Sequence[int], donated: TrainState | None
+        call: _Call, batches: Sequence[Any], seeds: Sequence[int]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`.
-
-        `donated` is the state of a donated step.
-        """
-        call.unbound = host.ran_unbound
-        if donated is not None and call.unbound:  # before a forward pass that replaces the memory of a parameter
-            check_assigned(donated)
+        """The gradients of all microbatches, and the buffers after them. What each one gives goes into `call.outs`."""
         sync = call.sync
         before = [leaf.grad for leaf in call.inputs]
         try:
@@ -357,7 +357,8 @@ def _backward(
     loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs: Sequence[Tensor], create_graph: bool
 ) -> None:
     """Backward pass of loss * factor * scale, into these leaves or, without any, into all that it reaches."""
-    # No operation for the factors. The tensor is a new one each time, since the gradient of a parameter may be a view of it.
+    # The backward pass begins with the factors, which takes no operation. It gets a new tensor each time, since the gradient
+    # of a parameter may be a view of it.
     seed = factor if isinstance(factor, Tensor) else torch.full_like(loss, factor)
     if scale is not None:
         seed = seed * scale.to(loss.device)  # the scale is on the first parameter's
@@ -401,7 +402,7 @@ class _Call:
         frozen: other parameters that require a gradient; they get none.
         outs: what each microbatch gave; the last one gets the gradients.
         loss: of the last microbatch.
-        unbound: True if it runs in place on tensors that are not the module's.
+        unbound: True for a donated step on tensors that are not the module's.
     """
 
     __slots__ = ("form", "frozen", "inputs", "leaves", "loss", "outs", "params", "part", "scale", "sync", "unbound")
@@ -430,6 +431,11 @@ class _Call:
         self.outs: list[Gradients] = []
         self.loss: Any = None
         self.unbound = False
+
+    def begin_unbound(self, state: TrainState) -> None:
+        """A donated step begins on a state that is not bound to the module."""
+        self.unbound = True
+        check_assigned(state)  # before a forward pass that replaces the memory of a parameter
 
 
 def indices(index: int, count: int) -> Sequence[int]:

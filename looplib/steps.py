@@ -135,11 +135,12 @@ def make_train_step(
             Afterwards the old state, and every state that shares a tensor with it (trained parameters, all buffers, the
             optimizer's state), raises DonatedStateError. The forward pass may write to parameters then, as in a raw loop,
             such as a momentum encoder's: these writes stay even if the update is skipped or the step fails, and the old
-            state is spent. (torch counts no writes through `param.data` and by fused kernels: if such an update is skipped,
-            the old state can still be read, and has the values that were written.)
+            state is spent. (torch counts no writes through `param.data` and by fused kernels. If the update is skipped after
+            such a write, the old state can still be read, with the written values.)
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
-            first, and ask predicates with the state that it returns.
+            first. If each network has a state of its own, give the loader and predicates the other step's; if both are in
+            one state, ask predicates after the last step on a batch.
 
     Raises:
         DonatedStateError: the state was already donated to a step.
@@ -210,7 +211,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
         except BaseException as error:
             _interrupts.waits.depth += 1
             try:
-                undo(state, snapshot)
+                undo(state, snapshot, error)
                 fold(error)
                 if isinstance(error, (TypeError, AttributeError)) and "'TrainState' object" in str(error):
                     error.add_note(_OF_A_LOSS)
@@ -229,7 +230,7 @@ _OF_A_LOSS = (
 
 
 def _train_step_for_graphs(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
-    """The step for graphs, from the same parts: to own is to copy, and tensors choose whether the update is made."""
+    """The step for graphs, from the same parts: it writes copies, and a tensor chooses between them and the old values."""
 
     def step_for_graphs(state: TrainState, batch: Any) -> Outcome:
         params, _, opt_state = trees_of(state)
@@ -262,7 +263,7 @@ def _train_step_for_graphs(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[T
 def _gradients(
     grad_fn: GradFn, state: TrainState, batch: Any, optimizer: Optimizer, opt_state: Any, request: Mapping[str, Any]
 ) -> Gradients:
-    """The gradients of a step, of a loss that is multiplied by the scale of the update if it has one."""
+    """The gradients of a step. If the update has a scale, they are those of the loss times this scale."""
     scale = optimizer.loss_scale(opt_state)
     out = grad_fn(state, batch, **request) if scale is None else grad_fn(state, batch, scale=scale, **request)
     if not isinstance(out, Gradients):

@@ -59,7 +59,7 @@ from looplib.types import Gradients, Grads, Metric, Optimizer, Params, TrainStat
 
 __all__ = ["apply_gradients"]
 
-# Of all parameters, the buffers, True if the forward pass writes to parameters, and the values to evaluate at.
+# Its arguments: all parameters, the buffers, True if the forward pass writes to parameters, and the values to evaluate at.
 Evaluate = Callable[[Params, Params, bool, Params], tuple[Any, Grads]]
 
 
@@ -91,8 +91,8 @@ def apply_gradients(
     of one loss on one batch: two losses added by hand, projected gradients, a policy update after a rollout, the
     differences that clients send in federated averaging.
 
-    The update is that of a train step: it is refused with the state unchanged, skipped if the optimizer decides so
-    (`state.step` stays, `state.skipped` is True), and counted by `state.step`. A parameter without a gradient keeps its
+    The update is that of a train step. `state.step` counts it. If it is refused, the state is unchanged; if the optimizer
+    decides against it, it is skipped (`state.step` stays, `state.skipped` is True). A parameter without a gradient keeps its
     value and its optimizer state, as one whose `.grad` is None in a raw loop.
 
     **The position in the data** stays as it is, and predicates take the update for an event of its own: `every_n_steps`
@@ -163,7 +163,7 @@ def apply_gradients(
         _interrupts.look()
         return new, metrics
     except BaseException as error:
-        undo(state, snapshot)
+        undo(state, snapshot, error)
         fold(error)
         raise
     finally:
@@ -262,19 +262,32 @@ def snapshot_of(params: Params, buffers: Params) -> Snapshot:
     return Snapshot(params, buffers, with_copies(buffers.values()), versions(params))
 
 
-def undo(state: TrainState, snapshot: Snapshot | None) -> None:
+def undo(state: TrainState, snapshot: Snapshot | None, error: BaseException) -> None:
     """Leave the state of a donated step that failed as it was before it; pure steps have nothing to undo.
 
     Until the state is given up, only the forward pass has written. Its buffers are put back, and parameters that it wrote
-    spend the state. The memory of one that is given up, by this step or by another run, is left alone.
+    spend the state. The memory of one that is given up, by this step or by another run, is left alone. A note of the error
+    says so where this step has spent it.
     """
-    if snapshot is None or overwritten(state, (snapshot.params, snapshot.buffers)) is not None:
+    if snapshot is None:
+        return
+    lease = overwritten(state, (snapshot.params, snapshot.buffers))
+    if lease is not None:
+        if lease is lease_of(state) and lease.step is None:
+            error.add_note(_SPENT.format(why="the update was writing over its tensors"))
         return
     # Before buffers are put back, which may share memory with a parameter.
     written = written_since(snapshot.params, snapshot.writes)
     put_back(snapshot.copies)
     if written:
         lease_over("a train step with donate=True", tensors_in((snapshot.params, snapshot.buffers))).write()
+        error.add_note(_SPENT.format(why=f"the forward pass had written {few(written)}"))
+
+
+_SPENT = (
+    "The state is spent, since {why}, and there is no state after it: continue from a checkpoint, or from a copy that you "
+    "took before the step (ll.copy_state(state))"
+)
 
 
 class UpdateKind(NamedTuple):
@@ -297,8 +310,8 @@ def update(
 ) -> tuple[TrainState, dict[str, Metric]]:
     """The next state and its metrics. The caller undoes a step that fails, and lets signals wait.
 
-    `snapshot` is None for a pure step. If `owned`, the gradients may be written, as those may that a gradient function returns. If
-    `copy_buffers`, a donated one writes new values of buffers into the state's own, where a forward pass has left them.
+    `snapshot` is None for a pure step. If `owned`, the update may write over the gradients, as over those of a gradient
+    function. If `copy_buffers`, a donated update copies new buffers into the state's own, as a forward pass would have.
     """
     params, buffers, opt_state = trees_of(state)
     metrics, new_buffers, samples = out.metrics, out.buffers, out.samples

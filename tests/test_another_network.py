@@ -1,6 +1,7 @@
 """Two networks, two states: what a loss that calls another module trains, touches and warns of."""
 
 import copy
+import re
 import warnings
 from functools import partial
 
@@ -223,10 +224,12 @@ def test_reentrant_checkpoints_from_a_later_step_on_are_named(allow_unused):
     grad_fn = ll.make_grad_fn(model, square, allow_unused=allow_unused)
     state, x = ll.init_state(model), torch.randn(5, 3)
     model.reentrant = False
-    grad_fn(state, x)
-    model.reentrant = True
-    with pytest.raises(RuntimeError, match=r"use_reentrant=True.*make_grad_fn"):
+    for _ in range(2):
         grad_fn(state, x)
+    model.reentrant = True
+    for _ in range(3):  # nothing is learned from a call that is refused
+        with pytest.raises(RuntimeError, match=r"use_reentrant=True.*make_grad_fn"):
+            grad_fn(state, x)
 
 
 class Tied(nn.Module):
@@ -234,10 +237,13 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.reentrant = nn.Linear(3, 3), True
+        self.layer, self.reentrant, self.writes = nn.Linear(3, 3), True, False
 
     def forward(self, x):
         x = x.detach().requires_grad_()
+        if self.writes:
+            with torch.no_grad():
+                self.layer.bias.clamp_(-1, 1)
         return self.layer(checkpoint(self.layer, x, use_reentrant=True) if self.reentrant else self.layer(x))
 
 
@@ -255,8 +261,31 @@ def test_a_reentrant_checkpoint_of_tied_parameters_is_named_where_every_gradient
     for _ in range(3):
         grad_fn(state, x)
     model.reentrant = True
-    with pytest.raises(RuntimeError, match="reentrant=True"):  # the fourth call looks
-        grad_fn(state, x)
+    for _ in range(3):  # the fourth call looks, and those after it until none is refused
+        with pytest.raises(RuntimeError, match="reentrant=True"):
+            grad_fn(state, x)
+
+
+def test_a_donated_step_that_is_refused_for_a_reentrant_checkpoint_leaves_its_state_or_says_that_it_is_spent():
+    x = torch.randn(5, 3)
+    for writes in (False, True):
+        model = Tied()
+        model.writes = writes
+        step = ll.make_train_step(ll.make_grad_fn(model, square), SGD, donate=True)
+        state = ll.init_state(model, SGD)
+        before = copy.deepcopy({name: param.detach() for name, param in state.params.items()})
+        with pytest.raises(RuntimeError, match="reentrant=True") as raised:
+            step(state, x)
+        notes = "".join(getattr(raised.value, "__notes__", []))
+        if writes:
+            assert re.search("since the forward pass had written layer.bias.*continue from a checkpoint", notes)
+            with pytest.raises(ll.DonatedStateError, match="there is no state after it"):
+                state.params  # noqa: B018
+        else:
+            assert "spent" not in notes
+            assert all(torch.equal(state.params[name], value) for name, value in before.items())
+            model.reentrant = False
+            assert step(state, x)[0].step == 1
 
 
 def engine_beside_another_network(engine):

@@ -173,6 +173,14 @@ def test_weights_that_were_put_into_the_module_are_not_warned_of(use, tmp_path):
     use(run, run.train(), tmp_path)
 
 
+def test_a_copy_of_a_gradient_function_is_of_the_same_module():
+    run = Run()
+    run.grad_fn = copy.deepcopy({"grad_fn": run.grad_fn})["grad_fn"]
+    run.train(step=run.make_step())
+    with pytest.warns(UserWarning, match=STALE):
+        run.model.state_dict()
+
+
 def test_an_inner_step_of_meta_learning_says_nothing_about_the_module():
     run = Run(nn.Linear(4, 1))
     ll.transforms.differentiable(run.make_step())(ll.copy_state(run.state), X)

@@ -176,7 +176,7 @@ def separated(prefix: str) -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line that called looplib, directly or through torch."""
+    """Warn at the line that called looplib, directly or through torch: frames are read for that line alone."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1

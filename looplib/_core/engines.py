@@ -8,7 +8,6 @@ single process has none. Before the first step, ranks compare what must be the s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.replicas import checksums_by_name, different
 from looplib._core.tracing import refuse_in_graph
+from looplib._core.version import __version__
 
 
 class Sync:
@@ -54,6 +54,7 @@ class Sync:
         """Make one pass. The first one counts the samples of all."""
         self.engine.sync(number == self.passes - 1)
         out = make_pass()
+        self.engine.learned.update(self.engine.replicas)  # only now: a pass that fails teaches nothing
         return out._replace(samples=0 if number else self.samples())
 
     def pad(self, make_pass: Callable[[], Any]) -> None:
@@ -150,16 +151,26 @@ def warn_of_lone_ranks(model: nn.Module) -> None:
 
 
 class Engine:
-    """A module in DistributedDataParallel, or sharded by FSDP2."""
+    """A module in DistributedDataParallel, or sharded by FSDP2, and what one function of the module notes of it.
+
+    Attributes:
+        replicas: its modules in DistributedDataParallel.
+        shards: its modules that FSDP2 shards.
+        name: class of the first of them, for messages.
+        compared: True once the ranks have compared their programs, before the first step of several ranks.
+        steps: number of steps that several ranks have begun.
+        reduced: True while the last comparison of gradients has found them the same on all ranks.
+        learned: the replicas that have been through a whole pass, in which torch learns a static graph.
+        sends: replicas whose sending of buffers is changed during a call, with the value to put back.
+    """
 
     def __init__(self, replicas: list[DistributedDataParallel], shards: list[nn.Module]) -> None:
         self.replicas, self.shards = replicas, shards
         self.name = type([*replicas, *shards][0]).__name__
-        self.compared = False  # True after the first step, if there are several ranks
-        self.steps = 0  # begun, on several ranks
-        self.reduced = False  # True once the ranks have found their gradients the same
+        self.compared = self.reduced = False
+        self.steps = 0
         self.learned: set[nn.Module] = set()
-        self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
+        self.sends: list[tuple[DistributedDataParallel, bool]] = []
 
     def refuse_strangers(self, in_place: bool) -> None:
         refuse_in_graph(
@@ -193,7 +204,6 @@ class Engine:
         for replica in self.replicas:
             # A static graph is learned in the first backward pass, which must reduce; averaging again changes nothing.
             replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
-            self.learned.add(replica)
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
 
@@ -302,7 +312,7 @@ def compare(state: Any) -> None:
     tensors = {**state.params, **state.buffers}
     facts = {
         "torch": torch.__version__,
-        "looplib": sys.modules["looplib"].__version__,
+        "looplib": __version__,
         **{" ".join(map(str, path)): value for path, value in trees.leaves(settings)},
         **{f"state.{name}": getattr(state, name) for name in _COUNTS},
         **{

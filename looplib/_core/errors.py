@@ -25,7 +25,7 @@ _FOLDED = f"{Path(__file__).parents[1]}{os.sep}", nn.modules.module.__file__
 def fold(error: BaseException) -> None:
     """Take the frames between the user's code and where an error was raised out of its traceback.
 
-    They stay if LOOPLIB_FULL_TRACEBACKS is set in the environment.
+    They stay if LOOPLIB_FULL_TRACEBACKS is set in the environment. It changes what a traceback shows and nothing else.
     """
     if "LOOPLIB_FULL_TRACEBACKS" in os.environ:
         return
@@ -40,7 +40,10 @@ def fold(error: BaseException) -> None:
 
 
 def note_batch(error: Exception, batch: Any, layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Add a description of the batch to an error from the user's function or torch, and of the layer that raised it."""
+    """Add a description of the batch to an error from the user's function or torch, and of the layer that raised it.
+
+    Frames are read for this note alone: a layer that raised is the `self` of one of them, and the error is the same without.
+    """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     if str(frames[-1].f_globals.get("__name__")).startswith("looplib."):
         return

@@ -3,12 +3,12 @@
 A backward pass is told which leaves to fill, those of the state, so the gradients of anything else stay as they are. Two
 kinds of graphs do not show all of their leaves, and need a plain backward pass, which fills every leaf that it reaches:
 
-- Those of FSDP2, whose leaves are unsharded parameters: a fact of the module.
-- Those with a function that runs a backward pass of its own, such as a checkpoint with `use_reentrant=True`:
-  `make_grad_fn(..., reentrant=True)` says so. Nothing of the form is learned from a loss.
+- Those of FSDP2, whose leaves are the unsharded parameters. The module shows that it is sharded.
+- Those with a function that runs a backward pass of its own, such as a checkpoint with `use_reentrant=True`. The user says
+  so, `make_grad_fn(..., reentrant=True)`: the kind of backward pass is never learned from a loss.
 
-A pass that is told its leaves leaves out such a function unless an input of it leads to one of them. What the function would
-have added to the gradients of its weights is then missing.
+A backward pass that is told which leaves to fill skips such a function, unless an input of it leads to one of these leaves.
+The gradients of the function's weights then lack what it would have added.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ REENTRANT = (
 class LossGraphs:
     """Graphs of the losses of one gradient function, looked at in its calls 1, 2, 4, 8, ...
 
-    Walking through a graph takes longer than a small step. What is found is refused, or warned of. What is not found gives
-    gradients without a part: a function with a backward pass of its own that has another name, and a checkpoint that begins
-    after a look, until the next one, if other layers use all of its weights too. Otherwise a weight of it has no gradient, which
-    is noticed at once.
+    Walking through a graph takes longer than a small step. A checkpoint that was not declared is refused, and leaves of other
+    networks may be warned of. Gradients lack a part, without an error, in two cases: a function with a backward pass of its
+    own has no "checkpoint" in its name; or a checkpoint begins after a look, and other layers use all of its weights too,
+    which the next look finds. If a weight of it is used nowhere else, it has no gradient, which is noticed at once.
+
+    What is refused teaches nothing: the next call looks again.
 
     Attributes:
         plain: True if its backward passes fill every leaf that they reach, as reentrant checkpoints need.
@@ -57,11 +59,10 @@ class LossGraphs:
         self._unreached: Set[str] = frozenset()
 
     def look(self, loss: Tensor, params: Mapping[str, Tensor]) -> None:
-        """Look at the graph of a loss if it is due. Raises RuntimeError for a reentrant checkpoint that nothing tells of."""
+        """Look at the graph of a loss if it is due. Raises RuntimeError for a checkpoint that was not declared."""
         self._calls += 1
         if self._calls < self._due:
             return
-        self._due *= 2
         of_state = {*map(id, params.values())}
         self.others = []
         for function in _functions(loss):
@@ -70,14 +71,18 @@ class LossGraphs:
             leaf = getattr(function, "variable", None)
             if leaf is not None and id(leaf) not in of_state:
                 self.others.append(weakref.ref(leaf))
+        self._due *= 2
 
     def check_unreached(self, loss: Tensor, unreached: Set[str]) -> None:
-        """Raise RuntimeError if a checkpoint may be why these parameters have got no gradient, which others had before."""
+        """Raise RuntimeError for a checkpoint that was not declared, and may be why these parameters have no gradient.
+
+        The graph is looked at if one of them has had its gradient in all calls so far.
+        """
         if unreached <= self._unreached:
             return
-        self._unreached |= unreached
         if any(map(self._is_undeclared, _functions(loss))):
             raise RuntimeError(REENTRANT)
+        self._unreached |= unreached
 
     def _is_undeclared(self, function: Any) -> bool:
         """True for a checkpoint with a backward pass of its own, unless the backward pass is a plain one."""

@@ -91,7 +91,10 @@ _INSTEAD = {
 
 
 def in_room(name: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a room, which explains names that it does not have."""
+    """The `__getattr__` of a room, which explains names that it does not have.
+
+    A module is in `sys.modules` under its name from the first line of its code on.
+    """
 
     def __getattr__(missing: str) -> NoReturn:
         raise unknown(sys.modules[name], missing)
@@ -130,6 +133,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 def _places() -> dict[str, str]:
     """Address of each public name: at the top, or in a room."""
+    # Not imported: the package imports this file.
     package = sys.modules["looplib"]
     rooms = [room for name in package.__all__ if isinstance(room := getattr(package, name), ModuleType)]
     places = {name: f"{_called(room)}.{name}" for room in rooms for name in room.__all__}

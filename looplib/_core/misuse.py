@@ -68,7 +68,8 @@ class Watch:
         record_of_model = next((record for record in records_of(grad_fn) if record.model is not None), None)
         self._model = record_of_model and record_of_model.model
         if self._model is not None:
-            _watch_torch_optimizers(self._model)
+            _trained.add(self._model)
+            _register()
         self._graphs: LossGraphs | None = record_of_model and record_of_model.loss_graphs
         # A weak reference to the state and the batch's number: a reference to either would keep tensors alive.
         self._state: Any = None
@@ -315,8 +316,9 @@ def _counted(tensor: Tensor) -> int:
 
 _trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Of all of torch's optimizers, registered with the first train step. It stays, and does nothing while the warnings are off:
-# they may be switched on again, between two steps of a train step that was made before.
+# The hook of all of torch's optimizers, since no train step knows those that stand beside it. It is registered with the first
+# train step and removed when the warnings are switched off. When no module is left that a train step trains, it does nothing,
+# and stays: Python may free the last one while torch goes through its hooks, which must not change then.
 _hooks: list[RemovableHandle] = []
 
 _IDLE = (
@@ -328,21 +330,31 @@ _IDLE = (
 )
 
 
-def _watch_torch_optimizers(model: nn.Module) -> None:
-    _trained.add(model)
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_look_at_optimizer))
+def switch(on: bool) -> None:
+    """Switch all of this on or off."""
+    warnings_of_misuse.on = on
+    _register()
+
+
+def _register() -> None:
+    """Have torch's optimizers looked at while the warnings are on and a train step has been made."""
+    if warnings_of_misuse.on and _trained:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_look_at_optimizer))
+    else:
+        while _hooks:
+            _hooks.pop().remove()
 
 
 def _look_at_optimizer(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
     """Hook of `optimizer.step()`: warn once of one without gradients that has parameters of a train step's module."""
-    if torch.compiler.is_dynamo_compiling() or not warnings_of_misuse.on or optimizer in _told:
+    if not _trained or torch.compiler.is_dynamo_compiling() or optimizer in _told:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = (param for group in optimizer.param_groups for param in group["params"])
     # A closure computes the gradients later.
     if any(param.grad is not None for param in params) or any(map(callable, (*args[1:], *settings.values()))):
         return
-    known = {*map(id, params)}
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for model in _trained:
         if any(id(param) in known for param in model.parameters()):
             _told.add(optimizer)

@@ -173,7 +173,24 @@ running = _Running()  # modules that this thread runs on states at present, the 
 
 
 class FunctionalModule:
-    """A module that can run on any state's tensors, in its own modes, and is left unchanged."""
+    """A module that can run on any state's tensors, in its own modes, and is left unchanged.
+
+    Each function of a module has one, and copies of the function share it. It notes facts of the module alone: what concerns
+    one call is in arguments. `run` lets the calls of several threads take turns.
+
+    Attributes:
+        model, training, backward: as given.
+        made_in_training: True if the module was in training mode when this was made.
+        slots, engine, modes, parents, children, flags, transient: of the module, as `_read` has last found it. `check` has
+            it read again when layers were replaced; `flags` also change with a warning that they have changed.
+        param_names, buffer_names: the names in `slots`.
+        unwritten: guard of the parameters, which learns which ones the forward pass writes.
+        devices, generators: those of the last call's parameters, and their random streams.
+        known_params: the parameters that the module held at the last call, or at first. Others in their places, which are
+            not the state's either, came after the state, which is refused.
+        ran: True from the first call on; a state that is older than a replaced parameter was fine before it.
+        found_modes: modes of the module of which a warning was last given.
+    """
 
     def __init__(self, model: nn.Module, training: bool, backward: bool | None = None) -> None:
         """`training` is the mode in which it runs; `backward` is False if no gradients are taken in that mode either."""
@@ -184,15 +201,12 @@ class FunctionalModule:
         self.modes: dict[nn.Module, bool] = {}
         self.unwritten = Unwritten()
         self.engine: Engine | None = None
-        self.found_modes: list[bool] = []  # of the module, when layers that differ from these were last named
+        self.found_modes: list[bool] = []
         self.made_in_training = model.training
         self._read()
-        self.known_params = tensors(self.slots.params)  # those that the module held when last looked at
+        self.known_params = tensors(self.slots.params)
         self._leave()
         self.ran = False
-        # True if the call that begins runs in place on tensors that are not the module's. Its body reads it first, before
-        # calls within it or of other threads: to compare the tensors again would take a loop over all parameters.
-        self.ran_unbound = False
 
     def _read(self) -> None:
         """Learn which modules there are, and what they hold."""
@@ -266,11 +280,13 @@ class FunctionalModule:
         seed: int,
         body: Callable[[], R],
         in_place: bool = False,
+        if_unbound: Callable[[], None] | None = None,
     ) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`.
 
         The buffers are copied, unless in place. To train in place, a module that holds the parameters is given them for
-        good.
+        good. `if_unbound()` is called before a body that runs in place on tensors that are not the module's: all parameters
+        are compared here in any case.
         """
         _interrupts.install()  # before anything that signals wait for
         with draws.turn:
@@ -287,7 +303,7 @@ class FunctionalModule:
                 self.seed(seed)
                 if not in_place:
                     buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-                return self._run_with(params, buffers, body, in_place)
+                return self._run_with(params, buffers, body, in_place, if_unbound)
             finally:
                 _interrupts.waits.depth += 1
                 try:
@@ -299,7 +315,12 @@ class FunctionalModule:
                     _interrupts.waits.depth -= 1
 
     def _run_with(
-        self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], body: Callable[[], R], in_place: bool
+        self,
+        params: dict[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        body: Callable[[], R],
+        in_place: bool,
+        if_unbound: Callable[[], None] | None,
     ) -> R:
         """Run `body()` with these tensors in the module, in the modes of this function."""
         modes = [*map(_is_training, self.modes)]
@@ -310,14 +331,9 @@ class FunctionalModule:
             running.models = (*hosted, self.model)
             if engine is not None:
                 lent = engine.copy_in(params, self.params)
-            swaps = self._differing(params if lent is None else self.params())
-            if swaps:
-                if not (hosted or (engine and engine.shards)):  # which put tensors of their own there
-                    self._check_known(swaps)
-                self._check_swaps(swaps, params)
-            elif not hosted:  # else the module may hold the tensors of the call around this one
-                self.known_params = dict(params)
-            self.ran_unbound = in_place and bool(swaps)
+            swaps = self._swaps_of_params(params if lent is None else self.params(), params, bool(hosted))
+            if in_place and swaps and if_unbound is not None:
+                if_unbound()
             if buffers:
                 for_good = in_place and self.backward and not swaps
                 of_buffers = _differing(self.slots.buffers, buffers)
@@ -351,6 +367,17 @@ class FunctionalModule:
                     _set_modes(self.modes, modes)
             finally:
                 _interrupts.waits.depth -= 1
+
+    def _swaps_of_params(self, now: Mapping[str, Tensor], params: dict[str, Tensor], hosted: bool) -> list[Swap]:
+        """The slots that do not hold the parameters of a call, which may take their places; `hosted` within another call."""
+        swaps = self._differing(now)
+        if swaps:
+            if not (hosted or self.sharded):  # which put tensors of their own there
+                self._check_known(swaps)
+            self._check_swaps(swaps, params)
+        elif not hosted:  # else the module may hold the tensors of the call around this one
+            self.known_params = dict(params)
+        return swaps
 
     def _enter_modes(self, modes: list[bool]) -> None:
         """Put the module into the modes of this function from those that it was found in, and warn of these once."""

@@ -47,32 +47,38 @@ def use(group: Any) -> None:
     _on_host.clear()
 
 
-_available = distributed.is_available()  # False as well within `alone`
+_AVAILABLE = distributed.is_available()
+
+
+class _Thread(threading.local):
+    alone = False
+
+
+_thread = _Thread()  # `alone` is True within the block of that name, in each thread for itself
 
 
 def running() -> bool:
-    return _available and distributed.is_initialized()
+    return _AVAILABLE and distributed.is_initialized() and not _thread.alone
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """Act as a single process within the block, which this rank may therefore run by itself.
 
-    It holds for the whole process, so threads other than the main one do not enter it.
+    It holds for the thread that enters it: others, such as a background save or one that is started in the block, still
+    act together with the other ranks. It is no argument, since functions of the user's stand between the block and
+    those that ask.
     """
-    global _available
-    before = _available
-    if threading.current_thread() is threading.main_thread():
-        _available = False
+    before, _thread.alone = _thread.alone, True
     try:
         yield
     finally:
-        _available = before
+        _thread.alone = before
 
 
 def is_alone() -> bool:
     """True within `alone`, on one of several ranks."""
-    return not _available and distributed.is_available() and distributed.is_initialized()
+    return _thread.alone and _AVAILABLE and distributed.is_initialized()
 
 
 def group() -> Any:
@@ -82,17 +88,17 @@ def group() -> Any:
 
 def rank() -> int:
     """This process's rank; 0 without torch.distributed."""
-    return distributed.get_rank(_group) if _available and distributed.is_initialized() else 0
+    return distributed.get_rank(_group) if running() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without torch.distributed."""
-    return distributed.get_world_size(_group) if _available and distributed.is_initialized() else 1
+    return distributed.get_world_size(_group) if running() else 1
 
 
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
-    return (rank(), world_size()) if _available and distributed.is_initialized() else (0, 1)
+    return (distributed.get_rank(_group), distributed.get_world_size(_group)) if running() else (0, 1)
 
 
 def is_distributed() -> bool:
@@ -367,7 +373,11 @@ _BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.
 
 
 def call(frame: FrameType | None = None) -> Call:
-    """The call of looplib in which this thread is, or the one whose innermost frame is given."""
+    """The call of looplib in which this thread is, or the one whose innermost frame is given.
+
+    Frames are read for messages alone: only they know the user's line, and a wrong name in a message is all that a frame
+    of another's could do.
+    """
     frame = frame or sys._getframe(1)
     function: FrameType | None = None
     while frame is not None:

@@ -101,6 +101,10 @@ class Function(functools.partial[Any]):
     def __repr__(self) -> str:
         return str(self.record.call or self.bare)
 
+    def __deepcopy__(self, memo: Any) -> Function:
+        """Itself, as for Python's functions: a copy of the record would tell of a copy of the module."""
+        return self
+
     @property
     def compiler(self) -> Any:
         """The compiler of a step that runs as a graph."""
@@ -182,7 +186,10 @@ def shown(value: Any) -> str:
 
 
 def _public_name(thing: Any) -> str:
-    """Public name of an object: `ll.ema`, `ll.optim.swa`."""
+    """Public name of an object: `ll.ema`, `ll.optim.swa`.
+
+    The package imports this file, which therefore cannot import it, and finds it in `sys.modules`.
+    """
     looplib, name = sys.modules["looplib"], thing.__name__
     if vars(looplib).get(name) is thing:
         return f"ll.{name}"

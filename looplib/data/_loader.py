@@ -8,7 +8,6 @@ DataLoader provides workers and pinned memory.
 from __future__ import annotations
 
 import functools
-import warnings
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,12 @@ from looplib.types import Run, TrainState, check_state
 
 
 class _Asked:
-    """Epochs for which a loader was asked, by run, as long as there are states of the run."""
+    """Epochs for which a loader was asked, by run, as long as there are states of the run.
+
+    All that a loader remembers of its calls, and for a refusal alone: a state after the last batch of an epoch is fine where
+    a run was restarted there, and is refused where the loader has been asked for that epoch, since a loop without
+    `end_epoch` would ask for ever. No state tells the one from the other.
+    """
 
     def __init__(self) -> None:
         self._epochs: WeakKeyDictionary[Run, set[int]] = WeakKeyDictionary()
@@ -62,8 +66,10 @@ class Loader:
 
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. It is empty if the state stands
     after the last batch of an epoch that `end_epoch` has not ended yet, as in a run that was restarted there: the loop then
-    ends the epoch. `len(loader)` is the
-    number of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
+    ends the epoch. If this loader was asked for that epoch of the run before, `loader(state)` raises ValueError instead, since
+    a loop that forgets `end_epoch` would never end; nothing else depends on earlier calls. `len(loader)` is the number of
+    batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
+
     `loader(state)` changes nothing that it is given. It warns if the state was restored from a checkpoint that was made with
     a different loader, or that knows none: checkpoints store the settings of the loaders given to `init_state` (`loader=`).
     It also warns if two train steps ran on each batch of the last iteration and none of them had `same_batch=True`, because
@@ -101,19 +107,17 @@ class Loader:
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
-        counts_no_batches = state.epoch_length is None and not state.step and state.opt_state is not None
-        if (
-            counts_no_batches and self.order and not self.order.may_vary
-        ):  # the step would not end the epochs of this new state
-            warnings.warn(
+        is_new = not state.step and state.opt_state is not None  # of a run that trains
+        if is_new and state.epoch_length is None and self.order and not self.order.may_vary:
+            warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
-                "ll.init_state(..., loader=loader), or call state = ll.state.end_epoch(state) after the for loop",
-                stacklevel=2,
+                "ll.init_state(..., loader=loader), or call state = ll.state.end_epoch(state) after the for loop"
             )
         warn_of_position(state)
         self._check_ranks()
         source = self._read(state, again=state in self._asked, read=self._samples_read(state))
-        _check_stream(state, self.description)
+        if isinstance(self.source, Streamed):
+            _check_stream(state, self.description)
         _compare(state, self.description)
         self._asked.add(state)
         batches = self._batches(source, begin_iteration(state))
@@ -208,7 +212,12 @@ class Loader:
          'max_batches': None}
 
         Compare it when resuming. Long weights and lengths, and the indices that a sampler gives for epoch 0, are
-        represented by a checksum. The contents of the dataset are not described.
+        represented by a checksum. It is made when it is first asked for, and kept.
+
+        Of the dataset, it has the name of the class and the number of samples, not the contents. A run knows its loaders by
+        their descriptions, so one over another dataset of the same class and length is the same to it: no warning tells
+        you that a resumed run reads other data. Within a batch that was partly read on another number of ranks, it also
+        leaves out the samples that the run has read. Give such a loader another `seed`.
         """
         sized = self.order is not None and hasattr(self.dataset, "__len__")  # keys of a sampler need none
         return {
@@ -533,7 +542,7 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
 
 def _check_stream(state: TrainState, description: Mapping[str, Any]) -> None:
     """Raise ValueError if the rest of a stream's epoch would come in other batches, whose position is not known."""
-    loaders = loaders_of_position(state) if state.batch and description["order"] == "stream" else ()
+    loaders = loaders_of_position(state) if state.batch else ()
     for loader in () if description in loaders else loaders:
         sizes = {name: description[name] for name in ("batch_size", "workers", "buffer") if name in description}
         was = ", ".join(f"{name}={loader.get(name)}" for name, now in sizes.items() if loader.get(name) != now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from looplib._core.checks import check_type
-from looplib._core.switch import warnings_of_misuse
+from looplib._core.misuse import switch
 
 
 def warn_of_misuse(on: bool) -> None:
@@ -21,7 +21,8 @@ def warn_of_misuse(on: bool) -> None:
     All else stays: steps compute the same bits, and what would be wrong in any case is still refused.
 
     With them, a small step takes some 2% longer, and labels of -100 and weights of losses are read now and then (at the 1st,
-    2nd, 4th, ... microbatch), which waits for an accelerator. To silence one and keep the others, use Python's own
+    2nd, 4th, ... microbatch), which waits for an accelerator. Each `step()` of any of torch's optimizers in the process calls a
+    hook, from the first train step on; it looks for one `.grad` and returns. To silence one and keep the others, use Python's own
     `warnings.filterwarnings("ignore", message=...)`.
 
     Args:
@@ -31,4 +32,4 @@ def warn_of_misuse(on: bool) -> None:
         TypeError: `on` is no bool.
     """
     check_type("on is", on, bool, "give True or False")
-    warnings_of_misuse.on = on
+    switch(on)

@@ -211,7 +211,8 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
     During the call, looplib's functions act as in a single process and wait for no other rank: `evaluate` reads all
     batches, `save` writes the state of this rank, and `reduce` returns its metrics. A model in DDP runs without sending
-    its buffers. looplib's own loggers write on the first rank alone without it. The rank is read at each call.
+    its buffers. looplib's own loggers write on the first rank alone without it. The rank is read at each call. All this is
+    so in the thread of the call, and not in threads that the function starts.
 
     Args:
         function: a function without collective calls of torch, which would wait for the other ranks.

@@ -138,7 +138,11 @@ def _once(op: Any, formula: _Formula) -> _Formula:
 
 
 def _is_recomputed() -> bool:
-    """True for a forward pass that torch's checkpoint repeats within a backward pass."""
+    """True for a forward pass that torch's checkpoint repeats within a backward pass.
+
+    torch tells nobody of it, so the files of the frames above are read. A function that repeats a pass from another file is
+    counted as what the model computes.
+    """
     if not (in_backward() and torch.is_grad_enabled()):
         return False
     frame = sys._getframe()

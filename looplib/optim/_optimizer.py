@@ -80,7 +80,7 @@ def optimizer(
             in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps more of it after a few
             updates than after one; or it changes a number, a text or a tensor in its own attributes, or draws from
             Python's or NumPy's random streams. This is found by three steps on the smallest parameters, which are compared
-            with a raw loop; a class whose step fails on them there is taken without a comparison.
+            with a raw loop.
         ValueError: the class refuses a value; a schedule moves what a schedule-free class reads to evaluate, its momentum
             or betas; `fused=True` is given for parameters with gaps in memory; a predicate depends on the identity of the
             tensor it is given; `opt_state` belongs to a different optimizer; gradients are sparse where dense ones are
@@ -105,6 +105,11 @@ def optimizer(
     **Patches and hooks.** Of a class of torch's, a `step` that somebody has put in place of torch's before the call is run as
     a third party's; one put there later is not. Hooks for all optimizers (`register_optimizer_step_pre_hook` and the like) and
     hooks of an instance do not run for torch's classes: write a part of a chain.
+
+    **Classes of third parties.** The comparison of `init` shows differences that three steps on sample gradients show. A class
+    whose step fails on them is taken, with a warning from `init`: compare it by hand, in a few steps on your own batches.
+    One with methods `train()` and `eval()` is taken for a schedule-free one: it gets `train()` before each step, and
+    `ll.eval_state` gives the weights that its `eval()` leaves.
 
     **Parameters without a gradient.** The class is given the parameters that have a gradient in this step. A class of a third
     party that also decays or counts the others, as none of torch's does, leaves them alone here.
@@ -138,7 +143,7 @@ def optimizer(
         init=init,
         transform=partial(transform, plans, recipe),
         update_=partial(update_, plans, recipe),
-        evaluation=evaluation if recipe.has_eval else None,
+        evaluation=evaluation if recipe.is_schedule_free else None,
         hyperparameters=partial(numbers_of, recipe),
         description=description,
         kernel=partial(kernel_name, recipe, plans),

@@ -82,9 +82,13 @@ class Recipe:
         return f"{self.cls.__module__}.".startswith("torch.optim.") and _is_of_torch(self.cls.step)
 
     @cached_property
-    def has_eval(self) -> bool:
-        """True for a third party's class that evaluates at other weights, as schedule-free ones do."""
-        return not self.is_torch_optim and callable(getattr(self.cls, "eval", None))
+    def is_schedule_free(self) -> bool:
+        """True for a third party's class that evaluates at other weights.
+
+        Such classes have no base in common. What they share is the interface of the schedulefree package: `train()`,
+        without which they refuse to step, and `eval()`, both without arguments.
+        """
+        return not self.is_torch_optim and all(callable(getattr(self.cls, name, None)) for name in ("train", "eval"))
 
     @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
@@ -105,8 +109,8 @@ class Recipe:
     def end(self) -> int | None:
         """The step from which the learning rate is 0, if it is one of `ll.schedules` that has an end."""
         lr = self.defaults["lr"]
-        total = getattr(lr, "total", None) if kind_of(lr) == "schedule" else None
-        return total if isinstance(total, int) and lr(total) == 0 else None
+        end: int | None = lr.end if kind_of(lr) == "schedule" else None
+        return end if end is not None and lr(end) == 0 else None
 
     def members(self, params: Params) -> list[list[str]]:
         """Parameter names in each group. The first predicate that matches wins."""
@@ -177,8 +181,8 @@ class Recipe:
         for number in fused:
             groups[number]["fused"] = True
         instance = self.cls(groups, **values_at(self.defaults, 0))
-        if not self.is_torch_optim and callable(getattr(instance, "train", None)):
-            instance.train()  # schedule-free optimizers refuse to step before this call
+        if self.is_schedule_free:
+            instance.train()
         return instance
 
     def check(self) -> None:
@@ -201,7 +205,7 @@ class Recipe:
                 raise TypeError(
                     f"{cls.__name__} cannot be made with {arguments}: {error}; it takes {takes}"
                 ) from error
-        for moving in self.moving if self.has_eval else ():
+        for moving in self.moving if self.is_schedule_free else ():
             for key, value in moving.items():
                 check(
                     key in ("lr", "weight_decay") or isinstance(value, inject),
@@ -211,7 +215,11 @@ class Recipe:
 
 
 def _is_of_torch(step: Any) -> bool:
-    """True if a step, and each function that it wraps, is defined in torch, not put there by somebody else."""
+    """True if a step, and each function that it wraps, is defined in torch, not put there by somebody else.
+
+    Functions tell of their module alone where they are from. One that a user defines in a module called `torch.` something
+    would be taken for torch's.
+    """
     while step is not None:
         if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
             return False
@@ -279,8 +287,9 @@ _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 def check_class(cls: Any, *parameters: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
     kind = cls if isinstance(cls, type) else type(cls)
+    # By its name, since torchao is not imported for this, and copies of the class are as wrong.
     check(
-        not any(one.__name__ == "CPUOffloadOptimizer" for one in kind.__mro__),
+        not any(base.__name__ == "CPUOffloadOptimizer" for base in kind.__mro__),
         f"{kind.__name__} makes another optimizer's update, on copies of its own parameters, which hooks of theirs fill during the "
         "backward pass: write ll.optim.offload_state(ll.optimizer(torch.optim.AdamW, lr=...)), which keeps the moments on the host",
         TypeError,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from looplib._core import random as draws
 from looplib._core import torch_private, trees
-from looplib._core.checks import check, few
+from looplib._core.checks import check, few, warn
 from looplib._core.copies import copy_tree
 from looplib._core.mappings import mapped, subset, without
 from looplib._core.random import generators_of, mix, restored
@@ -251,7 +251,7 @@ _GROWS = "since it keeps more after some updates than after one"
 def check_against_raw_loop(
     recipe: Recipe, params: Params, begin: Callable[[Params], Any], update: Callable[..., Any]
 ) -> None:
-    """Raise if a class's pure updates differ from its own `step()` in a raw loop.
+    """Raise if a class's pure updates differ from its own `step()` in a raw loop; warn if that cannot be found out.
 
     This reveals state that a class keeps out of sight: in closures, in attributes of its module, in lists of parameters;
     and draws from the random streams of Python and NumPy. A few steps on the smallest parameters of each group and number
@@ -275,8 +275,9 @@ def check_against_raw_loop(
                 group.update(values)
             _raw_step(instance, raw, step)
             attributes.append(_attributes(instance))
-    except (RuntimeError, ValueError, ArithmeticError):
-        return  # the class cannot step on these numbers, so the comparison shows nothing
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        line = str(error).strip().partition("\n")[0]
+        return warn(_NOT_COMPARED.format(cls=recipe.cls.__name__, error=f"{type(error).__name__}: {line}"))
     # A first step may fill caches and set flags, as each update will in an instance of its own.
     for before, after in pairwise(attributes):
         _check_attributes(recipe, before, after)
@@ -295,6 +296,14 @@ def check_against_raw_loop(
         raise _out_of_reach(recipe, f"after {_STEPS} of which {changed[0]} is not what it is in a raw loop")
     if structures[0] != structures[-1]:
         raise _out_of_reach(recipe, _GROWS)
+
+
+_NOT_COMPARED = (
+    "{cls} could not be compared with a raw loop: its step() failed there on sample gradients of a few parameters ({error}). "
+    "So it is not known whether its updates here are those of its own step(), which they are not if it keeps something "
+    "outside of `state` and `param_groups`. Compare a few steps on your own batches with a raw loop of {cls}, and if the "
+    "weights are equal, ignore this warning"
+)
 
 
 def _attributes(instance: Any) -> dict[str, list[Any]]:

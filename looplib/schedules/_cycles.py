@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field
 
-from looplib.schedules._schedule import _SHAPES, Shape, _mix, _Schedule, count, number, shape
+from looplib.schedules._schedule import _SHAPES, Shape, _Ending, _mix, count, number, shape
 
 
 @dataclass(frozen=True, slots=True)
-class cosine_restarts(_Schedule):
+class cosine_restarts(_Ending):
     """Cosine decay with warm restarts (SGDR): from `start` to `final`, `cycles` times in `total` steps.
 
     >>> import looplib as ll
@@ -59,7 +59,7 @@ class cosine_restarts(_Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class one_cycle(_Schedule):
+class one_cycle(_Ending):
     """One-cycle policy: from `start` to `peak`, then to `final`, which is used by the last of `total` updates.
 
     >>> import looplib as ll

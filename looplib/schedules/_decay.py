@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from looplib.schedules._schedule import _mix, _Schedule, count, increasing_counts, number
+from looplib.schedules._schedule import _Ending, _mix, _Schedule, count, increasing_counts, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class constant(_Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class linear(_Schedule):
+class linear(_Ending):
     """Linear decay: a straight line from `start` at step 0 to `final` at step `total`, and `final` from then on.
 
     >>> import looplib as ll
@@ -73,7 +73,7 @@ class linear(_Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class cosine(_Schedule):
+class cosine(_Ending):
     """Cosine decay: half a cosine wave from `start` at step 0 to `final` at step `total`, and `final` from then on.
 
     >>> import looplib as ll
@@ -109,7 +109,7 @@ class cosine(_Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class polynomial(_Schedule):
+class polynomial(_Ending):
     """Polynomial decay: from `start` to `final` as a power of the fraction of steps left, and `final` from then on.
 
     >>> import looplib as ll

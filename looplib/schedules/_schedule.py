@@ -33,7 +33,11 @@ class _Schedule:
     """Base of schedules: a record whose fields are checked on creation."""
 
     __slots__ = ()
-    total: int
+
+    @property
+    def end(self) -> int | None:
+        """The step from which it keeps its value; None for one that has no such step, or may have none."""
+        return None
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
         """Check each of these fields, and store the result of its check: numbers as floats, sequences as tuples."""
@@ -45,6 +49,17 @@ class _Schedule:
         for field, value in values.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
+
+
+class _Ending(_Schedule):
+    """Base of schedules that keep their value from step `total` on."""
+
+    __slots__ = ()
+    total: int
+
+    @property
+    def end(self) -> int:
+        return self.total
 
     def _steps(self, name: str, value: Any) -> int:
         """Check for a number of steps, or a float for a share of `total`, which is checked first."""

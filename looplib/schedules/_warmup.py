@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from looplib.schedules._schedule import _SHAPES, Shape, _mix, _Schedule, count, count_or_zero, function, number, shape
+from looplib.schedules._schedule import (
+    _SHAPES,
+    Shape,
+    _Ending,
+    _mix,
+    _Schedule,
+    count,
+    count_or_zero,
+    function,
+    number,
+    shape,
+)
 from looplib.types import Schedule
 
 
@@ -51,7 +62,7 @@ class warmup(_Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class warmup_linear(_Schedule):
+class warmup_linear(_Ending):
     """Linear warmup and linear decay: from 0 to `peak` in `warmup` steps, then to `final` at step `total`.
 
     >>> import looplib as ll
@@ -127,7 +138,7 @@ class warmup_cosine(warmup_linear):
 
 
 @dataclass(frozen=True, slots=True)
-class warmup_stable_decay(_Schedule):
+class warmup_stable_decay(_Ending):
     """Warmup-stable-decay (WSD): rise to `peak` in `warmup` steps, stay, and fall in the last `decay` steps.
 
     >>> import looplib as ll

@@ -1,5 +1,6 @@
 """Comparisons of gradients between ranks, and what is kept of a process group."""
 
+import copy
 import gc
 import weakref
 
@@ -29,6 +30,43 @@ def compared_rarely():
 
 def test_gradients_are_compared_in_few_steps():
     launch(2, compared_rarely)
+
+
+def after_a_pass_that_failed():
+    with ll.distributed.setup(timeout=60):
+        rank, x = ll.distributed.rank(), torch.linspace(-1, 1, 12).double().view(3, 4)
+        for fails in ("before the model", "after the model"):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+            raw = copy.deepcopy(net)
+            left = {fails}
+
+            def loss_fn(model, x, left=left):
+                if "before the model" in left:
+                    raise InterruptedError(left.pop())
+                loss = mean_square(model, x)
+                if left:
+                    raise InterruptedError(left.pop())
+                return loss
+
+            model = DistributedDataParallel(net, static_graph=True)
+            # Two passes on rank 0, and one on rank 1.
+            grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), size=1)
+            step = ll.make_train_step(grad_fn, SGD, donate=True)
+            state, part = ll.init_state(model, SGD), x[2 * rank : 2 * rank + 2]
+            with pytest.raises(InterruptedError):
+                step(state, part)
+            sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+            for _ in range(3):
+                state, _ = step(state, part)
+                sgd.zero_grad()
+                mean_square(raw, x).backward()
+                sgd.step()
+            torch.testing.assert_close(state.params, dict(raw.named_parameters()), rtol=1e-12, atol=1e-14)
+
+
+def test_a_static_graph_is_not_learned_from_a_pass_that_failed():
+    launch(2, after_a_pass_that_failed)
 
 
 def ended():

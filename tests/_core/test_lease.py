@@ -257,8 +257,9 @@ def test_an_update_that_fails_halfway_leaves_no_state_that_can_be_read(make, sta
     kept, before = ll.copy_state(run.state), run.state
     sharing = [before.replace(extra=1), TrainState(params={"w": before.params["0.weight"].detach()})]
     fails()
-    with pytest.raises(MemoryError, match="halfway"):
+    with pytest.raises(MemoryError, match="halfway") as raised:
         run.train()
+    assert "spent, since the update was writing over its tensors" in raised.value.__notes__[-1]
     assert not torch.equal(run.model[0].weight, kept.params["0.weight"])
     for state in (before, *sharing):
         assert spent(state, message="when it failed, so there is no state after it.*copy_state")

@@ -73,6 +73,11 @@ def test_off_it_costs_nothing(donate):
     step = ll.make_train_step(ll.make_grad_fn(model, summed), sgd, donate=donate)
     batch = torch.randn(8, 4), torch.randint(0, 3, (8,))
     state, _ = step(ll.init_state(model, sgd), batch)
+    assert called_by(lambda: step(state, batch)) == ([] if donate else ["see"])
+
+
+def called_by(function):
+    """Names of the functions of the file that it calls."""
     called = []
 
     def profile(frame, event, arg):
@@ -81,10 +86,26 @@ def test_off_it_costs_nothing(donate):
 
     sys.setprofile(profile)
     try:
-        step(state, batch)
+        function()
     finally:
         sys.setprofile(None)
-    assert called == ([] if donate else ["see"])
+    return called
+
+
+def test_off_optimizers_of_torchs_have_no_hook():
+    other = torch.optim.SGD(net().parameters())
+    other.param_groups[0]["params"][0].grad = torch.ones(6, 4)
+    grad_fn = ll.make_grad_fn(net(), summed)
+    ll.make_train_step(grad_fn, ll.optimizer(torch.optim.SGD, lr=0.01))
+    assert "_look_at_optimizer" in called_by(other.step)
+    ll.debug.warn_of_misuse(False)
+    try:
+        assert called_by(other.step) == []
+        ll.make_train_step(grad_fn, ll.optimizer(torch.optim.SGD, lr=0.01))
+        assert called_by(other.step) == []
+    finally:
+        ll.debug.warn_of_misuse(True)
+    assert "_look_at_optimizer" in called_by(other.step)
 
 
 def test_it_holds_no_tensor():

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def first_rank_alone(folder):
             ll.distributed.reduce(ll.evaluation.evaluate_records(eval_step, state, [data[rank::2]], divide=False))
         )
         assert mean.keys() == expected.keys()
+        # One thread is alone, whichever it is, and not one that it starts.
+        ranks = ll.distributed.world_size
+        sizes = ll.distributed.rank_zero_only(lambda: (ranks(), in_thread(ranks)))
+        assert sizes() == in_thread(sizes) == ((1, 2) if rank == 0 else None)
+        assert ranks() == 2
+
+
+def in_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def test_reading_a_folder_and_a_validation_need_no_other_rank(tmp_path):

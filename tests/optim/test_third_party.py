@@ -414,6 +414,44 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
         assert_refused(TypeError, words, lambda cls=cls, params=params: ll.optimizer(cls, lr=1e-2).init(params))
 
 
+class InFours(PerParameter):
+    """Takes no fewer than four parameters at a time."""
+
+    def step(self, closure=None):
+        if len(self.param_groups[0]["params"]) < 4:
+            raise ValueError("a block has four parameters")
+        super().step()
+
+    def update(self, group, p):
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+@both_steps
+def test_a_class_that_cannot_be_compared_with_its_own_step_is_warned_of_and_trains(donate):
+    model, raw, optimizer = net(), net(), ll.optimizer(InFours, lr=1e-2)
+    words = "InFours could not be compared .*ValueError: a block has four.*raw loop of InFours"
+    with pytest.warns(UserWarning, match=words) as caught:
+        state = ll.init_state(model, optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    raw_loop(raw, InFours(raw.parameters(), lr=1e-2), batches(3))
+    assert equal(trained(step_of(model, optimizer, donate), state, batches(3)).params, raw.named_parameters())
+
+
+class Scoring(InFours):
+    """Has an `eval` of its own, and no `train`."""
+
+    step = PerParameter.step
+
+    def eval(self, loss):
+        return loss
+
+
+def test_a_class_with_an_eval_alone_is_not_taken_for_a_schedule_free_one():
+    model, optimizer = net(), ll.optimizer(Scoring, lr=1e-2, momentum=lambda step: 0.9)
+    state = ll.init_state(model, optimizer)
+    assert equal(ll.eval_state(optimizer, state).params, state.params)
+
+
 # torchao's classes, whose moments are tensor subclasses of few bits
 
 
