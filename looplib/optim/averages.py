@@ -1,4 +1,4 @@
-"""Where the averages of weights are in an optimizer's state."""
+"""Averages of weights in the state of an optimizer."""
 
 from __future__ import annotations
 
