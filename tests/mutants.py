@@ -68,6 +68,8 @@ TESTS = {
         "tests/_core/test_lease.py",
         "tests/checkpoint/test_settings.py",  # what init_state notes
         "tests/log/test_configuration.py",  # how it describes the model
+        "tests/test_functional_call.py",  # apply
+        "tests/test_graft.py",
     ],
     "grads": ["tests/grads", "tests/test_kinds.py", *RANKS],
     "optim": [

@@ -267,6 +267,8 @@ def test_a_fresh_run_takes_the_parameters_that_are_chosen_and_refuses_what_canno
         ll.state.fresh(stack, SGD, seed=1)
     with pytest.raises(TypeError, match="seed is a float; give an int"):
         ll.state.fresh(state, SGD, seed=0.5)
+    with pytest.raises(TypeError, match=r"state is a tuple.*ll\.state\.fresh\(state, optimizer"):
+        ll.state.fresh((state, {}), SGD, seed=1)  # what a step returns
 
 
 def test_a_checkpoint_of_a_fresh_run_is_described_by_its_optimizer(tmp_path):
