@@ -68,8 +68,13 @@ class Policy:
         return checkpoint.metrics.get(self.monitor, math.nan)  # type: ignore[arg-type]
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The best of these checkpoints. Raises ValueError if no metric is monitored."""
+        """The best of these checkpoints. Raises ValueError if no metric is monitored, or none of them has it but others."""
         check(self.monitor is not None, "there is no best without a metric: give checkpoint_io(..., monitor=...)")
+        known = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
+        check(
+            not known or self.monitor in known,
+            f"no checkpoint has the monitored metric {self.monitor!r}: they have {few([*map(repr, known)])}",
+        )
         return next(iter(self.ranked(checkpoints)), None)
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[Path]:

@@ -518,7 +518,7 @@ class CheckpointIO:
     def best(self) -> Checkpoint | None:
         """Return the best checkpoint by the monitored metric, or None. It needs no other rank.
 
-        Raises ValueError without `monitor`.
+        Raises ValueError without `monitor`, or if the checkpoints have other metrics alone.
         """
         return self._policy.best(self.steps())
 

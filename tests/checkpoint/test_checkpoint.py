@@ -123,6 +123,10 @@ def test_a_metric_that_is_nan_or_missing_is_no_candidate(tmp_path):
     ckpt.wait()
     assert str(ckpt.best().metrics) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
     assert ll.checkpoint_io(tmp_path, monitor=BestSoFar("other", mode="min")).best() is None
+    with pytest.raises(
+        ValueError, match="no checkpoint has the monitored metric 'eval/los': they have 'eval/loss', 'other'"
+    ):
+        ll.checkpoint_io(tmp_path, monitor="eval/los", mode="min").best()
     with pytest.warns(UserWarning, match="eval/loss.*NaN"):
         ckpt.save(STATE.replace(step=5), {"eval/loss": float("nan")})
     ckpt.wait()
