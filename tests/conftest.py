@@ -18,8 +18,14 @@ import torch
 # No test depends on how fast the machine is, nor on luck: each run tries the same examples. The profile "search" tries
 # new ones each time.
 hypothesis.settings.register_profile("every run", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fast tier", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("search", deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "every run"))
+
+
+def pytest_configure(config):
+    """The fast tier tries the first 30 of 100 examples, and of other numbers as many: see `shared.examples`."""
+    tier = "fast tier" if "not slow" in config.option.markexpr else "every run"
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", tier))
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +71,13 @@ def pytest_collection_modifyitems(items):
         if item.path.name in PAGES and not item.get_closest_marker("slow"):
             item.add_marker("pages")
         tests.add(test)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Tests have no examples in docstrings: to look for some in each would take seconds."""
+    collectors = yield
+    return [collector for collector in collectors if type(collector).__name__ != "DoctestModule"]
 
 
 def test_of(item):

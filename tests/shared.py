@@ -9,6 +9,7 @@ import sys
 import traceback
 from contextlib import contextmanager
 
+import hypothesis
 import pytest
 import torch
 from filelock import FileLock
@@ -28,6 +29,11 @@ COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 def at(step, samples=0):
     return TrainState(step=step, samples=samples)
+
+
+def examples(count):
+    """Number of hypothesis' examples: all in the full suite, and in the fast tier the first 30%."""
+    return max(1, count * hypothesis.settings.default.max_examples // 100)
 
 
 def mix(*values):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import one_report
+from shared import examples, one_report
 from torch import nn
 from torch.func import functional_call
 
@@ -336,7 +336,7 @@ def test_ctrl_c_during_the_write_arrives_when_the_state_is_complete():
 # Counts and predicates
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(["batch", "event", "same batch", "consumes"]), max_size=30), st.integers(2, 4))
 def test_counts_follow_from_the_kinds_of_updates(kinds, length):
     model, optimizer = nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)

@@ -4,12 +4,12 @@ import functools
 import itertools
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
+import warnings
 import zlib
 from pathlib import Path
 
@@ -19,11 +19,12 @@ import schedulefree
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ranks import launch
+from shared import examples
 from torch import nn
 
 import looplib as ll
 
-TESTS = Path(__file__).parent
 LENGTH = 6  # batches of an epoch, the last of them not full
 OTHER_SEED = ".*was saved with other settings: seed was"  # `begin` gives another one, which is not to matter
 pytestmark = pytest.mark.filterwarnings(f"ignore:{OTHER_SEED.replace(':', '.')}")
@@ -130,7 +131,7 @@ other = {"donate": True, "bound": True, "asynchronous": True}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     stops=st.lists(st.integers(1, 16), min_size=1, max_size=3, unique=True).map(sorted),
     lives=st.lists(modes, min_size=4),
@@ -195,12 +196,12 @@ def lines_in(folder):
     return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
-def process(function, *args, **kwargs):
-    code = f"import sys, warnings; sys.path.insert(0, {str(TESTS)!r}); import conftest, test_resume as t"
-    code += "; warnings.filterwarnings('ignore', t.OTHER_SEED)"
-    call = f"t.{function}(*{args!r}, **{kwargs!r})"
-    flags = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore:This DataLoader will create"]
-    return [sys.executable, *flags, "-c", f"{code}; {call}"]
+def strict(function, *arguments):
+    """In another process, where each warning that is not expected is an error."""
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", OTHER_SEED)
+    function(*arguments)
 
 
 def check(folder, until, family="adamw"):
@@ -222,7 +223,7 @@ def lives(folder, until, first):
 
 def test_each_kind_of_run_continues_in_another_process(tmp_path):
     lives(tmp_path, 4, True)  # in the middle of an epoch, and of the next one
-    subprocess.run(process("lives", str(tmp_path), 9, False), cwd=TESTS.parent, check=True)
+    launch(0, strict, lives, str(tmp_path), 9, False)
     for family in FAMILIES:
         check(tmp_path / family, 9, family)
 
@@ -267,14 +268,10 @@ def kill_again_and_again(folder, kills, seed):
 
 @pytest.mark.parametrize("kills", [10, pytest.param(400, marks=pytest.mark.large)])
 def test_killed_at_any_moment_and_started_again(tmp_path, kills):
-    out = subprocess.run(
-        process("kill_again_and_again", str(tmp_path), kills, random.randrange(10**6)),
-        cwd=TESTS.parent, capture_output=True, text=True,
-    )  # fmt: skip
-    assert out.returncode == 0, out.stderr
-    assert out.stderr == ""
-    print(out.stdout)
-    found = [int(word) for word in out.stdout.split() if word.isdigit()]
+    out = launch(0, strict, kill_again_and_again, str(tmp_path), kills, random.randrange(10**6))
+    print(out)
+    assert re.fullmatch(r"\d+ kills, .* batches\n", out)  # and no error or warning
+    found = [int(word) for word in out.split() if word.isdigit()]
     assert found[0] == kills
     assert found[1] >= kills // 15
     assert found[2] >= kills // 5

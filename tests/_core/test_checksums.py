@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import examples
 
 from looplib._core import checksums
 from looplib._core.checksums import checksum
@@ -28,7 +29,7 @@ def by_hand(content):
     return (total + 2**63) % 2**64 - 2**63
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 20), st.sampled_from([1, 2, 5, 1 << 16]))
 def test_the_value_is_that_of_integers_in_chunks_of_any_size(content, offset, chunk):
     """It is written to files, so it must not change."""

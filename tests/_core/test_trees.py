@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import examples
 from torch.utils import _pytree as pytree
 
 from looplib._core import samples, trees
@@ -138,7 +139,7 @@ def equal(one, other):
 
 
 @given(batches())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_splitting_is_slicing_each_leaf_with_samples(case):
     build, count, sizes = case
     batch = build(lambda leaf: leaf)
@@ -150,7 +151,7 @@ def test_splitting_is_slicing_each_leaf_with_samples(case):
 
 
 @given(batches(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_taking_samples_is_taking_them_of_each_leaf(case, data):
     build, count, _ = case
     index = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=6))
@@ -161,7 +162,7 @@ def test_taking_samples_is_taking_them_of_each_leaf(case, data):
 
 
 @given(batches())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_mapping_keeps_the_containers_and_leaves_have_different_paths(case):
     batch = case[0](lambda leaf: leaf)
     equal(trees.map_leaves(lambda leaf: leaf, batch), batch)

@@ -16,7 +16,7 @@ import torch
 from files import DATA, advanced, names_in, net, same, tensors_of, unbound
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shared import file_size_limit, one_report
+from shared import examples, file_size_limit, one_report
 
 import looplib as ll
 from looplib.predicates import BestSoFar
@@ -41,7 +41,7 @@ def saved(ckpt, *states):
 @example(
     keep_last=1, keep_best=0, mode="min", keep=None, asynchronous=False, saves=[(1, 0), (0, None), (1, 1), (1, 0)]
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     keep_last=st.none() | st.integers(1, 4),
     keep_best=st.integers(0, 3),

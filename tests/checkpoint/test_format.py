@@ -21,6 +21,7 @@ import torch
 from files import DATA, MANIFEST, forged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared import examples
 
 import looplib as ll
 
@@ -29,7 +30,7 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTIZED, key=str)
 pytree = torch.utils._pytree
 numbers = itertools.count()
-few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def save(folder, tree):
@@ -136,7 +137,7 @@ def views(draw):
     return tree
 
 
-@settings(few, max_examples=50)
+@settings(few, max_examples=examples(50))
 @given(views(), st.booleans())
 def test_ties_come_back_as_ties_and_other_overlaps_are_refused_by_name(tmp_path, tree, asynchronous):
     places = {name: {(t.untyped_storage().data_ptr(), at) for at in addresses(t)} for name, t in tree.items()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import assert_each_refused, bits, both_steps
+from shared import assert_each_refused, bits, both_steps, examples
 from torch import nn
 
 import looplib as ll
@@ -118,7 +118,7 @@ grown = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(history=grown, start=st.sampled_from([[], {}, (), None, 0]))
 def test_what_grows_in_extra_comes_back_whatever_it_is(tmp_path_factory, history, start):
     ckpt = ll.checkpoint_io(tmp_path_factory.mktemp("grown"))

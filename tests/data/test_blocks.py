@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loader import as_rank, at
+from shared import examples
 
 import looplib as ll
 
@@ -36,7 +37,7 @@ def loader_of(source, buffer, **options):
     size=st.integers(1, 6),
     epoch=st.integers(0, 2),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_block_is_permuted_by_itself_and_read_once(lengths, buffer, size, epoch):
     source, samples = Counted(lengths), sum(lengths)
     seen = torch.cat([*loader_of(source, buffer, batch_size=size)(at(epoch=epoch))]).tolist()
@@ -101,7 +102,7 @@ def test_a_run_with_a_batch_size_per_rank_continues_in_a_block(tmp_path):
     epoch=st.integers(0, 2),
     drop_last=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_stream_has_the_order_of_a_dataset_with_indices_from_any_batch_on(samples, buffer, size, epoch, drop_last):
     source = Counted([samples])
     stream = ll.data.shuffled_stream(lambda start: source(0, start), buffer=buffer)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loader import as_rank
+from shared import examples
 
 import looplib as ll
 
@@ -64,7 +65,7 @@ def order_of(samples, epoch):
     turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=4),
     last=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_sample_comes_once_in_an_epoch_on_any_numbers_of_ranks(tmp_path_factory, samples, per_rank, turns, last):
     def make():
         return ll.make_loader(range(samples), batch_size_per_rank=per_rank, seed=3)
@@ -83,7 +84,7 @@ def test_each_sample_comes_once_in_an_epoch_on_any_numbers_of_ranks(tmp_path_fac
     batch_size=st.integers(1, 9),
     turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=4),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_batch_size_of_all_ranks_has_the_batches_of_one_process(tmp_path_factory, samples, batch_size, turns):
     def make():
         return ll.make_loader(range(samples), batch_size=batch_size, seed=3)
@@ -112,7 +113,7 @@ class Numbers(torch.utils.data.IterableDataset):
     before=st.integers(1, 4),
     after=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_stream_continues_at_the_next_sample(tmp_path_factory, samples, per_rank, stop, before, after):
     def make():
         return ll.make_loader(Numbers(samples), batch_size_per_rank=per_rank)
@@ -260,7 +261,7 @@ def order_of_pair(count, seed):
     turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4),
     last=st.integers(1, 4),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_loaders_that_a_run_reads_side_by_side_stay_together(tmp_path_factory, per_rank, batches, turns, last):
     """Each of them has as many batches in an epoch on any number of ranks: 12 samples are a whole number of batches."""
     counts = [12 * size * batches for size in per_rank]
@@ -329,7 +330,7 @@ def test_a_position_converted_for_one_loader_alone_is_refused_by_the_loader_besi
     limit=st.integers(1, 8),
     turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_epochs_of_a_number_of_batches_continue_on_other_ranks_without_a_sample_twice(
     tmp_path_factory, per_rank, limit, turns
 ):

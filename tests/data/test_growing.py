@@ -6,6 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import examples
 
 import looplib as ll
 from looplib.data import growing, make_loader
@@ -41,7 +42,7 @@ def batches_by_hand(epochs, sizes):
     first=st.integers(1, 9),
     name=st.sampled_from([*ORDERS]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_batches_are_those_of_a_count_of_consumed_samples(count, sizes, first, name):
     order, sizes = ORDERS[name], {**sizes, 0: first}
     count = max(count, 4) if name == "sampler" else count

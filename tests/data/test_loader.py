@@ -32,6 +32,7 @@ from plain_loader import (
     seeded,
     states_of_streams,
 )
+from shared import examples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -69,7 +70,7 @@ orders = st.sampled_from(sorted(ORDERS))
     ranks=st.integers(1, 4),
 )
 @example(order="pools", count=900, size=4, drop_last=False, max_batches=7, seed=1, epoch=1, first=5, ranks=3)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_a_loader_reads_what_a_plain_loop_reads_from_any_batch_on_any_rank(
     order, count, size, drop_last, max_batches, seed, epoch, first, ranks
 ):

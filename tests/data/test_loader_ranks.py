@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loader import Augmented, AugmentedStream, as_rank, at, quiet
-from shared import mix
+from shared import examples, mix
 from torch.utils.data import (
     TensorDataset,
 )
@@ -66,7 +66,7 @@ def test_tensors_and_streams_are_divided_as_items_are(count, ranks, size, drop_l
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), ranks=st.integers(1, 5), stream=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
     items = [
         {"x": torch.arange(100 * k, 100 * k + size), "names": [f"{k} {i}" for i in range(size)], "scale": 0.5}

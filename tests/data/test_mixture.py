@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import examples
 from torch.utils.data import ConcatDataset
 
 import looplib as ll
@@ -31,7 +32,7 @@ def epoch_of(loader, epoch, batch=0):
     num_samples=st.integers(1, 30),
     changes=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_each_dataset_has_its_share_and_is_read_in_whole_passes(sizes, weights, num_samples, changes):
     def shares(epoch):
         turned = weights[epoch % 4 :] + weights[: epoch % 4] if changes else weights

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loader import AugmentedStream, samples_of
+from shared import examples
 
 import looplib as ll
 from looplib.data import make_loader
@@ -54,7 +55,7 @@ def consume(state, samples):
     batches=st.integers(1, 40),
     kind=st.sampled_from(["shuffled", "sequential", "weighted", "sampler"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_run_continues_within_an_epoch_with_another_batch_size(count, size, other, batches, kind):
     order = {
         "shuffled": ll.data.shuffled(),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loader import Augmented, as_rank, quiet
-from shared import SGD, bits
+from shared import SGD, bits, examples
 from torch.utils.data import TensorDataset
 
 import looplib as ll
@@ -44,7 +44,7 @@ loaders = st.builds(
 
 
 @given(loader=loaders, start=st.integers(0, 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_an_endless_loader_has_epoch_after_epoch_from_any_step_on(loader, start):
     expected = [*itertools.islice(cycled(loader), start, start + 12)]
     epoch, batch = divmod(start, len(loader))
@@ -60,7 +60,7 @@ def test_an_endless_loader_has_epoch_after_epoch_from_any_step_on(loader, start)
 
 
 @given(first=loaders, others=st.lists(loaders, min_size=1, max_size=2), start=st.integers(0, 40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_loaders_side_by_side_go_on_at_their_own_pace_from_any_step_on(first, others, start):
     together = zipped(first, *others, count_samples=lambda batch: len(batch[0]))
     run = [*itertools.islice(zip(*map(cycled, (first, *others)), strict=True), start + 2 * len(first))]
@@ -78,7 +78,7 @@ def test_loaders_side_by_side_go_on_at_their_own_pace_from_any_step_on(first, ot
 
 
 @given(first=loaders, other=loaders, ranks=st.integers(1, 4), start=st.integers(0, 12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_each_rank_has_its_part_of_each_batch(first, other, ranks, start):
     together = zipped(first, other, count_samples=lambda batch: len(batch[0]))
     state = ll.TrainState(epoch=start // len(first), batch=start % len(first))

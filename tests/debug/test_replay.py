@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import assert_each_refused, both_states, both_steps, mean_square
+from shared import assert_each_refused, both_states, both_steps, examples, mean_square
 from shared import classify as loss_fn
 from sklearn.datasets import load_digits
 from torch import nn
@@ -277,7 +277,7 @@ def test_a_fingerprint_is_a_hash_of_dtype_shape_and_bytes():
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_flipped_bit_changes_the_fingerprint_of_its_leaf_alone(data):
     kinds = st.sampled_from(
         [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -364,7 +364,7 @@ def changed_at(step, at, name):
 
 
 @given(st.integers(0, 9), st.sampled_from(["0.weight", "0.bias", "4.weight"]), st.integers(1, 3), st.booleans())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_one_number_that_moves_is_found_at_its_step(at, name, every, donate):
     case, other = Case(donate=donate), Case(donate=donate)
     other.step, histories = changed_at(other.step, at, name), ({}, {})
@@ -407,7 +407,7 @@ def test_two_logs_and_a_log_against_states_tell_the_step(tmp_path):
 
 
 @given(st.integers(2, 12), st.integers(0, 10**6))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_rows_are_ranked_by_their_own_gradients(count, seed):
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(count, 3, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import adamw
-from shared import both_steps, mean_square
+from shared import both_steps, examples, mean_square
 from torch import nn
 
 import looplib as ll
@@ -25,7 +25,7 @@ def metric_fn(model, x):
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=80))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_any_split_gives_the_whole(sizes):
     model, _, state = parts()
     x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(1))

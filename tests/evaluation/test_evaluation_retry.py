@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import Opaque
+from shared import Opaque, examples
 from torch import nn
 
 import looplib as ll
@@ -86,7 +86,7 @@ def quiet(step, *args):
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     size=st.none() | st.integers(1, 30),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_metrics_and_outputs_are_those_of_a_batch_that_fits(room, sizes, size):
     tight, wide = models(room)
     batches = [{"x": rows(n), "y": (rows(n)[:, 0] > 0).long(), "scale": torch.tensor(2.0)} for n in sizes]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import launch
-from shared import one_report
+from shared import examples, one_report
 from test_evaluation import Stream, parts
 from torch import nn
 
@@ -88,7 +88,7 @@ def test_outputs_on_disk_are_those_in_memory_and_torch_reads_the_files(tmp_path,
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), stops=st.lists(st.integers(0, 6), max_size=3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @pytest.mark.parametrize("kind", CUTS)
 def test_an_interrupted_run_predicts_each_batch_once(kind, sizes, stops, tmp_path_factory):
     *_, state = parts()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import adamw, sgd
 from ranks import in_engine, launch
-from shared import Opaque, bits, both_steps, equal, mean_square, mix, saved_at_most
+from shared import Opaque, bits, both_steps, equal, examples, mean_square, mix, saved_at_most
 from shared import classify as mean_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,7 +43,7 @@ def close(found, expected):
     by=st.sampled_from(["microbatches", "size"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_pieces_of_examples_give_the_gradient_of_the_whole(n, cut, by, seed):
     model, generator = mlp(), torch.Generator().manual_seed(seed)
     x = torch.randn(n, 5, generator=generator, dtype=torch.double)
@@ -58,7 +58,7 @@ def test_pieces_of_examples_give_the_gradient_of_the_whole(n, cut, by, seed):
 
 
 @given(data=st.data(), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_ragged_pieces_weigh_by_their_tokens(data, seed):
     model, generator = mlp(), torch.Generator().manual_seed(seed)
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=6))

@@ -9,12 +9,13 @@ import sklearn.metrics as reference
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from shared import examples
 from torch import nn
 
 import looplib as ll
 from looplib import metrics as S
 
-some = settings(max_examples=60, deadline=None)
+some = settings(max_examples=examples(60), deadline=None)
 unit = st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.0, -0.0, 0.25, 0.5]))
 score = st.one_of(unit, st.sampled_from([-1.5, math.inf, -math.inf, 1e-40, -1e-40]))
 weight = st.one_of(st.just(0.0), st.floats(0.125, 8, width=32))

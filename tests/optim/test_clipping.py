@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import WAYS, loss_fn
-from shared import SGD, equal, make_train_step, mean_square, one_report, trained
+from shared import SGD, equal, examples, make_train_step, mean_square, one_report, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -38,7 +38,7 @@ def clip_each(parameters, bound, norm_type=2.0):
     bound=st.floats(1e-3, 1e3) | st.just(math.inf),
     norm_type=st.sampled_from([1.0, 2.0, 3.0, math.inf]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_gradients_of_any_size_have_the_bits_of_torchs(seed, scale, bound, norm_type):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))

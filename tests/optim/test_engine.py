@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from problem import raw_loop, run, sgd
-from shared import bits, both_steps, equal, update
+from shared import bits, both_steps, equal, examples, update
 from stand_ins import STAND_INS, Late, PerParameter
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves, tree_structure
@@ -180,7 +180,7 @@ def test_torch_has_no_class_that_is_not_compared():
 def drawn(count):
     """A test of all classes, with so many draws of the rest."""
     checks = settings(
-        max_examples=count, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=examples(count), deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     return lambda test: checks(given(case=drawn_cases, data=st.data())(test))
 

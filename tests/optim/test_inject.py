@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import QUICK, assert_refused, is_vector, loss_fn, sgd
-from shared import equal, make_train_step
+from shared import equal, examples, make_train_step
 from torch import nn
 
 import looplib as ll
@@ -188,7 +188,7 @@ def test_refusals_name_what_was_found_and_what_to_give():
 
 
 @given(step=st.integers(0, 30))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_log_is_told_what_torchs_group_would_have(step):
     lr, beta = ll.warmup_cosine(0.1, warmup=5, total=30), ll.schedules.linear(0.8, total=20, final=0.95)
     groups = [

@@ -13,7 +13,7 @@ from far.test_cases import bits
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problem import assert_refused, batches, loss_fn, net, raw_loop, run, step_of
-from shared import both_steps, update
+from shared import both_steps, examples, update
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -274,7 +274,7 @@ def test_the_first_copies_are_on_their_way_before_the_host_reads_whether_to_upda
 # Any parameters and gradients
 
 
-@settings(deadline=None, max_examples=40, phases=[Phase.generate])
+@settings(deadline=None, max_examples=examples(40), phases=[Phase.generate])
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
     dtypes=st.lists(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import examples
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import looplib as ll
@@ -17,7 +18,7 @@ SGD = ll.optimizer(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(st.integers(1, 12).map(lambda n: n / 8), max_size=30),
     st.sampled_from(["min", "max"]),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import WAYS, adamw, batches, net, step_of
 from ranks import launch
-from shared import SGD, bits, both_steps, make_train_step
+from shared import SGD, bits, both_steps, examples, make_train_step
 from torch import nn
 
 import looplib as ll
@@ -24,7 +24,7 @@ def loss_fn(model, batch):
 
 @both_steps
 @given(bad=st.sets(st.integers(0, 11), max_size=6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_skipped_step_is_as_if_the_batch_had_not_been(donate, bad):
     inner = adamw(lr=ll.schedules.linear(0.1, total=20))
     safe = ll.chain(ll.skip_nonfinite(max_consecutive=12), inner)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import one_report
+from shared import examples, one_report
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import looplib as ll
@@ -20,7 +20,7 @@ waits, shares = st.integers(0, 4), st.integers(0, 7).map(lambda n: n / 8)
 values = st.lists(st.integers(0, 12).map(lambda n: n / 8), max_size=40)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(values, modes, kinds, waits, waits, shares)
 def test_it_counts_as_torch_does(metrics, mode, kind, patience, cooldown, threshold):
     sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)

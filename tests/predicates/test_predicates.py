@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shared import one_report
+from shared import examples, one_report
 
 import looplib as ll
 from looplib.state import end_epoch
 from looplib.types import TrainState
 
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=examples(200))
 
 
 def consume(state, batch_samples, updates):
@@ -117,7 +117,7 @@ def counting(draw):
 TENTHS = "epochs", ll.every_n_epochs(0.1).between(0.2, 0.4), lambda: Points([Fraction(n, 10) for n in (2, 3, 4)])
 
 
-@settings(quick, max_examples=500)
+@settings(quick, max_examples=examples(500))
 @given(counting(), some_batches, epoch_lengths, some_resumes)
 @example(TENTHS, [(1, 1)] * 30, 30, ())
 def test_a_predicate_fires_where_a_counter_does_however_often_resumed(made, batches, epoch_length, resumes):

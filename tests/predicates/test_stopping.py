@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import mean_square
+from shared import examples, mean_square
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerState
 from transformers.trainer import Trainer
@@ -19,7 +19,7 @@ from transformers.trainer import Trainer
 import looplib as ll
 from looplib.predicates import BestSoFar, at_best, early_stopping, update_best
 
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=examples(200))
 modes = st.sampled_from(["min", "max"])
 # Eighths, so that differences are exact and equality with min_delta happens.
 eighths = st.integers(-40, 40).map(lambda n: n / 8)

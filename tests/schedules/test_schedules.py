@@ -8,7 +8,7 @@ import torch
 import transformers.optimization as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import one_report
+from shared import examples, one_report
 from torch.optim import lr_scheduler
 
 import looplib as ll
@@ -152,7 +152,7 @@ ORACLES = {
 }
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.sampled_from(sorted(ORACLES)),
     *(rates, fractions, st.integers(0, 20), counts, st.integers(1, 5), st.floats(0.1, 4.0)),

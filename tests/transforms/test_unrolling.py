@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import equal, make_train_step, mean_square
+from shared import equal, examples, make_train_step, mean_square
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional as F
@@ -496,7 +496,7 @@ def test_what_is_computed_again_is_not_kept(no_garbage_collector):
     assert alive == [0, len(params), 0, len(kept[0].params)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(count=st.integers(0, 7), every=st.integers(1, 9), seed=st.integers(0, 99))
 def test_recomputation_changes_no_bit_and_each_step_draws_what_the_plain_one_does(count, every, seed):
     step, plain, start = RECOMPUTED

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import examples
 
 from looplib.log._plots import smoothed
 
@@ -13,7 +14,7 @@ from looplib.log._plots import smoothed
     values=st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=20),
     keep=st.floats(0, 0.99),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_smoothing_is_the_weighted_mean_of_the_past(values, keep):
     averages = smoothed(values, keep)
     for index, average in enumerate(averages):
